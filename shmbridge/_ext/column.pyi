@@ -4,6 +4,8 @@ import numpy as np
 
 CHECKED_COLUMNS: tuple[str, ...]
 
+class BeyondLayout(OverflowError): ...
+
 class Form:
     name: str
     dtype: np.dtype[Any]

@@ -19,6 +19,10 @@ cnp.import_array()
 CHECKED_COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "ref_logprobs", "advantages")
 
 
+class BeyondLayout(OverflowError):
+    """More rows, values or bytes than the layout of a record can say."""
+
+
 cdef class Form:
     """What packing needs to know of one column of a lane's table."""
 
@@ -41,10 +45,10 @@ cdef class Form:
 cdef class PackedColumn:
     """A present column of a record. One record, one thread."""
 
-    def __init__(self, Form form not None, *, int tag=TAG_VALUES, uint64_t entries=0, uint64_t count=0,
+    def __init__(self, Form form not None, *, int tag=TAG_VALUES, entries=0, count=0,
                  lengths=None, inner=None, bytes keys=None, validity=None, rows=None):
         if entries > 0xFFFFFFFF:
-            raise OverflowError(f"{entries} rows, allowed are 2**32 - 1")
+            raise BeyondLayout(f"{entries} rows, allowed are 2**32 - 1")
         self.form, self.tag, self.entries, self.count = form, tag, entries, count
         self.row_lengths = None if lengths is None else lengths.tobytes()
         self.inner_lengths = None if inner is None else inner.tobytes()

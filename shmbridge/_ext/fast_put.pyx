@@ -22,6 +22,7 @@ from shmbridge._ext.layout cimport (
 from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, RowSampler, Stamp
 from shmbridge._ext.lane_writer cimport LaneWriter
 
+from shmbridge._ext.column import BeyondLayout
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.lane_writer import ClaimLost
 
@@ -78,7 +79,7 @@ cdef class ColumnForms:
     def plan(self, group, Stamp stamp not None, source=None, bint fold_masks=True):
         """The plan of a group's record. Without `fold_masks`, Atropos' masks are stored beside loss_mask.
 
-        Raises InvalidRecord; BadValue; OverflowError for a record beyond what the layout can say.
+        Raises InvalidRecord; BadValue; BeyondLayout.
         """
         return self.make_plan(group, stamp, source, fold_masks, self._converter)
 
@@ -388,7 +389,7 @@ cdef PackedColumn rows_of(Form form, list values):
     cdef bytes raw, validity = None
     cdef uint32_t* lengths
     if count > 0xFFFFFFFF:
-        raise OverflowError(f"{count} rows, allowed are 2**32 - 1")
+        raise BeyondLayout(f"{count} rows, allowed are 2**32 - 1")
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     lengths = <uint32_t*>PyBytes_AS_STRING(raw)
     for row in range(count):
@@ -408,7 +409,7 @@ cdef PackedColumn rows_of(Form form, list values):
                 held[row] = array
             length = cnp.PyArray_DIM(array, 0)
         if length > 0xFFFFFFFF:
-            raise OverflowError(f"row {row} has {length} values, allowed are 2**32 - 1")
+            raise BeyondLayout(f"row {row} has {length} values, allowed are 2**32 - 1")
         lengths[row] = <uint32_t>length
         total += length
     column = begun(form, TAG_VALUES, count, total, held, raw)

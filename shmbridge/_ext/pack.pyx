@@ -4,16 +4,17 @@ Knows columns and dtypes; knows nothing of records or lanes. What does not fit i
 """
 
 cimport numpy as cnp
-from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_SIZE
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from operator import index
 
 import numpy as np
 
 from shmbridge._ext.column cimport PackedColumn
-from shmbridge._ext.layout cimport KIND_BYTES, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR
+from shmbridge._ext.layout cimport KIND_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR
 
 cdef extern from "Python.h":
     Py_ssize_t PySequence_Fast_GET_SIZE(object row)
@@ -63,15 +64,15 @@ cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
     cdef uint64_t item = column.form.item_bytes
     cdef uint8_t* first = to
     cdef uint8_t* end = to + column.count * item
+    cdef const uint32_t* planned = planned_lengths(column)
     cdef Py_ssize_t count, row = 0
     if column.form.kind == KIND_BYTES:
         lane_copy(to, PyBytes_AS_STRING(column.rows), column.count, is_cold)
         return 0
     for source in <list>column.rows:
         count = array_size(source) if cnp.PyArray_CheckExact(source) else PySequence_Fast_GET_SIZE(source)
-        if <uint64_t>count > <uint64_t>(end - to) // item:
-            reason = "is a length that was smaller when the group was handed over"
-            raise BadValue(column.form.name, row, 0, count, reason)
+        if planned != NULL and count != planned[row] or <uint64_t>count > <uint64_t>(end - to) // item:
+            raise_resized(column, row, count, planned)
         if count:
             if cnp.PyArray_CheckExact(source):
                 write_array(column, row, <cnp.ndarray>source, first, to, count, is_cold)
@@ -83,6 +84,23 @@ cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
         reason = "bytes are missing: the group became smaller after it was handed over"
         raise BadValue(column.form.name, max(row - 1, 0), 0, end - to, reason)
     return 0
+
+
+cdef inline const uint32_t* planned_lengths(PackedColumn column) noexcept:
+    """The length of each of `column.rows` when the group was handed over; NULL if they lie in one array."""
+    cdef bytes lengths = column.inner_lengths if column.form.kind == KIND_LIST_LIST else column.row_lengths
+    if column.form.kind != KIND_LIST and column.form.kind != KIND_LIST_LIST:
+        return NULL
+    if lengths is None or PyList_GET_SIZE(column.rows) * 4 != PyBytes_GET_SIZE(lengths):
+        return NULL
+    return <const uint32_t*>PyBytes_AS_STRING(lengths)
+
+
+cdef int raise_resized(PackedColumn column, Py_ssize_t row, Py_ssize_t count,
+                       const uint32_t* planned) except -1:
+    """Of a row whose length is not what it was when the group was handed over."""
+    then = "smaller" if planned == NULL else planned[row]
+    return raise_bad(column, row, 0, count, f"is a length that was {then} when the group was handed over")
 
 
 cdef inline Py_ssize_t array_size(object array) noexcept:
@@ -159,6 +177,7 @@ cdef int fold_values(PackedColumn column, uint8_t* to, const int32_t* tokens) ex
     Raises LossyMasks where that loses something.
     """
     cdef PackedColumn folded = column.folds
+    cdef const uint32_t* planned = <const uint32_t*>PyBytes_AS_STRING(column.row_lengths)
     cdef Py_ssize_t count, row = 0
     cdef uint8_t* end = to + column.count
     cdef PyObject* same
@@ -166,7 +185,7 @@ cdef int fold_values(PackedColumn column, uint8_t* to, const int32_t* tokens) ex
     cdef bint by_row = len(token_rows) == folded.entries
     for masks in <list>column.rows:
         count = PySequence_Fast_GET_SIZE(masks)
-        if count > end - to:
+        if count > end - to or count != planned[row]:  # changed since it was handed over
             raise LossyMasks
         same = NULL
         if by_row and row < len(token_rows) and isinstance(token_rows[row], (list, tuple)):

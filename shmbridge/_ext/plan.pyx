@@ -14,6 +14,7 @@ from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES
 from shmbridge._ext.pack cimport check_column, fold_values, write_values
 from shmbridge._ext.lane_writer cimport Claim, LaneWriter
 
+from shmbridge._ext.column import BeyondLayout
 from shmbridge._ext.pack import BadValue
 
 cdef extern from "lane_copy.h" nogil:
@@ -51,7 +52,7 @@ cdef class RowSampler:
 
 
 cdef class Plan:
-    """The layout of one record. Raises OverflowError for one beyond what a directory can say."""
+    """The layout of one record. Raises BeyondLayout for one beyond what a directory can say."""
 
     def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens,
                  bint uneven, int32_t env_id, source=None, RowSampler sampler=None):
@@ -85,7 +86,7 @@ cdef class Plan:
                 column.inner_at = at
                 at += lines(PyBytes_GET_SIZE(column.inner_lengths))
         if at >= 1 << 26:
-            raise OverflowError(f"{at * ALIGNMENT} bytes of lengths; the layout ends at 4 GiB")
+            raise BeyondLayout(f"{at * ALIGNMENT} bytes of lengths; the layout ends at 4 GiB")
         self._slot.index_bytes = at * ALIGNMENT
         for column in columns:
             if column.count:
@@ -103,7 +104,7 @@ cdef class Plan:
                 at += lines(8 * column.entries)
         self.extent_bytes = at * ALIGNMENT
         if at >= 1 << 32:
-            raise OverflowError(f"a record of {self.extent_bytes} bytes; the layout ends at 256 GiB")
+            raise BeyondLayout(f"a record of {self.extent_bytes} bytes; the layout ends at 256 GiB")
         self._slot.rows, self._slot.columns, self._slot.tokens = rows, len(columns), tokens
         self._slot.group_id_bytes = <uint16_t>PyBytes_GET_SIZE(stamp.group_id)
         self._slot.flags = (SLOT_EVAL if stamp.is_eval else 0) | (SLOT_UNEVEN if uneven else 0)

@@ -92,3 +92,4 @@ class Waiting:
         """Ends the waits in event loops. An interrupted call may be repeated, and then finishes."""
         if self._loop_bell is not None:
             self._loop_bell.close()
+            self._loop_bell = None  # it keeps the mapping, and with it the hub's lock

@@ -13,7 +13,7 @@ import numpy as np
 
 from shmbridge import sizing
 from shmbridge._ext import fast_put
-from shmbridge._ext.column import PackedColumn
+from shmbridge._ext.column import BeyondLayout, PackedColumn
 from shmbridge._ext.pack import BadValue
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import format_size
@@ -133,16 +133,17 @@ class RecordPlanner:
 
         Raises InvalidRecord, RecordTooBig.
         """
-        columns = {name: _claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()}
-        tokens = columns.get("tokens")
-        if rows < 1 or tokens is None:
+        if rows < 1 or "tokens" not in lengths:
             raise InvalidRecord(
                 f"a claim needs `tokens` and at least one row, got {rows} rows of "
                 f"{', '.join(lengths) or 'nothing'}"
             )
         try:
-            plan = self.forms.claimed(list(columns.values()), tokens, columns.get("score"), stamp)
-        except OverflowError as wrong:
+            columns = {
+                name: _claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()
+            }
+            plan = self.forms.claimed(list(columns.values()), columns["tokens"], columns.get("score"), stamp)
+        except BeyondLayout as wrong:
             raise _beyond_the_layout(wrong) from None
         self.look(dict.fromkeys(lengths, True))
         return self._fitting(plan)
@@ -161,7 +162,7 @@ class RecordPlanner:
             raise self.refusal(bad, group) from None
         except InvalidRecord as wrong:
             raise as_written(wrong, group) from wrong.__cause__
-        except OverflowError as wrong:
+        except BeyondLayout as wrong:
             raise _beyond_the_layout(wrong) from None
         return self._fitting(plan)
 
@@ -222,7 +223,7 @@ class Fragments:
                 del self._partial[next(iter(self._partial))]
 
 
-def _beyond_the_layout(wrong: OverflowError) -> RecordTooBig:
+def _beyond_the_layout(wrong: BeyondLayout) -> RecordTooBig:
     return RecordTooBig(str(wrong), hint="put the group in fragments with group_size=")
 
 

@@ -146,3 +146,17 @@ def test_a_wait_that_could_not_start_its_thread_once_sleeps_the_next_time(
     with pytest.raises(shmbridge.ConsumerEmpty):
         asyncio.run(consumer.get_async(timeout_s=0.5))
     assert time.process_time() - used < 0.2
+
+
+async def test_a_closed_consumer_that_waited_in_a_loop_lets_the_bridge_go_with_its_last_view(
+    bridge, producer, make_consumer
+) -> None:
+    first = make_consumer()
+    threading.Timer(0.05, lambda: producer.put({"tokens": [[5]]})).start()
+    record = await first.get_async(timeout_s=10)
+    view = record["tokens"].values
+    first.close()
+    with pytest.raises(shmbridge.ConsumerTaken):
+        shmbridge.Consumer(bridge)
+    del record, view
+    make_consumer().close()

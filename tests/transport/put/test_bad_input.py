@@ -589,3 +589,13 @@ def test_a_refused_consumer_leaves_no_columns_behind(make_producer, make_consume
     with pytest.raises(shmbridge.SchemaMismatch):
         make_consumer(schema=wide)
     make_producer(schema=narrow)
+
+
+def test_an_overflow_of_the_caller_s_own_object_is_not_called_a_record_too_big(producer) -> None:
+    class Endless(list):
+        def __len__(self) -> int:
+            raise OverflowError("I have no end")
+
+    with pytest.raises((OverflowError, shmbridge.InvalidRecord), match="no end") as caught:
+        producer.put({"tokens": Endless([[1]])})
+    assert not isinstance(caught.value, shmbridge.RecordTooBig)

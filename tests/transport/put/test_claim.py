@@ -304,3 +304,15 @@ def test_two_threads_in_one_end_are_named_where_that_is_asked_for(
             consumer.poll()
         producer.put({"tokens": [[1]]})
         waits.join()
+
+
+@pytest.mark.parametrize("rows", [2**33, 2**70])
+def test_a_claim_of_more_rows_than_a_record_can_have_is_too_big(producer, rows) -> None:
+    with pytest.raises(shmbridge.RecordTooBig, match=rf"{rows} rows, allowed are 2\*\*32 - 1"):
+        producer.claim(rows, {"score": None, "tokens": [1]})
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_a_claim_of_no_rows_is_refused(producer, rows) -> None:
+    with pytest.raises(shmbridge.InvalidRecord, match=f"at least one row, got {rows}"):
+        producer.claim(rows, {"tokens": [], "score": None})

@@ -13,6 +13,7 @@ from put_forms import COLUMNS, OUTCOMES, TOKENS, Ends, outcomes
 
 import shmbridge
 from shmbridge._ext import header, lane_writer
+from shmbridge._ext.pack import LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.put.planner import RecordPlanner
 from shmbridge.schema import standard_columns
@@ -230,6 +231,43 @@ def test_a_list_that_shrinks_while_it_is_packed_is_refused(placed, others) -> No
     row[1].home = row
     plan = RecordPlanner(TABLE, 1 << 20).plan({"tokens": [row, [3]]}, STAMP, False)
     with pytest.raises(ValueError, match=r"does not fit|smaller"):
+        placed(plan)
+
+
+def _moved(rows: list) -> None:
+    """The first row gains what the second loses."""
+    rows[0].append(rows[1].pop())
+
+
+def _resized(rows: list) -> None:
+    rows[0].resize(4, refcheck=False)
+    rows[1].resize(2, refcheck=False)
+
+
+@pytest.mark.parametrize(
+    ("column", "rows", "change"),
+    [
+        ("tokens", [[1, 2, 3], [4, 5, 6]], _moved),
+        ("tokens", [np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)], _resized),
+        ("loss_mask", [[1, 1, 1], [0, 0, 1]], _moved),
+        ("step_rewards", [[1.0, 2.0], [3.0]], _moved),
+        ("distill_token_ids", [[[1], [2], [3]], [[4], [5], [6]]], lambda rows: _moved(rows[0])),
+    ],
+    ids=["lists", "arrays", "a mask", "a free length", "nested"],
+)
+def test_rows_whose_lengths_change_while_a_put_waits_are_refused(placed, column, rows, change) -> None:
+    group = {"tokens": [[1, 2, 3], [4, 5, 6]], column: rows}
+    plan = RecordPlanner(TABLE, 1 << 20).plan(group, STAMP, False)
+    change(rows)
+    with pytest.raises(ValueError, match=r"is a length that was [123] when the group was handed over"):
+        placed(plan)
+
+
+def test_masks_whose_lengths_change_while_a_put_waits_are_not_folded(placed) -> None:
+    masks = [[-100, -100, -100], [-100, -100, 6]]
+    plan = RecordPlanner(TABLE, 1 << 20).plan({"tokens": [[1, 2, 3], [4, 5, 6]], "masks": masks}, STAMP, True)
+    masks[0].append(masks[1].pop(0))
+    with pytest.raises(LossyMasks):
         placed(plan)
 
 
