@@ -1,13 +1,18 @@
-"""Prints the Python files and functions that one group passes from `put` to the loss.
+"""Prints the Python files and functions that one group passes from `put` to the loss, or that a model's
+weights pass from `push` to an engine.
 
     python tests/house/sources/walk.py [-v]
+    .venvs/vllm/bin/python tests/house/sources/walk.py weights [-v]
 
-One process, no batch formed ahead, a model of one layer; the third step is counted, so nothing of a first
-time is in it. Compiled parts do not show. PYTHONPATH chooses the revision.
+One process, no batch formed ahead, a model of one layer, a vLLM that runs in this process; the third step or
+push is counted, so nothing of a first time is in it. Compiled parts do not show. PYTHONPATH chooses the
+revision.
 """
 
 import os
 import sys
+import tempfile
+import threading
 from types import FrameType
 from typing import Any
 
@@ -15,7 +20,6 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
-from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 ROOT = os.path.realpath(os.path.dirname(os.path.dirname(shmbridge.__file__)))
 GROUP = {
@@ -24,7 +28,7 @@ GROUP = {
     "scores": [1.0, 0.0],
     "inference_logprobs": [[0, 0, -1.0, -1.0, -1.0], [0, -1.0, -1.0, -1.0]],
 }
-SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 
 
 class Walk:
@@ -49,12 +53,15 @@ class Walk:
         self.calls += 1
 
 
-def main() -> None:
+def make_model() -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_attention_heads=2, num_key_value_heads=2))
+
+
+def walk_group(bridge: str, walk: Walk) -> None:
     """Takes three steps, and counts the last."""
-    torch.set_num_threads(1)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_attention_heads=2, num_key_value_heads=2))
-    learner = Learner(model, Objective(), lambda step: 1e-3)
-    bridge, walk = f"walk-{os.getpid()}", Walk()
+    from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
+
+    learner = Learner(make_model(), Objective(), lambda step: 1e-3)
     with shmbridge.Producer(bridge, env_name="walk") as producer, shmbridge.Consumer(bridge) as consumer:
         batches = consumer.batches(groups=1, layout="packed", prefetch=0, timeout_s=10)
         for step in range(3):
@@ -64,6 +71,43 @@ def main() -> None:
             learner.apply()
         sys.setprofile(None)
         batches.close()
+
+
+def walk_weights(bridge: str, walk: Walk) -> None:
+    """Pushes three versions into a vLLM, and counts the last; its threads are of ours or begin then."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR"
+    )
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    from shmbridge.consumers.weight_sync import WeightSync
+
+    model = make_model()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            weight_transfer_config=WeightTransferConfig(backend="shmbridge"),
+        )
+    with WeightSync(bridge, engine) as sync:
+        for push in range(3):
+            if push == 2:
+                threading.setprofile(walk.profile)
+                sys.setprofile(walk.profile)
+            sync.push(model)
+        sys.setprofile(None)
+    engine.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    bridge, walk = f"walk-{os.getpid()}", Walk()
+    (walk_weights if "weights" in sys.argv else walk_group)(bridge, walk)
     shmbridge.clean(bridge, dry_run=False)
     print(f"{len(walk.files)} files, {len(walk.functions)} functions, {walk.calls} calls")
     if "-v" in sys.argv:
