@@ -15,8 +15,9 @@ ifneq ($(origin SECONDS),command line)
 SECONDS :=
 endif
 
-# Most tests wait more than they compute, so two files run at a time. Those that measure time, fill the machine or kill by the hundred run alone.
-TWO   := -n 2 --dist loadfile
+# Most tests wait more than they compute, so two files run at a time, in the order of their names: by the number of their tests, whole demos would
+# come last, one beside nothing. Those that measure time, fill the machine or kill by the hundred run alone.
+TWO   := -n 2 --dist loadfile --no-loadscope-reorder
 ALONE := tests/bench tests/faults/crash tests/faults/limits tests/house/packaging tests/house/sanitize tests/faults/stress
 TORCH := $(addprefix tests/adapters/,advantages agreement dataset engines learner losses policy_server vllm)
 
