@@ -19,7 +19,7 @@ from shmbridge.testing.holders import holders, segments_of
 
 from .consumer_role import consume
 from .crew import Child, Crew
-from .lane_words import lose_two, unaccounted
+from .lane_words import PlantedLoss, unaccounted
 from .ledger import ConsumerLog, Order, ProducerWords, State, producer_name, producer_number
 from .pattern import Pattern
 from .producer_role import produce, produce_one
@@ -306,7 +306,7 @@ class Director:
         what was seen.
         """
         if self._plant:
-            self._wait("a lane has releases to lose", lambda: lose_two(self._bridge))
+            self._wait("two releases are lost for good", PlantedLoss(self._bridge).stays)
         self._held_back = True
         self._harm.clear()
         places = self._slots[: self._producers]

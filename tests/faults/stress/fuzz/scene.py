@@ -14,7 +14,7 @@ import shmbridge
 from shmbridge.testing.holders import holders, segments_of
 
 from .crew import Child, Crew
-from .lane_words import lose_two, unaccounted
+from .lane_words import Differences, PlantedLoss
 from .ledger import ConsumerLog, Order, ProducerWords, producer_number
 from .pattern import Pattern
 from .producer_role import produce
@@ -23,7 +23,6 @@ from .word_referee import LAST, WordReferee
 
 _PATIENCE_S = 40.0
 _COUNT_PATIENCE_S = 3.0
-_STORE_PATIENCE_S = 0.3  # a process that is ready to run does so within this
 _TICK_S = 0.004
 _MOST_FAILED = 4
 
@@ -194,26 +193,13 @@ class Scene:
         successor counts.
         """
         if self.plant_lost:
-            self.wait("two releases are lost for good", self._lose_two)
-        found: dict[str, int] = {}
-
-        def agree() -> bool:
-            found.clear()
-            found.update(unaccounted(self.bridge, 0.0))
-            return not found
-
-        if not self.pump(_COUNT_PATIENCE_S, agree):
-            for name, apart in found.items():
+            self.wait("two releases are lost for good", PlantedLoss(self.bridge).stays)
+        found = Differences(self.bridge)
+        if not self.pump(_COUNT_PATIENCE_S, found.look):
+            for name, apart in found.known.items():
                 self.referee.fault(
                     "miscounted", f"{name}: its slots show {apart} more releases than were counted"
                 )
-
-    def _lose_two(self) -> bool:
-        """Whether a lane keeps two releases fewer: a hub that was about to store its count undoes that."""
-        if not lose_two(self.bridge):
-            return False
-        self.pump(_STORE_PATIENCE_S)
-        return any(apart >= 2 for apart in unaccounted(self.bridge, 0.0).values())
 
     def end(self, may_miss: int = 0) -> None:
         """A last consumer takes what is left; then everything is judged, and nothing may be left."""
