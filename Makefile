@@ -18,7 +18,7 @@ endif
 # Most tests wait more than they compute, so two files run at a time, in the order of their names: by the number of their tests, whole demos would
 # come last, one beside nothing. Those that measure time, fill the machine or kill by the hundred run alone.
 TWO   := -n 2 --dist loadfile --no-loadscope-reorder
-ALONE := tests/bench tests/faults/crash tests/faults/limits tests/house/packaging tests/house/sanitize tests/faults/stress
+ALONE := tests/bench/test_bench_command.py tests/bench/test_guards.py tests/faults/crash/test_latency.py tests/faults/limits tests/faults/stress
 TORCH := $(addprefix tests/adapters/,advantages agreement dataset engines learner losses policy_server vllm)
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json

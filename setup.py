@@ -37,7 +37,8 @@ def extension(name: str, *c_sources: str, package: str = "shmbridge._ext", folde
             "-Wall",
             "-Wno-unused-function",
             "-Wno-sign-compare",
-            *(["-g", "-O0"] if DEBUG else []),
+            # Python's own flags ask for debug symbols: a third of the time to build, four fifths of the bytes
+            *(["-g", "-O0"] if DEBUG else ["-g0"]),
         ],
     )
 
@@ -80,4 +81,8 @@ else:
             f"{GENERATED}/{source[:-4]}.c" if source.endswith(".pyx") else source for source in each.sources
         ]
 
-setup(cmdclass={"build_py": WithoutSuites}, ext_modules=EXTENSIONS)
+setup(
+    cmdclass={"build_py": WithoutSuites},
+    ext_modules=EXTENSIONS,
+    options={"build_ext": {"parallel": len(os.sched_getaffinity(0))}},
+)
