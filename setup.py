@@ -33,7 +33,7 @@ def extension(name: str, *c_sources: str, package: str = "shmbridge._ext", folde
         ],
         extra_compile_args=[
             "-std=gnu11",
-            "-O3",
+            *([] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]),  # the builder's own wish wins
             "-Wall",
             "-Wno-unused-function",
             "-Wno-sign-compare",
