@@ -76,7 +76,7 @@ build/peers/.installed: $(VENV)/.installed tests/adapters/agreement/peers.txt te
 	touch $@
 
 test-vllm: $(VLLM)/.installed ## a live vLLM takes weights from a learner; its environment, .venvs/vllm, is made first: minutes
-	SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/adapters/vllm_live
+	SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=. $(VLLM)/bin/python -m pytest $(TWO) tests/adapters/vllm_live
 
 soak-vllm: $(VLLM)/.installed ## hundreds of versions into a live vLLM under load, memory and descriptors watched: UPDATES=1000
 	PYTHONPATH=. $(VLLM)/bin/python tests/adapters/vllm_live/soak.py --updates $(or $(UPDATES),1000)
@@ -92,7 +92,7 @@ ifneq ($(CONSTRAINTS),)
 else
 	$(VLLM)/bin/pip install --quiet 'vllm>=0.32'
 endif
-	$(VLLM)/bin/pip install --quiet posix_ipc pyarrow msgspec pyzmq psutil pytest pytest-asyncio pytest-timeout pytest-benchmark
+	$(VLLM)/bin/pip install --quiet posix_ipc pyarrow msgspec pyzmq psutil pytest pytest-asyncio pytest-timeout pytest-xdist pytest-benchmark
 	$(RUN) setup.py --quiet egg_info
 	echo '$(CURDIR)' > "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shmbridge.pth"
 	touch $@
