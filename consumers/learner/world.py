@@ -16,6 +16,8 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shmbridge.consumers.learner.types import Refusal
+
 Value = TypeVar("Value")  # JSON-serialisable
 
 
@@ -23,11 +25,11 @@ class PeerLost(Exception):
     """Another rank is gone, or did not join in time; the message gives the error that showed it."""
 
 
-class PeerFailed(Exception):
+class PeerFailed(Refusal):
     """Another rank failed; the message is its error's."""
 
 
-class BadWorld(Exception):
+class BadWorld(Refusal):
     """The environment variables that describe the ranks are not torchrun's; the message names them."""
 
 

@@ -27,12 +27,13 @@ from safetensors.torch import load_file, save_file
 
 from shmbridge.consumers.learner.model.optimizer import MasterAdamW
 from shmbridge.consumers.learner.model.sharding import gathered, shared_like, whole_state
+from shmbridge.consumers.learner.types import Refusal
 
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
 
 
-class CheckpointMismatch(Exception):
+class CheckpointMismatch(Refusal):
     """A checkpoint is of another kind of learner, of a newer release, or damaged; the message says which and
     what to do.
     """

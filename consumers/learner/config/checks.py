@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig
+from shmbridge.consumers.learner.types import Refusal
 
 # option -> the flag it needs, with its values, and the values of that flag under which the option has no
 # effect
@@ -43,11 +44,11 @@ _BESIDE: Mapping[str, tuple[str, str]] = {
 }
 
 
-class IdleOption(Exception):
+class IdleOption(Refusal):
     """An option has no effect; the message says which, and why."""
 
 
-class BadLimit(Exception):
+class BadLimit(Refusal):
     """Incompatible limits; the message says which."""
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.row_settings import Heat, cut_sampling
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Untrainable
 from shmbridge.metrics import rows_by_environment
 
 Bools = npt.NDArray[np.bool_]
@@ -92,7 +92,7 @@ _SAID = {
 _COUNTER = re.compile(r"^atropos/([^/]+)/(\w+)(?:[{/](.+?)}?)?$")  # environment, counter, column
 
 
-class UnreadImages(ValueError):
+class UnreadImages(Untrainable):
     """A batch has images, which this learner does not read; the message names the environment."""
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model.eval_mode import evaluating
 from shmbridge.consumers.learner.model.forward import borders
+from shmbridge.consumers.learner.types import Refusal
 
 ROWS = "shmbridge_rows"
 VARLEN = "shmbridge_varlen"
@@ -34,7 +35,7 @@ _BEYOND = ("softcap", "s_aux")
 _FRONT, _OTHER, _BACK = (5, 3, 2, 6, 4), (1, 7, 0, 2, 9), (3, 1, 4, 1, 5, 2, 6)
 
 
-class LayoutUnfit(ValueError):
+class LayoutUnfit(Refusal, ValueError):
     """The model mixes the rows of a pack; the message names it and says what to do."""
 
 

@@ -17,9 +17,7 @@ from shmbridge.consumers.learner.config.run_options import ComputeConfig, Learne
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model import attention
 from shmbridge.consumers.learner.model.lora import (
-    BadAdapter,
     Lora,
-    PeftMissing,
     add_adapters,
     differences,
     has_adapters,
@@ -28,10 +26,11 @@ from shmbridge.consumers.learner.model.lora import (
 )
 from shmbridge.consumers.learner.model.optimizer import cast_parameters
 from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.types import Refusal
 from shmbridge.consumers.learner.world import World, device_kind, say
 
 
-class StartupError(Exception):
+class StartupError(Refusal):
     """The learner cannot start; the message says why and what to do."""
 
 
@@ -66,7 +65,8 @@ def load_model(
     Blocks for the disk.
 
     Raises:
-        StartupError: the model does not exist, or is incompatible with the adapters.
+        StartupError: the model does not exist, or its adapters are others.
+        PeftMissing, BadAdapter: as `add_adapters`.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(source).float()
@@ -120,10 +120,7 @@ def _adapt(model: Any, source: Path | str, adapters: AdapterConfig) -> None:
             raise StartupError(f"{source} was trained with {', '.join(others)} -> resume with the same")
         prepare_adapters(model)
     elif rank:
-        try:
-            add_adapters(model, lora, str(source))
-        except (PeftMissing, BadAdapter) as error:
-            raise StartupError(str(error)) from error
+        add_adapters(model, lora, str(source))
 
 
 def load_tokenizer(source: Path | str) -> Any:

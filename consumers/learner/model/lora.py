@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shmbridge.consumers.learner.types import Refusal
 from shmbridge.errors import WeightsMismatch
 
 ALL_LINEAR = "all-linear"
 ADAPTER_FILE = "adapter_config.json"
 
 
-class PeftMissing(Exception):
+class PeftMissing(Refusal):
     """The peft package is not installed; the message says how to get it."""
 
 
-class BadAdapter(Exception):
+class BadAdapter(Refusal):
     """The model cannot have these adapters; the message says why."""
 
 

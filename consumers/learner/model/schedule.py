@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import get_args
 
 from shmbridge.consumers.learner.config.learning_options import Schedule
+from shmbridge.consumers.learner.types import Refusal
 
 Rate = Callable[[int], float]  # 0-based step -> learning rate
 
@@ -19,7 +20,7 @@ LINEAR = "linear"
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
-class BadSchedule(ValueError):
+class BadSchedule(Refusal, ValueError):
     """The schedule's options are invalid; the message says why."""
 
 

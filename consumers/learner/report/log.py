@@ -8,21 +8,41 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import say
 
 
-class AlsoLog(Protocol):
-    """Another receiver of the metrics, which counts its failures instead of raising."""
+class OtherLog:
+    """Another receiver of the metrics; its failures are counted, and the first is printed.
 
-    name: str
-    failures_total: int
+    Args:
+        name: in the metric that counts its failures.
+        title: its name for the user.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, name: str, title: str, say: Callable[[str], None]) -> None:
+        self.name, self.failures_total = name, 0
+        self._title, self._say = title, say
 
     def log(self, metrics: Metrics) -> None:
-        """Takes one step's metrics."""
+        """Takes one step's metrics. Does not raise."""
+        raise NotImplementedError
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Counts an exception of the block, and hides it: no failure of a log may stop training."""
+        try:
+            yield
+        except Exception as error:
+            self.failures_total += 1
+            if self.failures_total == 1:
+                self._say(f"{self._title} cannot {what}, training goes on: {type(error).__name__}: {error}")
 
 
 class MetricsLog:
@@ -33,7 +53,7 @@ class MetricsLog:
         others: receive the same metrics; None entries are ignored.
     """
 
-    def __init__(self, path: Path, *others: AlsoLog | None) -> None:
+    def __init__(self, path: Path, *others: OtherLog | None) -> None:
         self._others = [each for each in others if each is not None]
         self._failures_total = 0
         self._torn = False
@@ -54,7 +74,7 @@ class MetricsLog:
         metrics = metrics | {f"{other.name}_failures_total": other.failures_total for other in self._others}
         if self._failures_total:
             metrics["metrics_failures_total"] = self._failures_total
-        line = json.dumps({name: _plain(value) for name, value in metrics.items()}).encode() + b"\n"
+        line = json.dumps({name: plain(value) for name, value in metrics.items()}).encode() + b"\n"
         line = b"\n" + line if self._torn else line
         try:
             written = os.write(self._file, line)
@@ -91,6 +111,6 @@ def progress_line(metrics: Metrics, steps: int) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
-    """Replaces values that are not finite: standard JSON has no NaN."""
+def plain(value: Any) -> Any:
+    """Returns the value, or None if it is not finite: standard JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Refusal
 from shmbridge.metrics import rollout_metrics
 
 EVAL = "eval"
 Hook = Callable[[int, Any, Any], Mapping[str, float]]  # step, model, tokenizer -> numbers by name
 
 
-class BadHook(Exception):
+class BadHook(Refusal):
     """The evaluation hook cannot be used; the message says why."""
 
 

@@ -27,7 +27,7 @@ from shmbridge.consumers import losses
 from shmbridge.consumers.learner.data.left_out import refuse_images, rows_with_unknown_tokens
 from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows
 from shmbridge.consumers.learner.data.microbatch import MicroBatch, micro_batches
-from shmbridge.consumers.learner.data.row_checks import RowChecks
+from shmbridge.consumers.learner.data.row_checks import DIFFERENCE, Watch
 from shmbridge.consumers.learner.data.training_rows import checked_answers, prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs
 from shmbridge.consumers.learner.model.optimizer import new_optimizer
@@ -36,7 +36,7 @@ from shmbridge.consumers.learner.model.sharding import Parallel, whole
 from shmbridge.consumers.learner.report.step_times import StepTimes
 from shmbridge.consumers.learner.train.mismatch import Mismatch
 from shmbridge.consumers.learner.train.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Untrainable
 from shmbridge.consumers.learner.world import World
 
 __all__ = ["Learner", "NoReference", "Objective"]
@@ -55,15 +55,15 @@ _IDLE = TrainingRows(
 Result = TypeVar("Result")
 
 
-class NoReference(ValueError):
+class NoReference(Untrainable):
     """There is a KL term, but no reference log-probabilities."""
 
 
-class NothingToLearn(ValueError):
+class NothingToLearn(Untrainable):
     """Every advantage of a step is 0 and the loss has no other term; the message says what to do."""
 
 
-class UnknownTokens(ValueError):
+class UnknownTokens(Untrainable):
     """A token id is not in the model's vocabulary; the message names it and its environment."""
 
 
@@ -106,7 +106,7 @@ class Learner:
         self._mismatch = Mismatch()
         self._push = 0.0  # only sft: the largest |advantage| in the gradient
         self._updating = False
-        self._row_checks = RowChecks()
+        self._difference_told = False
 
     @property
     def consistent(self) -> bool:
@@ -183,7 +183,7 @@ class Learner:
             self._push = max(self._push, float(world.all_reduce_sum(np.array([own_push], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
-        watch = self._row_checks.watch(batch, rows, goal.credit)
+        watch = Watch(batch, rows, goal.credit)
         pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
         for micro in self._parallel.rounds(pieces):
             if micro is None:
@@ -195,7 +195,9 @@ class Learner:
             self._shares += world.all_reduce_sum(totals.double().cpu().numpy())
             mismatch = self._mismatch.metrics(world.all_reduce_sum)
         shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
-        return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
+        checked = watch.metrics(describe=not self._difference_told)
+        self._difference_told |= DIFFERENCE in checked
+        return {**shares, **mismatch, **metrics, **checked}
 
     def apply(self) -> Metrics:
         """Takes the optimizer step of the accumulated gradient; a gradient that is not finite changes

@@ -21,6 +21,7 @@ from shmbridge.consumers.advantages.whole_batch import Reduce, alone
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.loss_arrays import TrainingRows, known_count
 from shmbridge.consumers.learner.data.microbatch import Layout
+from shmbridge.consumers.learner.types import Refusal
 
 # The metrics of a micro-batch from `micro_loss`, in this order: its share of the whole batch's.
 SHARES = (
@@ -30,7 +31,7 @@ SHARES = (
 LOSS_SHARES = 2  # the first so many are divided like the loss, the others by trained tokens
 
 
-class BadObjective(ValueError):
+class BadObjective(Refusal, ValueError):
     """Incompatible options; the message says which, and what to do."""
 
 

@@ -18,10 +18,10 @@ from shmbridge.consumers.learner.checkpoint.consumed import Consumed
 from shmbridge.consumers.learner.checkpoint.rng_state import rng_state
 from shmbridge.consumers.learner.model.sharding import is_sharded
 from shmbridge.consumers.learner.train.grpo_update import Learner
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Refusal
 
 
-class CannotSave(Exception):
+class CannotSave(Refusal):
     """A checkpoint could not be written; the message says which and why."""
 
 

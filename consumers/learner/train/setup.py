@@ -30,7 +30,7 @@ from shmbridge.consumers.learner.model.load import (
     load_tokenizer,
 )
 from shmbridge.consumers.learner.model.reference import Reference
-from shmbridge.consumers.learner.model.schedule import BadSchedule, rate_schedule
+from shmbridge.consumers.learner.model.schedule import rate_schedule
 from shmbridge.consumers.learner.model.sharding import Parallel, parallel_of
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 from shmbridge.consumers.learner.world import World, say
@@ -142,16 +142,13 @@ def new_learner(
     reference: Reference | None = None,
 ) -> Learner:
     """Returns a learner at step 0 with the configured objective and optimizer."""
-    try:
-        rate = rate_schedule(
-            config.optimizer.schedule,
-            peak=config.optimizer.lr,
-            warmup=config.optimizer.warmup,
-            steps=config.run.steps,
-            options=config.optimizer.schedule_option,
-        )
-    except BadSchedule as error:
-        raise StartupError(str(error)) from error
+    rate = rate_schedule(
+        config.optimizer.schedule,
+        peak=config.optimizer.lr,
+        warmup=config.optimizer.warmup,
+        steps=config.run.steps,
+        options=config.optimizer.schedule_option,
+    )
     return Learner(
         model,
         dataclasses.replace(
