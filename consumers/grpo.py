@@ -3,10 +3,8 @@
     python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
 
 It is the hub of its bridge and trains any Hugging Face causal language model. Run it from the command line,
-or with torchrun once per device. The mathematics is in `learner/train/grpo_update.py`.
-
-The order inside one step is a contract: update, publish the weights, publish their version, save if due,
-release the batches. If the learner is killed before the release, its successor gets the batches again.
+or with torchrun once per device. `learner/train/grpo_update.py` has the mathematics, and
+`learner/train/training_step.py` the order inside one step, which is a contract.
 """
 
 from __future__ import annotations
@@ -112,10 +110,7 @@ def run(config: LearnerConfig, stops: StopSignals) -> None:
 def train(
     config: LearnerConfig, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
-    """Loads the checkpoint, or the model of the configuration; trains; saves.
-
-    Blocks; raises as `run`.
-    """
+    """Loads the checkpoint, or the model of the configuration; trains; saves. Blocks; raises as `run`."""
     bridge, steps = config.run.bridge, config.run.steps
     learner, tokenizer, done = load_learner(source, config, world)
     saver = Saver(config.run_dir / "checkpoints", learner, tokenizer, config.checkpoints.keep, done)

@@ -1,6 +1,4 @@
-"""DAPO's soft overlong punishment: the penalty for completions that are too long. Pure numpy. `credit.py`
-adds it to the scores before computing advantages.
-"""
+"""DAPO's soft overlong punishment: a penalty on the scores of completions that are too long. Pure numpy."""
 
 from __future__ import annotations
 

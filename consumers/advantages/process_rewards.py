@@ -240,9 +240,7 @@ def process_advantages(
 
 
 def _on_their_tokens(worth: npt.NDArray[np.float64], steps: Steps) -> npt.NDArray[np.float64]:
-    """Returns float64 (N,): each token gets the value of its step; 0 after the last end, and in rows without
-    ends.
-    """
+    """Returns float64 (N,): the value of each token's step; 0 after the last end, and where there are none."""
     rows = steps.rows
     has_place = steps.placed[rows]
     ends = (steps.starts[rows] + steps.ends)[has_place]  # rising through the whole batch

@@ -1,6 +1,6 @@
 """The ranks that train one model together: this process's rank, and the host-side collectives.
 
-For numbers and short texts; `model/sharding.py` handles gradients and parameters. Used by the GRPO learner.
+For numbers and short texts; `model/sharding.py` handles gradients and parameters.
 """
 
 from __future__ import annotations
@@ -238,9 +238,7 @@ def _seen(error: RuntimeError) -> str:
 
 
 def is_of_a_lost_peer(error: RuntimeError) -> bool:
-    """Returns whether an error means that a collective lost a peer; Gloo raises plain RuntimeErrors that
-    contain its file names.
-    """
+    """Returns whether a collective lost a peer; Gloo raises plain RuntimeErrors with its file names."""
     from torch import distributed
 
     text = str(error).lower()

@@ -1,7 +1,5 @@
 """The three aggregations of token values into one number that the losses use.
 
-Used by `named.py` and `ratio.py`.
-
 Letters: N tokens of B sequences, one after the other; sequence b owns cu_seqlens[b] .. cu_seqlens[b + 1].
 """
 

@@ -43,9 +43,7 @@ def clipped_policy_loss(
 
 
 def clip_sides(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Returns two bool (n,): the tokens that `clipped_policy_loss` clips at the lower and at the upper bound;
-    same arguments.
-    """
+    """Returns bool (n,) twice: tokens that `clipped_policy_loss` clips low, and high; same arguments."""
     return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
 
 

@@ -18,9 +18,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def known(logprobs: Tensor) -> Tensor:
-    """Returns bool: where a log-probability was recorded, so finite and not positive (Atropos writes 1.0 for
-    none).
-    """
+    """Returns bool: where a log-probability was recorded: finite, not positive (Atropos' mark for none)."""
     return (logprobs <= 0.0) & logprobs.isfinite()
 
 

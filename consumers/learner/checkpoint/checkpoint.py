@@ -7,7 +7,7 @@ is complete.
                               learner.json                                       Progress
 
 An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base
-model. No pickle anywhere. Used by the GRPO learner (`grpo.py`).
+model. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -34,16 +34,12 @@ _WRITING = ".writing-"
 
 
 class CheckpointMismatch(Refusal):
-    """A checkpoint is of another kind of learner, of a newer release, or damaged; the message says which and
-    what to do.
-    """
+    """A checkpoint is of another learner, of a newer release, or damaged."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A learner's progress, and the records that its weights contain; fields absent from an older checkpoint
-    are 0 or empty.
-    """
+    """A learner's progress, and the records that its weights contain. Older checkpoints lack some fields."""
 
     step: int  # optimizer steps done
     policy_version: int  # of these weights, published or not

@@ -1,7 +1,4 @@
-"""The records a learner has consumed: totals, the last sequence of each producer, and the records that may be
-redelivered. From the checkpoint a resumed learner knows which redelivered records its weights already
-contain. Used by the GRPO learner.
-"""
+"""The records that a learner has consumed, so that a resumed one knows which its weights already contain."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Random generator states of a process as tensors, so that they are saved without pickle.
-
-Used by the learner's
-checkpoints.
-"""
+"""Random generator states of a process as tensors, so that they are saved without pickle."""
 
 from __future__ import annotations
 
@@ -25,9 +21,7 @@ def seed_all(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Does not wait for a
-    device.
-    """
+    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Never blocks."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found = {

@@ -1,7 +1,4 @@
-"""Checks for incompatible options before anything is loaded. `objective.py` has those of the objective.
-
-Used by `grpo.py`.
-"""
+"""Checks for incompatible options before anything is loaded. `objective.py` has those of the objective."""
 
 from __future__ import annotations
 

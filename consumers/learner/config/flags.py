@@ -1,8 +1,4 @@
-"""The command line of the GRPO learner: derives flags from the sections, and a configuration from flags and a
-file.
-
-For an unknown flag the error suggests the closest one. Used by `grpo.py`.
-"""
+"""The command line of the GRPO learner, derived from the sections of its configuration."""
 
 from __future__ import annotations
 
@@ -101,9 +97,7 @@ def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `python -m shmbridge.consumers.grpo`; its result has only the options that were
-    given.
-    """
+    """Returns the parser of the learner; its result has only the options that were given."""
     root = _Parser(
         prog="python -m shmbridge.consumers.grpo",
         usage="%(prog)s --bridge NAME --model DIR_OR_ID --steps N [--config FILE] [option ...]",

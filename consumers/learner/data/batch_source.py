@@ -1,7 +1,4 @@
-"""The batch source of a single-process learner, which is the hub of its bridge.
-
-Used by the GRPO learner (`grpo.py`).
-"""
+"""The batch source of a single-process learner, which is the hub of its bridge."""
 
 from __future__ import annotations
 

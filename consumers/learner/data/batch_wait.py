@@ -1,7 +1,4 @@
-"""The limits of waiting for the next batch: reminders, retries, giving up. It never blocks itself.
-
-Used by `batch_source.py` and `rank_source.py`, which do the waiting.
-"""
+"""The limits of waiting for the next batch: reminders, retries, giving up. It never blocks itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Counts, per environment, the data that training cannot use or leaves out; each kind is reported once.
 
 These are rows whose column does not fit their tokens, rows without a mask, greedy and truncated sampling, and
-columns that this learner does not read. Pure numpy. Used by `training_rows.py` and `grpo_update.py`;
-`training_step.py` prints the reports.
+columns that this learner does not read. Pure numpy.
 
 Letter: B rows (trajectories).
 """

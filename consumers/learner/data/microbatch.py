@@ -8,8 +8,6 @@ language model.
 Packed: rows stand one after the other in (1, N), without padding. The model has to keep them apart, by
 position ids that restart or by the rows' boundaries. `attention.py` tests whether it does.
 
-Used by `grpo_update.py`.
-
 Letters: B rows, N tokens of the whole batch, b rows of one micro-batch, T tokens of its longest row.
 """
 

@@ -2,7 +2,7 @@
 
 No rank may decide alone: one that gave up, was stopped or found the bridge drained would leave the others
 blocked in a collective. So each waits for its share for a short time, then all exchange their status, until
-all can continue or leave together. Used by the GRPO learner (`grpo.py`).
+all can continue or leave together.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ For a sample of rows a producer stores a checksum of the tokens, mask, log-proba
 micro-batches. For tokens that the learner's own masks exclude, it uses the values before masking. A row
 trained twice, or not at all, also counts as different.
 
-Used by `grpo_update.py`.
-
 Letters: B rows, N tokens of the whole batch.
 """
 
@@ -145,9 +143,7 @@ class Watch:
         return part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
 
     def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
-        """Returns a description of a row's difference, "" if there is none. Without `micro` the row trains
-        nothing, and `prepare`'s values are compared.
-        """
+        """Returns how a row differs, or "". Without `micro` it compares `prepare`'s values."""
         batch, rows = self._batch, self._rows
         trained = self._of(row, rows.trained)
         cut = micro["trained"] if micro is not None else trained
@@ -239,9 +235,7 @@ class Watch:
 
 
 def _mask(put: Array, answers: Array) -> Array:
-    """Returns the mask that the answers come from: as gathered where they agree with it; nothing predicts a
-    row's first token.
-    """
+    """Returns the mask that the answers come from: as gathered where they agree with it."""
     agrees = (put != 0) == answers
     agrees[:1] = True
     return np.where(agrees, put, answers.astype(put.dtype))

@@ -1,7 +1,4 @@
-"""Metrics of a batch before training: scores, advantages, lengths.
-
-Pure numpy. Used by `training_rows.py`.
-"""
+"""Metrics of a batch before training: scores, advantages, lengths. Pure numpy."""
 
 from __future__ import annotations
 
@@ -52,9 +49,7 @@ def _describe(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np
 
 
 def _rollouts(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
-    """Returns the metrics that dashboards expect of trajectories; advantages are the trained ones, lengths
-    those of whole completions.
-    """
+    """Returns the metrics that dashboards expect; the advantages are the trained ones."""
     answers = rows.trained if rows.answers is None else rows.answers
     row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
     at = np.flatnonzero(rows.trained)

@@ -1,6 +1,6 @@
 """The staleness of each token of a batch in policy versions, and which tokens the trained version sampled.
 
-Pure numpy. Used by `training_rows.py`.
+Pure numpy.
 
 Letter: N tokens of the whole batch.
 """

@@ -1,7 +1,7 @@
 """Converts a batch to training arrays: trained tokens, advantages, log-probabilities.
 
 In a packed batch any column but the tokens may be absent from any record; the arrays are ready for the loss.
-Advantages come from `credit.py`, metrics from `row_metrics.py`. Used by `grpo_update.py`.
+Advantages come from `credit.py`, metrics from `row_metrics.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """

@@ -1,4 +1,4 @@
-"""Truncated completions, from the column `finish_reason` of a batch. Pure numpy. Used by `training_rows.py`.
+"""Truncated completions, from the column `finish_reason` of a batch. Pure numpy.
 
 Letter: B rows (trajectories).
 """

@@ -5,7 +5,7 @@ By default a transformers model builds an (N, N) mask from position ids that res
 and computes all of it. `ROWS` computes only each row's own square, with torch's fast causal kernel. It is
 used unless the model already runs flash or flex attention, which support packs.
 
-`keeps_rows_apart` tests the actual model, because releases and models differ. Used by `train/setup.py`.
+`keeps_rows_apart` tests the actual model, because releases and models differ.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ def settle_for(
 
 
 def _few_layers(model: Any, device: torch.device) -> Any:
-    """Returns a model of the same kind with random weights and one layer of each type, or None if it cannot
-    be made.
-    """
+    """Returns a random model of the same kind with a layer of each type; None if it cannot be made."""
     try:
         config = copy.deepcopy(model.config)
         text = config.get_text_config()
@@ -131,9 +129,7 @@ def _few_layers(model: Any, device: torch.device) -> Any:
 
 
 def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[str]:
-    """Returns the attentions to try, fastest first: flash attention if installed, torch's varlen kernel, then
-    `ROWS`, which always works.
-    """
+    """Returns the attentions to try, the fastest first; `ROWS` always works."""
     half = precision in (torch.float16, torch.bfloat16)
     flash = ["flash_attention_2"] if importlib.util.find_spec("flash_attn") is not None else []
     varlen = [VARLEN] if importlib.util.find_spec("torch.nn.attention.varlen") is not None else []
@@ -188,9 +184,7 @@ def _same(logits: Tensor, others: Tensor, precision: torch.dtype) -> bool:
 
 
 def _in_pieces(model: Any) -> bool:
-    """Returns whether layers with chunked attention need the mask: without it they would attend to the whole
-    row, which shows only in long rows.
-    """
+    """Returns whether chunked layers need the mask: without it they attend to all of a long row."""
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 

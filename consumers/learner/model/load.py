@@ -1,7 +1,4 @@
-"""Loads the learner's model from a folder or a Hugging Face id to its device, with adapters and reference.
-
-Used by `train/setup.py`.
-"""
+"""Loads the learner's model from a folder or a Hugging Face id to its device, with adapters and reference."""
 
 from __future__ import annotations
 
@@ -60,9 +57,7 @@ def device_of(compute: ComputeConfig, world: World) -> torch.device:
 def load_model(
     source: Path | str, compute: ComputeConfig, adapters: AdapterConfig, device: torch.device
 ) -> Any:
-    """Returns the model on a device, with the configured dtype and adapters.
-
-    Blocks for the disk.
+    """Returns the model on a device, with the configured dtype and adapters. Blocks for the disk.
 
     Raises:
         StartupError: the model does not exist, or its adapters are others.

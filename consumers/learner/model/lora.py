@@ -2,8 +2,7 @@
 adapter.
 
 The adapters are inside the Hugging Face model itself, so other code uses it as before; its `save_pretrained`
-writes the adapter and the name of its base. peft is imported only if adapters are used. Used by the GRPO
-learner and `weight_sync.py`.
+writes the adapter and the name of its base. peft is imported only if adapters are used.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ def differences(model: Any, lora: Lora) -> list[str]:
 
 
 def prepare_adapters(model: torch.nn.Module) -> None:
-    """Prepares a model's adapters, fresh or loaded, for training: float32, with dropout; freezes everything
-    else.
-    """
+    """Prepares adapters for training: float32, with dropout; freezes everything else."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -172,9 +169,7 @@ def adapted_names(model: torch.nn.Module) -> frozenset[str]:
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Disables the adapters in the block, so that the model computes as its base; one thread, no
-    gradients.
-    """
+    """Makes the model compute as its base in the block. One thread, no gradients."""
     for layer in _layers(model):
         layer.enable_adapters(False)
     try:

@@ -1,7 +1,4 @@
-"""The learner's optimizer: AdamW on float32 parameters, or on float32 master copies of other dtypes.
-
-Used by the GRPO learner.
-"""
+"""The learner's optimizer: AdamW on float32 parameters, or on float32 master copies of other dtypes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """How ranks share one model: each has all of it (DDP) or a shard of each tensor (FSDP2), or there is a single
 rank.
-
-Used by `grpo_update.py`, `publishing.py`
-and `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -134,9 +131,7 @@ class Replicated(_Wrapped):
         self._whole = self._ddp
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields all micro-batches but the last without gradient reduction; each rank reduces in one, its own
-        or None.
-        """
+        """Yields all but the last without gradient reduction; each rank reduces in its last, or in None."""
         coming = iter(micros)
         micro = next(coming, None)
         if not self._any(micro):
@@ -172,9 +167,7 @@ class Sharded(_Wrapped):
         return result
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields equally often on every rank, None if this one has no micro-batch left: each forward is
-        collective.
-        """
+        """Yields equally often on every rank, as each forward is collective; None where there is no more."""
         coming = iter(micros)
         while self._any(micro := next(coming, None)):
             yield micro

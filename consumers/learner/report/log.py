@@ -1,7 +1,4 @@
-"""metrics.jsonl and the progress line after each step.
-
-Used by the GRPO learner (`grpo.py`).
-"""
+"""metrics.jsonl and the progress line after each step."""
 
 from __future__ import annotations
 

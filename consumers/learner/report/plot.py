@@ -1,6 +1,4 @@
-"""One plot of one or several runs: reward, loss, staleness, tokens per second, and time shares. The only file
-that imports matplotlib. Used by `shmbridge report`.
-"""
+"""One plot of one or several runs. The only file that imports matplotlib."""
 
 from __future__ import annotations
 

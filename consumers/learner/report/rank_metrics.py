@@ -1,7 +1,7 @@
 """Merges the metrics of all ranks' shares into those of the whole batch.
 
 Counts are summed, the first text is kept, means are weighted by their counts, standard deviations are pooled.
-Percentiles cannot be merged, so the highest of any rank is used. Used by the GRPO learner (`grpo.py`).
+Percentiles cannot be merged, so the highest of any rank is used.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def _weight(name: str, share: Metrics) -> float:
 
 
 def _weighted(values: Sequence[tuple[float, float]]) -> float:
-    """Returns the weighted mean of (weight, value) pairs; skips NaN; weights all equally if every weight is
-    0.
-    """
+    """Returns the weighted mean of (weight, value) pairs without NaN; the plain mean if all weights are 0."""
     known = [(weight, value) for weight, value in values if math.isfinite(value)]
     if not known:
         return float("nan")

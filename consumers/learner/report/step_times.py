@@ -1,7 +1,4 @@
-"""Times of a step's phases, and the step's CPU cost. Uses CUDA events if the work is on a GPU.
-
-Used by `grpo_update.py` and by the GRPO learner (`grpo.py`).
-"""
+"""Times of a step's phases, and the step's CPU cost. Uses CUDA events if the work is on a GPU."""
 
 from __future__ import annotations
 
@@ -58,9 +55,7 @@ class StepTimes:
             yield item
 
     def taken(self) -> dict[str, float]:
-        """Returns `<phase>_s` since the last call, and the peak GPU memory so far. Waits for the GPU, if
-        any.
-        """
+        """Returns `<phase>_s` since the last call, and the peak GPU memory so far. Waits for the GPU."""
         if self._events:
             self._events[-1][2].synchronize()
         for phase, begin, end in self._events:

@@ -1,6 +1,4 @@
-"""Writes the learner's metrics to TensorBoard; its failures never stop training. The only file of the learner
-that imports tensorboard, and only if enabled. Used by the GRPO learner (`grpo.py`).
-"""
+"""The learner's TensorBoard log. The only file of the learner that imports tensorboard, if enabled."""
 
 from __future__ import annotations
 

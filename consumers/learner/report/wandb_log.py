@@ -1,6 +1,4 @@
-"""Sends the learner's metrics to a W&B run; its failures never stop training. The only file of the learner
-that imports wandb, and only if enabled. Used by the GRPO learner (`grpo.py`).
-"""
+"""The learner's W&B run. The only file of the learner that imports wandb, if enabled."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 At most one push is in flight, and it ends before the segment changes again. So versions never go back, and an
 engine finds the version it is asked to load. An engine's failure is printed and counted; training continues,
-and ends if the failures last. Used by the GRPO learner, on rank 0.
+and ends if the failures last.
 """
 
 from __future__ import annotations

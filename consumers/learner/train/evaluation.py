@@ -1,7 +1,4 @@
-"""Evaluation during training: the scores of evaluation groups, and the user's hook function.
-
-Used by the GRPO learner.
-"""
+"""Evaluation during training: the scores of evaluation groups, and the user's hook function."""
 
 from __future__ import annotations
 

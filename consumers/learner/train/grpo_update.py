@@ -1,7 +1,6 @@
 """One update: a packed batch in, a gradient and an optimizer step out.
 
-Used by the GRPO learner (`grpo.py`), and by programs that bring their own batches. `objective.py` defines the
-loss, `credit.py` the advantages.
+`objective.py` defines the loss, `credit.py` the advantages.
 
 Default differences from the GRPO paper (arXiv 2402.03300):
 1. the loss is a mean over tokens, not over completions, and the two clip bounds are separate (DAPO,
@@ -238,9 +237,7 @@ class Learner:
         )
 
     def _make_room(self, counts: Counts, first: bool) -> None:
-        """Scales the accumulated gradient down to its share of the new total, which is also the divisor of
-        new shares.
-        """
+        """Scales the accumulated gradient down to its share of the new total, the divisor of new shares."""
         before = self._counts
         if first:
             self._counts, self._shares, self._mismatch, self._push = (
@@ -285,9 +282,7 @@ class Learner:
         )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns (n,) log-probabilities and entropy of the trained tokens; the entropy has a gradient only
-        if the objective uses it.
-        """
+        """Returns (n,) log-probabilities and entropy; that has a gradient only if the objective uses it."""
         goal = self.objective
         logprobs, entropy = self._parallel(
             trained_logprobs,
@@ -301,9 +296,7 @@ class Learner:
         return logprobs, entropy if goal.entropy else entropy.detach()
 
     def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
-        """Runs a forward and a backward that add 0 to every gradient, because other ranks have one
-        micro-batch more.
-        """
+        """Adds 0 to every gradient by a forward and a backward, since other ranks have a micro-batch more."""
         goal = self.objective
         if reference is not None:
             reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)

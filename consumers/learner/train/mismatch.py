@@ -2,7 +2,6 @@
 
 Tokens sampled by the version being trained are called fresh. For them both policies have the same weights, so
 a difference is a fault: raw log-probabilities, another temperature, an engine that did not load the weights.
-Used by `grpo_update.py` and `training_step.py`.
 
 Letter: n trained tokens of a micro-batch.
 """
@@ -26,9 +25,7 @@ _UNSEEN_STEPS = 10  # warn after this many steps without a fresh token
 
 
 class Mismatch:
-    """Sums the differences over the micro-batches of a step, for trained tokens whose sampler log-probability
-    is known.
-    """
+    """Sums the differences over a step's trained tokens whose sampler log-probability is known."""
 
     def __init__(self) -> None:
         # sums over all ranks; rows: all tokens, fresh tokens; columns: count, divergence, distance

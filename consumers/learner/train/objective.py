@@ -1,7 +1,6 @@
 """The learner's objective, and the loss of one micro-batch from arrays of its trained tokens.
 
 Checks which options are compatible, and sets what each number is divided by; the formulas are in `losses`.
-Used by `grpo_update.py`.
 
 Letters: n trained tokens of a micro-batch, row after row; b rows of it.
 """

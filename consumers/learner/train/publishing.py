@@ -1,7 +1,6 @@
-"""Publishes policy weights: chooses the version, and writes every rank's shard into the weights segment.
+"""Publishes policy weights: every rank writes its part into the weights segment, and nothing is gathered.
 
-Nothing is gathered. A rank writes its shard of each tensor or, if every rank has the whole model, its share
-of the tensors. Used by the GRPO learner (`grpo.py`).
+That is its shard of each tensor or, if every rank has the whole model, its share of the tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ PublishWeights = Callable[[int], None]  # takes a version; returns once samplers
 
 
 def first_version(*seen: int | None) -> int:
-    """Returns a version above all seen, because a version identifies one set of weights across all
-    publishers.
-    """
+    """Returns a version above all seen: a version names one set of weights, across all publishers."""
     return max((version for version in seen if version is not None), default=-1) + 1
 
 
@@ -127,9 +124,7 @@ class WeightsPublisher:
 
 
 def _dealt(sizes: list[int], ranks: int) -> list[int]:
-    """Returns the rank that writes each tensor, balanced by number of elements; the same result on every
-    rank.
-    """
+    """Returns the rank that writes each tensor, balanced by elements; the same on every rank."""
     written = [0] * ranks
     dealt = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

@@ -1,6 +1,4 @@
-"""Saves a learner's state: each finished step at most once, with the record of what was consumed.
-`checkpoint.py` defines the files. Used by the GRPO learner (`grpo.py`).
-"""
+"""Saves each finished step of a learner at most once, with the record of what was consumed."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class Saver:
 
     @property
     def consistent(self) -> bool:
-        """Whether the learner is at the end of a step with all its batches recorded: only then may it be
-        saved.
-        """
+        """Whether a step ended with all its batches recorded: only then may it be saved."""
         return self._learner.consistent and self._taken_step == self._learner.step
 
     def took(self, batches: Iterable[shmbridge.Batch], measured: Metrics) -> None:

@@ -1,7 +1,4 @@
-"""Start of a training run: the checkpoint to resume from, the learner, and the registration for environments.
-
-Used by the GRPO learner (`grpo.py`), once on every rank.
-"""
+"""Start of a training run: the checkpoint to resume from, the learner, and the registration for environments."""
 
 from __future__ import annotations
 
@@ -169,9 +166,7 @@ def _chunk_tokens(model: Any, compute: ComputeConfig) -> int | None:
 
 
 def registration(config: LearnerConfig, step: int) -> shmbridge.Run:
-    """Returns the run description that environments get when they register; its steps are batches of the
-    bridge.
-    """
+    """Returns the registration for environments; its steps are batches of the bridge."""
     return shmbridge.Run(
         batch_size=config.batch.groups * config.batch.group_size,
         max_token_len=config.registration.max_token_len,

@@ -2,8 +2,7 @@
 
 The order is a contract: update, publish the weights, publish their version, save if due, release. Engines
 load the version in parallel, and have it before the next one is published. If the learner is killed before
-the release, its successor gets the batches again; the checkpoint says whether it contains them. Used by the
-GRPO learner (`grpo.py`).
+the release, its successor gets the batches again; the checkpoint says whether it contains them.
 """
 
 from __future__ import annotations
