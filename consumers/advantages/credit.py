@@ -149,10 +149,10 @@ def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Cre
 
 
 def _own_tokens(batch: shmbridge.Batch, wanted: bool) -> tuple[Bools, Bools]:
-    """Returns bool (N,): tokens with an advantage in their record; and bool (B,): rows whose mask of these
-    does not fit.
+    """Returns bool (N,): tokens with an advantage of their own; bool (B,): rows whose mask of these does not
+    fit.
 
-    Such a row counts as one without a mask: the record's advantages apply to all its tokens.
+    The record's advantages apply to all tokens of such a row.
     """
     odd = np.zeros(len(batch.meta), bool)
     own: Bools = np.repeat(batch.has("advantages") & wanted, batch.lengths)

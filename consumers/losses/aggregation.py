@@ -14,7 +14,7 @@ Mode = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def token_mean(values: Tensor, token_count: int) -> Tensor:
-    """Returns this micro-batch's share of the mean over all trained tokens of the batch.
+    """Returns this micro-batch's share of the mean over all trained tokens of the batch, () float32.
 
     Every token has the same weight, whatever its trajectory's length, and the shares of all micro-batches add
     up to the mean over the batch, so the token budget of a forward pass does not change the gradient.
@@ -22,9 +22,6 @@ def token_mean(values: Tensor, token_count: int) -> Tensor:
     Args:
         values: (n,) float32, one per trained token of this micro-batch.
         token_count: trained tokens of the whole batch; 0 counts as 1.
-
-    Returns:
-        () float32.
 
     Source: DAPO, arXiv 2503.14476 (token-level policy gradient loss).
     """

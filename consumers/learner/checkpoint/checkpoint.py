@@ -1,13 +1,11 @@
-"""Checkpoints of a learner, written to a temporary folder and renamed, so that a folder with its final name
-is complete.
+"""Checkpoints of a learner. A folder with its final name is complete: it is renamed once it is written.
 
     <folder>/step-00000050/   model.safetensors, config.json, tokenizer files    what a sampler can load
                               optimizer.safetensors                              exp_avg.<parameter>, ...
                               rng.safetensors                                    rng_state()
                               learner.json                                       Progress
 
-An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base
-model. No pickle anywhere.
+An adapter is saved as peft does, with the name of its base model. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -135,9 +133,7 @@ def load_progress(path: Path) -> Progress:
 
 
 def load_rng(path: Path) -> dict[str, torch.Tensor] | None:
-    """Returns the states of the random generators, or None if an older release wrote the checkpoint.
-
-    Blocks for the disk.
+    """Returns the states of the random generators, None if an older release saved none. Blocks for the disk.
 
     Raises:
         CheckpointMismatch: it is damaged.

@@ -33,11 +33,10 @@ class Consumed:
         self._begun_s = time.monotonic() - before.wall_s
 
     def contains(self, meta: Any) -> bool:
-        """Returns whether the checkpoint's weights were trained with this record, which its learner had not
-        released.
+        """Returns whether the checkpoint's weights contain this record, which its learner had not released.
 
-        That is possible only for a redelivered record; any other with that number is from a producer that
-        restarted its count.
+        Only a redelivered record can be: any other with that number is of a producer that counts from 0
+        again.
         """
         return bool(meta.redelivered) and meta.sequence in self._in_checkpoint.get(meta.producer_id, ())
 

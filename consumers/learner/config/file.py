@@ -40,10 +40,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(config: LearnerConfig, path: Path) -> None:
-    """Writes a whole configuration atomically: a reader sees the earlier or the new file, also after a kill.
-
-    Raises OSError.
-    """
+    """Writes a whole configuration atomically: a reader sees the earlier or the new file. Raises OSError."""
     import yaml
 
     text = yaml.dump(config.document(), Dumper=_yaml()[1], sort_keys=False)

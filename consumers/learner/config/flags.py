@@ -67,9 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
-    """Returns the configuration of a command line, and of the file that its `--config` names.
-
-    Exits the process on an error.
+    """Returns the configuration of a command line and of its `--config`. Exits the process on an error.
 
     Args:
         argv: the command line, without the program; None: this process's.
@@ -153,11 +151,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def _typed(option: Option) -> Callable[[str], Any]:
-    """Returns the argparse type of an option.
-
-    It raises argparse's own exception: for a ValueError argparse would show the function's name, not the
-    message.
-    """
+    """Returns the argparse type of an option. Of a ValueError argparse would not show the message."""
     number, *about = get_args(option.item) or (option.item,)
 
     def typed(text: str) -> Any:

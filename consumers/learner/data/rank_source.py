@@ -93,10 +93,7 @@ class RankSource:
         self.training_version = self._world.broadcast(version)
 
     def publish_version(self, version: int) -> None:
-        """Makes rank 0 announce new weights.
-
-        Blocks until it has: no rank may release the batches they were made from earlier.
-        """
+        """Makes rank 0 announce new weights. Blocks until it has: no rank may release their batches earlier."""
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.broadcast(version)
@@ -107,12 +104,11 @@ class RankSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
-        """Yields an iterator over this rank's shares, the same number on every rank, until the bridge is
+        """Yields an iterator over this rank's shares, equally many on every rank, until the bridge is
         drained.
 
-        An unreadable share has no rows. `next` blocks for the other ranks, too. On all of them it raises
-        NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error, and the bridge's
-        errors.
+        An unreadable share has no rows. `next` blocks for the other ranks, too, and raises on all of them:
+        NoBatch at the limits, Stopped, PeerFailed for another rank's error, and the bridge's errors.
         """
         if self._consumer is not None:
             self._consumer.serve_ranks(

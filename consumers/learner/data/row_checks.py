@@ -1,5 +1,4 @@
-"""End-to-end checks: verifies that the learner trains with the values that were put, by reading checked rows
-back out of the micro-batches.
+"""End-to-end checks: the learner trains with the values that were put, read back from micro-batches.
 
 For a sample of rows a producer stores a checksum of the tokens, mask, log-probabilities and advantages
 (`shmbridge.record.row_checks`). The learner computes it again after gathering, `prepare` and the split into

@@ -124,8 +124,7 @@ def prepare(
 def checked_answers(
     batch: shmbridge.Batch, credit: Credit, whole_rows: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """Returns `trained_tokens` of a batch after checking that its groups have the required advantages. Never
-    blocks.
+    """Returns `trained_tokens` of a batch, once its groups have the required advantages. Never blocks.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.

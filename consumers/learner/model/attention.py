@@ -1,5 +1,4 @@
-"""Chooses the batch layout of a model: tests whether it keeps packed rows apart, and provides a mask-free
-attention for packs.
+"""Chooses a model's batch layout: tests whether it keeps packed rows apart, and has attentions that do.
 
 By default a transformers model builds an (N, N) mask from position ids that restart (releases from 4.53 on),
 and computes all of it. `ROWS` computes only each row's own square, with torch's fast causal kernel. It is
@@ -94,11 +93,7 @@ def settle_for(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """Does the same as `settle` for a model that is moved to its device shard by shard: it tests a small
-    model of the same kind.
-
-    Raises as `settle`.
-    """
+    """As `settle`, for a model that is moved to its device by shards: tests a small one of the same kind."""
     few = _few_layers(model, device)
     if few is None:
         return settle(model, wanted, precision, say)
@@ -201,8 +196,7 @@ def rows_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each row of a pack, with one call of torch's kernel per run of rows of
-    equal length.
+    """Computes causal attention within each row of a pack: a kernel call per run of rows of equal length.
 
     Without `row_lengths` it is the attention that transformers calls "sdpa".
 

@@ -90,8 +90,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def leaves_logits_alone(model: Any) -> bool:
-    """Returns whether a model's logits are the unchanged output of its output layer: not scaled, not capped,
-    not bypassed.
+    """Returns whether a model's logits are the output of its output layer: not scaled, capped or bypassed.
 
     Tested once per model, by a forward pass of two tokens. If False, it is logged and chunks are not used.
     """

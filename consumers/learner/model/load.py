@@ -130,8 +130,7 @@ def load_tokenizer(source: Path | str) -> Any:
 def load_reference(
     model: Any, source: Path | None, config: LearnerConfig, device: torch.device, layout: Layout
 ) -> Reference | None:
-    """Returns the reference of the KL term, None without a KL term: the configured model, also after
-    resuming.
+    """Returns the reference of a KL term, which is the configured model, also after resuming; else None.
 
     Every rank's device holds it whole, even if the trained model is sharded.
     """

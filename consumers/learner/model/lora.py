@@ -1,5 +1,4 @@
-"""Low-rank adapters with peft: adds, detects and casts them, and reads merged parameters without changing the
-adapter.
+"""Low-rank adapters with peft: adds, detects and casts them, and reads merged parameters.
 
 The adapters are inside the Hugging Face model itself, so other code uses it as before; its `save_pretrained`
 writes the adapter and the name of its base. peft is imported only if adapters are used.
@@ -44,8 +43,7 @@ class Lora:
 
 
 def add_adapters(model: Any, lora: Lora, base: str) -> None:
-    """Adds fresh adapters to a Hugging Face model in place, and freezes everything else; until trained they
-    have no effect.
+    """Adds fresh adapters to a model in place, without effect until trained; freezes everything else.
 
     Args:
         model: a causal language model without adapters; its dtype is kept, adapters are float32.

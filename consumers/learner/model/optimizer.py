@@ -13,8 +13,7 @@ BETAS = (0.9, 0.95)
 
 
 def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.optim.Optimizer:
-    """Returns AdamW over the trainable parameters, with learning rate 0; the learner sets the rate at each
-    step.
+    """Returns AdamW over the trainable parameters; the learner sets the rate, 0 now, at each step.
 
     Args:
         parameters: those without requires_grad are left out.

@@ -63,8 +63,7 @@ class MetricsLog:
     def append(self, metrics: Metrics) -> None:
         """Appends one line in a single write; values that are not finite become null. Blocks for the disk.
 
-        A line that cannot be written is lost: reported once and counted in later lines, so that training
-        continues.
+        A line that cannot be written is lost: reported once, and counted in later lines.
         """
         for other in self._others:
             other.log(metrics)

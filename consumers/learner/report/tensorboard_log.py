@@ -19,9 +19,7 @@ class TensorboardMissing(Refusal):
 
 
 class TensorboardLog(OtherLog):
-    """Context manager over one folder of event files; a failure is reported once, counted, and otherwise
-    ignored. A resumed learner hides what a killed one wrote for the steps that are repeated. One thread;
-    blocks for the disk.
+    """Context manager over one folder of event files. One thread; blocks for the disk.
 
     Args:
         run_dir: the run directory.

@@ -62,10 +62,7 @@ class EnginePushes:
         self._thread: threading.Thread | None = None
 
     def begin(self, version: int) -> None:
-        """Starts loading the segment's newest version into the engines.
-
-        Never blocks; call `settled` between two calls.
-        """
+        """Starts loading the newest version into the engines. Never blocks; call `settled` between two calls."""
         if self._fleet.engines:
             assert self._thread is None, "the push before is not settled"
             update = Update(
@@ -114,11 +111,7 @@ class EnginePushes:
         }
 
     def close(self, *, at_once: bool = False) -> None:
-        """Closes the engines after the push in flight. With `at_once`, other processes end that push once
-        this one is gone.
-
-        Idempotent.
-        """
+        """Closes the engines after the push in flight; `at_once` leaves that to other processes. Idempotent."""
         if self._thread is not None:
             self._thread.join(_GOODBYE_S if at_once else None)
             if self._thread.is_alive():

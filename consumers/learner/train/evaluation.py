@@ -23,8 +23,7 @@ class BadHook(Refusal):
 
 
 class TrainingScreen:
-    """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint already
-    contains, out of batches.
+    """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint has, out.
 
     It is called in the thread that forms batches; `metrics` is for the training thread.
 
@@ -54,9 +53,8 @@ class TrainingScreen:
         return True
 
     def metrics(self) -> Metrics:
-        """Returns `eval/...` metrics of the groups since the last call, if any, and the totals.
-
-        Never blocks for long.
+        """Returns `eval/...` metrics of the groups since the last call, and the totals. Never blocks for
+        long.
         """
         with self._lock:
             scores, self._scores, groups, self._groups = self._scores, [], self._groups, 0
@@ -107,10 +105,7 @@ class EvalHook:
         return step % self._every == 0
 
     def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Calls the function and returns its numbers under `eval/`; empty if it fails.
-
-        Blocks as long as the function.
-        """
+        """Calls the function, as long as it takes; returns its numbers under `eval/`, none if it fails."""
         try:
             said = self._function(step, model, tokenizer)
             return {f"eval/{name}": float(value) for name, value in said.items()}
@@ -124,11 +119,7 @@ class EvalHook:
 
 
 def load_hook(name: str) -> Hook:
-    """Imports the module of `module:function` and returns the function.
-
-    Raises:
-        BadHook: it does not exist.
-    """
+    """Imports the module of `module:function` and returns the function. Raises `BadHook`."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise BadHook(f"--eval-hook {name}: it is module:function")

@@ -118,10 +118,7 @@ class Learner:
         return self._parallel.world
 
     def read(self, compute: Callable[[Any], Result]) -> Result:
-        """Returns `compute(model)` between two steps; `compute` takes no gradient and must not raise.
-
-        Every rank calls it.
-        """
+        """Returns `compute(model)`, which takes no gradient and must not raise. Every rank calls it."""
         return self._parallel.read(compute)
 
     def accumulate(
@@ -199,8 +196,7 @@ class Learner:
         return {**shares, **mismatch, **metrics, **checked}
 
     def apply(self) -> Metrics:
-        """Takes the optimizer step of the accumulated gradient; a gradient that is not finite changes
-        nothing.
+        """Takes the optimizer step of the accumulated gradient, unless that is not finite.
 
         Raises:
             NothingToLearn: the loss is sft, and every advantage is 0; nothing was changed.
@@ -258,8 +254,7 @@ class Learner:
         self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
     def _unknown_tokens(self, batch: shmbridge.Batch) -> npt.NDArray[np.bool_] | None:
-        """Returns bool (B,): rows to leave out for a token that the model does not have; None if no row has
-        one.
+        """Returns bool (B,): rows with a token that the model does not have; None if no row has one.
 
         Raises `UnknownTokens` unless the objective leaves such rows out.
         """

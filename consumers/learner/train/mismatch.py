@@ -66,8 +66,7 @@ class Mismatch:
         self._own.append(torch.stack(rows))
 
     def metrics(self, reduce: Reduce = alone) -> Metrics:
-        """Returns the metrics of all batches so far: means over all ranks, and the maximum of this rank; NaN
-        without tokens.
+        """Returns the metrics of all batches so far: means over all ranks, maxima of this one, NaN for none.
 
         Blocks as long as `reduce`, the sum of an array over all ranks; every rank calls it once.
         """
@@ -85,8 +84,7 @@ class Mismatch:
 
 
 class MismatchAlarm:
-    """Warns if sampler and policy differ on fresh tokens by more than rounding explains, or if no token is
-    fresh.
+    """Warns if sampler and policy differ on fresh tokens by more than rounding, or if no token is fresh.
 
     Args:
         limit: largest mean distance, nats; 0: no warning.
@@ -100,9 +98,8 @@ class MismatchAlarm:
         self._unseen = 0  # steps with log-probabilities but no fresh token, until the first fresh one
 
     def looked(self, measured: Metrics) -> Metrics:
-        """Reads a step's metrics; returns how many steps were above the limit.
-
-        Warns at the first step above the limit after one below it.
+        """Reads a step's metrics; returns how many steps were above the limit. Warns as the metric crosses
+        it.
         """
         self._look_for_fresh(measured)
         mean = measured.get("logprob_diff_mean_fresh", float("nan"))

@@ -143,11 +143,7 @@ class Objective:
 
     @classmethod
     def of(cls, config: LearnerConfig) -> Objective:
-        """Returns the objective of a configuration, without the fields that depend on the model (layout,
-        chunks).
-
-        Raises `BadObjective`; never blocks.
-        """
+        """Returns the objective of a configuration, without what depends on the model. Raises `BadObjective`."""
         goal, advantages = config.objective, config.advantages
         return cls(
             loss=goal.loss,

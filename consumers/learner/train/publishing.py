@@ -30,10 +30,7 @@ def first_version(*seen: int | None) -> int:
 def weights_segment(
     bridge: str, weights: WeightsConfig, precision: Dtype, model: Any, world: World
 ) -> Iterator[tuple[PublishWeights, int | None]]:
-    """Yields a function that publishes the model's weights, and the last published version of the bridge.
-
-    Every rank calls it, since each writes its shard; rank 0 owns the segment.
-    """
+    """Yields a function that publishes the weights, and the last published version. Every rank calls it."""
     if weights.no_weights:
         yield (lambda version: None), None
         return
@@ -73,8 +70,7 @@ class WeightsPublisher:
 
         Blocks for the copy. An error is raised on all ranks, and nothing changes then.
 
-        For a model with adapters, after the first full version only the tensors that adapters change are
-        written.
+        A model with adapters is written whole once, then only the tensors that adapters change.
         """
         if self._adapted and self._wrote_all:
             with self._world.together():

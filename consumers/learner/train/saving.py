@@ -69,8 +69,7 @@ class Saver:
         self._taken_step = self._learner.step
 
     def save(self, policy_version: int) -> None:
-        """Writes a checkpoint unless this step already has one or was interrupted; every rank calls it, rank
-        0 writes.
+        """Writes a checkpoint of a finished step that has none. Every rank calls it, rank 0 writes.
 
         Blocks until it is on disk.
 
@@ -93,11 +92,10 @@ class Saver:
         self._saved_step = learner.step
 
     def rescue(self, policy_version: int) -> str:
-        """Saves the last finished step after an error, without other ranks. Blocks for the disk. Does not
-        raise.
+        """Saves the last finished step after an error, without other ranks. Blocks for the disk; never
+        raises.
 
-        Returns:
-            a short text for the user: which step can be resumed.
+        Returns a short text for the user: which step can be resumed.
         """
         learner = self._learner
         newest = (

@@ -119,10 +119,7 @@ class TrainingStep:
         return len(self._batches) >= self._config.batch.accumulate
 
     def take(self, batch: shmbridge.Batch) -> None:
-        """Adds a batch's gradient.
-
-        Blocks for the compute, and for other ranks; raises as `Learner.accumulate`.
-        """
+        """Adds a batch's gradient. Blocks for the compute and other ranks; raises as `accumulate`."""
         begun = time.monotonic()
         version = self._source.training_version
         aged = self._describe.taken(batch, int(begun * 1e9), version)
@@ -145,10 +142,7 @@ class TrainingStep:
                 self._around.engines.settled()
 
     def make(self) -> Metrics:
-        """Updates, publishes and saves if due, releases and logs; returns the step's metrics.
-
-        Blocks; must not be interrupted.
-        """
+        """Updates, publishes and saves if due, releases, logs; returns the metrics. Must not be interrupted."""
         learner, source = self._learner, self._source
         begun = time.monotonic()
         metrics = learner.apply()
@@ -198,10 +192,7 @@ class TrainingStep:
         return metrics
 
     def finish(self) -> None:
-        """Publishes and saves the weights if the last step did not.
-
-        Blocks; every rank calls it. Raises as `settle`.
-        """
+        """Publishes and saves what the last step did not. Blocks; every rank calls it; raises as `settle`."""
         if (version := self._source.training_version) > self._source.policy_version:
             self.settle()
             self._publish_version(version)
