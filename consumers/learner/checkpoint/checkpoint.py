@@ -114,11 +114,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def load_progress(path: Path) -> Progress:
-    """Returns the progress stored in this checkpoint. Blocks for the disk.
-
-    Raises:
-        CheckpointMismatch: it is damaged, or has fields that this release does not know.
-    """
+    """Returns a checkpoint's progress. Blocks for the disk. Raises `CheckpointMismatch`."""
     try:
         said = json.loads((path / "learner.json").read_text())
         step, policy_version = int(said.pop("step")), int(said.pop("policy_version"))

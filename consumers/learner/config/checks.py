@@ -50,9 +50,7 @@ class BadLimit(Refusal):
 
 
 def refuse_idle(config: LearnerConfig) -> None:
-    """Refuses options without effect: one they need is missing, or another overrides them.
-
-    Options at their default are not checked.
+    """Refuses options, not at their default, without effect: for want of another, or overridden by one.
 
     Raises:
         IdleOption: for the first one found.

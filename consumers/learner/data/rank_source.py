@@ -93,7 +93,7 @@ class RankSource:
         self.training_version = self._world.broadcast(version)
 
     def publish_version(self, version: int) -> None:
-        """Makes rank 0 announce new weights. Blocks until it has: no rank may release their batches earlier."""
+        """Makes rank 0 announce new weights. Blocks until it has: no rank may release earlier."""
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.broadcast(version)

@@ -83,10 +83,7 @@ class Watch:
         self._seen.append(([micro.row_numbers[each] for each in chosen], lengths[chosen].tolist(), flat))
 
     def metrics(self, *, describe: bool = True) -> Metrics:
-        """Returns counters of the batch per environment, and a description of the first difference.
-
-        Blocks for copies from the device.
-        """
+        """Returns counters per environment, and the first difference. Blocks for copies from the device."""
         differences = self.differences()
         names = [record.meta.env_name for record in self._records for _ in range(len(record))]
         found: Metrics = {}

@@ -13,12 +13,7 @@ from shmbridge.metrics import rollout_metrics, rows_by_environment, usable_score
 
 
 def row_metrics(batch: shmbridge.Batch, rows: TrainingRows) -> Metrics:
-    """Returns a batch's entries for metrics.jsonl. Never blocks.
-
-    Args:
-        batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        rows: the batch's training arrays.
-    """
+    """Returns a packed batch's entries for metrics.jsonl, from its training arrays. Never blocks."""
     scores = (
         np.full(len(batch.meta), np.nan) if batch.scores is None else np.asarray(batch.scores, np.float64)
     )

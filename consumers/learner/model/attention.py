@@ -3,8 +3,6 @@
 By default a transformers model builds an (N, N) mask from position ids that restart (releases from 4.53 on),
 and computes all of it. `ROWS` computes only each row's own square, with torch's fast causal kernel. It is
 used unless the model already runs flash or flex attention, which support packs.
-
-`keeps_rows_apart` tests the actual model, because releases and models differ.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ def settle(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """Sets the attention of this model and returns the layout that goes with it.
-
-    Blocks for a few short forward passes.
+    """Sets a model's attention and returns the layout for it, after a few short forward passes.
 
     "auto" is "packed" if the model keeps rows apart without a mask; if it needs a mask, padding is faster.
 
@@ -148,10 +144,7 @@ def _takes(model: Any, implementation: str) -> bool:
 
 
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
-    """Returns whether a row in a pack gets the same logits as alone, whatever precedes it.
-
-    Blocks for three forward passes.
-    """
+    """Returns whether a row in a pack gets the same logits as alone. Blocks for three forward passes."""
     try:
         with torch.no_grad(), evaluating(model):
             alone, first, second = (

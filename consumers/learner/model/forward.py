@@ -38,12 +38,7 @@ _changing_locks = threading.Lock()
 
 
 def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
-    """Returns tokens per chunk, for 256 MiB of logits; None (no chunks) if all logits take less than 1 GiB.
-
-    Args:
-        vocabulary: V.
-        micro_tokens: most tokens of one forward pass.
-    """
+    """Returns tokens per chunk of 256 MiB of logits, or None if the most logits take less than 1 GiB."""
     if 4 * vocabulary * micro_tokens <= _SMALL:
         return None
     return max(1, _CHUNK_BYTES // (4 * vocabulary))
@@ -52,9 +47,7 @@ def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
 def trained_logprobs(
     model: Any, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probability of each trained token at the row's temperature, with gradient.
-
-    Blocks for the compute.
+    """Returns the log-probability of each trained token at the row's temperature. Blocks for the compute.
 
     Args:
         model: a causal language model, also in DDP, FSDP2 or LoRA. For packed micro-batches it must keep rows

@@ -32,11 +32,7 @@ class StartupError(Refusal):
 
 
 def device_of(compute: ComputeConfig, world: World) -> torch.device:
-    """Returns the device of this rank and makes it the current one.
-
-    Raises:
-        StartupError: there is no GPU, or there are more ranks than GPUs.
-    """
+    """Returns the device of this rank and makes it the current one. Raises `StartupError` for none."""
     if device_kind(compute.device) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -87,10 +83,7 @@ def load_model(
 
 
 def _compute_again(model: Any) -> None:
-    """Enables gradient checkpointing, which works only in training mode, and disables dropout.
-
-    With dropout, the trained policy would differ from the sampling one: every ratio would be noise.
-    """
+    """Turns on gradient checkpointing, by training mode, without the dropout that would make ratios noise."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
@@ -130,10 +123,7 @@ def load_tokenizer(source: Path | str) -> Any:
 def load_reference(
     model: Any, source: Path | None, config: LearnerConfig, device: torch.device, layout: Layout
 ) -> Reference | None:
-    """Returns the reference of a KL term, which is the configured model, also after resuming; else None.
-
-    Every rank's device holds it whole, even if the trained model is sharded.
-    """
+    """Returns the reference of a KL term: the configured model, whole on every rank. Without one None."""
     if not config.objective.kl_coef:
         return None
     if source is None or has_adapters(model):

@@ -18,11 +18,7 @@ Index = tuple[slice, ...]  # position of a shard in the whole tensor
 
 
 class Parallel:
-    """The model of a single process.
-
-    Args:
-        model: any module.
-    """
+    """The model of a single process."""
 
     world: World = ALONE
 
@@ -72,7 +68,7 @@ def _owned(result: Any) -> Any:
 
 
 def _with_all_experts(module: nn.Module, args: Any, output: Any) -> Any:
-    """Returns the output unchanged, with a gradient of 0 for experts that received no token on this rank.
+    """Returns the output, with a gradient of 0 for experts that got no token on this rank.
 
     Without one on some rank, DDP waits for it, and FSDP2 adds another parameter's in its place.
     """
@@ -163,10 +159,7 @@ class Sharded(_Wrapped):
 
 
 def parallel_of(model: nn.Module, how: str, world: World, device: torch.device) -> Parallel:
-    """Wraps a model for several ranks, by "ddp" or "fsdp2".
-
-    Make the optimizer afterwards; blocks for all ranks.
-    """
+    """Wraps a model, before its optimizer, for several ranks: "ddp" or "fsdp2". Blocks for all ranks."""
     if world.size == 1:
         return Parallel(model)
     return Sharded(model, world, device) if how == "fsdp2" else Replicated(model, world)

@@ -16,11 +16,7 @@ _BATCHES = 4
 
 
 class LearnerMetrics:
-    """Computes metrics of each batch as it is taken, of its bridge, and totals of this learner.
-
-    Args:
-        groups: trajectory groups of a batch.
-    """
+    """Computes metrics of batches of so many groups, of their bridge, and totals of this learner."""
 
     def __init__(self, groups: int) -> None:
         self._latency = LatencyWindow(max(_WINDOW, _BATCHES * groups))

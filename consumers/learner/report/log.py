@@ -43,11 +43,9 @@ class OtherLog:
 
 
 class MetricsLog:
-    """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line, the last.
+    """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line.
 
-    Args:
-        path: the file; its folder is created, its earlier lines stay.
-        others: receive the same metrics; None entries are ignored.
+    Other receivers get the same metrics; None entries are ignored.
     """
 
     def __init__(self, path: Path, *others: OtherLog | None) -> None:

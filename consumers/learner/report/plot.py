@@ -30,13 +30,7 @@ class MatplotlibMissing(Exception):
 
 
 def plot(runs: Sequence[RunMetrics], file: Path) -> None:
-    """Draws the runs into a file; its suffix, .svg or .png, sets the format.
-
-    Blocks for the compute and the disk.
-
-    Raises:
-        MatplotlibMissing: the package is not installed.
-    """
+    """Draws the runs into a file, .svg or .png. Blocks. Raises `MatplotlibMissing`."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure  # not pyplot: no window, no state

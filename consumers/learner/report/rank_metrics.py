@@ -28,10 +28,7 @@ _OF_GROUPS = {"atropos/identical_score_rate": "groups_scored", "bridge/group_wai
 
 
 def of_all_ranks(world: World, share: Metrics, rows: dict[str, int]) -> Metrics:
-    """Returns the metrics of the whole batch, on every rank.
-
-    Blocks for the others; arguments as `merged`, of this rank.
-    """
+    """Returns the metrics of the whole batch, on every rank; arguments of this rank, as `merged`."""
     said = world.all_gather([share, rows])
     return merged([each[0] for each in said], [each[1] for each in said])
 

@@ -62,11 +62,7 @@ class RunMetrics:
 
 
 def read_run(folder: Path) -> RunMetrics:
-    """Returns the metrics in a run directory. Blocks for the disk.
-
-    Raises:
-        NoRun: it has no metrics.jsonl, or the file has no step.
-    """
+    """Returns the metrics in a run directory. Blocks for the disk. Raises `NoRun` without any step."""
     path = folder / METRICS_FILE
     try:
         lines = path.read_text(errors="replace").splitlines()

@@ -17,8 +17,7 @@ PHASES = ("copy", "forward", "backward", "sync")
 class StepTimes:
     """Adds up the seconds of each phase of a step.
 
-    On a GPU it measures device time, between two events of the stream. One thread. Costs a microsecond per
-    phase, and on a GPU two events.
+    On a GPU it measures device time, between two events of the stream. One thread.
 
     Args:
         device: where the work is done.
@@ -80,13 +79,7 @@ class StepCost:
         return spent
 
     def step(self, waited_s: float, cpu_s: float, tokens: int) -> dict[str, float]:
-        """Returns the metrics of the step that ends now.
-
-        Args:
-            waited_s: seconds spent waiting for batches.
-            cpu_s: CPU seconds of all ranks.
-            tokens: of all ranks.
-        """
+        """Returns the metrics of the step that ends now, from sums over all ranks."""
         ended = time.monotonic()
         took, self._ended = ended - self._ended, ended
         return {

@@ -19,16 +19,13 @@ class TensorboardMissing(Refusal):
 
 
 class TensorboardLog(OtherLog):
-    """Context manager over one folder of event files. One thread; blocks for the disk.
+    """Context manager over one folder of event files. Blocks for the disk. Raises `TensorboardMissing`.
 
     Args:
         run_dir: the run directory.
         source: the checkpoint that the run resumes from; the log's later steps are hidden. None for a fresh
             start.
         say: prints a line for the user.
-
-    Raises:
-        TensorboardMissing: the package is not installed.
     """
 
     def __init__(self, run_dir: Path, source: Path | None, say: Callable[[str], None]) -> None:

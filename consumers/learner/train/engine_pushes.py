@@ -62,7 +62,7 @@ class EnginePushes:
         self._thread: threading.Thread | None = None
 
     def begin(self, version: int) -> None:
-        """Starts loading the newest version into the engines. Never blocks; call `settled` between two calls."""
+        """Starts loading a version into the engines. Never blocks; call `settled` between two calls."""
         if self._fleet.engines:
             assert self._thread is None, "the push before is not settled"
             update = Update(
@@ -77,11 +77,7 @@ class EnginePushes:
             self._thread.start()
 
     def settled(self) -> None:
-        """Waits for the push in flight, if any. Blocks.
-
-        Raises:
-            EngineFailed: an engine has failed for too long.
-        """
+        """Waits for the push in flight. Raises `EngineFailed` if an engine has failed for too long."""
         if self._thread is None:
             return
         begun = time.monotonic()
@@ -111,7 +107,7 @@ class EnginePushes:
         }
 
     def close(self, *, at_once: bool = False) -> None:
-        """Closes the engines after the push in flight; `at_once` leaves that to other processes. Idempotent."""
+        """Closes the engines after the push in flight; `at_once` leaves it to other processes. Idempotent."""
         if self._thread is not None:
             self._thread.join(_GOODBYE_S if at_once else None)
             if self._thread.is_alive():

@@ -25,10 +25,7 @@ class BadHook(Refusal):
 class TrainingScreen:
     """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint has, out.
 
-    It is called in the thread that forms batches; `metrics` is for the training thread.
-
-    Args:
-        consumed: what the checkpoint contains.
+    Called in the thread that forms batches; `metrics` is for the training thread.
     """
 
     def __init__(self, consumed: Consumed) -> None:
@@ -88,13 +85,7 @@ class TrainingScreen:
 
 
 class EvalHook:
-    """Calls the user's function every `every` steps; a failure is printed, counted, and otherwise ignored.
-
-    Args:
-        function: what to call.
-        every: steps between two calls.
-        say: prints a line for the user.
-    """
+    """Calls the user's function every so many steps; a failure is printed, counted, and else ignored."""
 
     def __init__(self, function: Hook, every: int, say: Callable[[str], None]) -> None:
         self._function, self._every, self._say = function, every, say

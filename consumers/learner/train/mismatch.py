@@ -84,12 +84,7 @@ class Mismatch:
 
 
 class MismatchAlarm:
-    """Warns if sampler and policy differ on fresh tokens by more than rounding, or if no token is fresh.
-
-    Args:
-        limit: largest mean distance, nats; 0: no warning.
-        say: prints a line for the user.
-    """
+    """Warns if fresh tokens differ by more than `limit` nats in the mean (0: never), or if none is fresh."""
 
     def __init__(self, limit: float, say: Callable[[str], None]) -> None:
         self._limit, self._say = limit, say

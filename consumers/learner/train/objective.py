@@ -143,7 +143,7 @@ class Objective:
 
     @classmethod
     def of(cls, config: LearnerConfig) -> Objective:
-        """Returns the objective of a configuration, without what depends on the model. Raises `BadObjective`."""
+        """Returns the objective of a configuration, the model aside. Raises `BadObjective`."""
         goal, advantages = config.objective, config.advantages
         return cls(
             loss=goal.loss,

@@ -43,15 +43,7 @@ def weights_segment(
 
 
 class WeightsPublisher:
-    """Publishes versions of one model's weights. Every rank has one.
-
-    Args:
-        model: whole, sharded (FSDP2), or with adapters, which are published merged.
-        dtype: of the published tensors.
-        world: the ranks.
-        writer: on rank 0.
-        part: on the others.
-    """
+    """Publishes a model's weights, adapters merged, by the writer on rank 0 and a part on each other rank."""
 
     def __init__(
         self,

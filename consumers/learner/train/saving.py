@@ -24,15 +24,7 @@ class CannotSave(Refusal):
 
 
 class Saver:
-    """Saves each finished step at most once.
-
-    Args:
-        folder: the folder of this run's checkpoints.
-        learner: the learner to save.
-        tokenizer: saved beside the model; None: no tokenizer.
-        keep: number of newest checkpoints to keep.
-        progress: of the checkpoint that the run resumes from; None for a fresh start.
-    """
+    """Saves each finished step at most once, and keeps the newest; `progress` is of a resumed checkpoint."""
 
     def __init__(
         self, folder: Path, learner: Learner, tokenizer: Any, keep: int, progress: Progress | None = None
@@ -50,12 +42,7 @@ class Saver:
         return self._learner.consistent and self._taken_step == self._learner.step
 
     def took(self, batches: Iterable[shmbridge.Batch], measured: Metrics) -> None:
-        """Records the batches of a step over all ranks; blocks for the others.
-
-        Args:
-            batches: of this rank.
-            measured: the step's metrics over all ranks.
-        """
+        """Records this rank's batches of a step, with its metrics over all ranks. Blocks for the others."""
         metas: list[Any] = [meta for batch in batches for meta in batch.meta]
         if self._learner.world.size > 1:
             said = self._learner.world.all_gather(

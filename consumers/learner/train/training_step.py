@@ -77,14 +77,7 @@ class RunHooks:
 class TrainingStep:
     """Takes batches until a step is full, then makes the step. One thread; every rank does the same.
 
-    Args:
-        learner: trained by the step.
-        source: of the batches.
-        publish_weights: publishes the weights as a version.
-        saver: writes checkpoints.
-        log: gets each step's metrics, over all ranks; None on all ranks but one.
-        config: of the run.
-        around: evaluation.
+    Only one rank has a log, which gets the metrics over all ranks.
     """
 
     def __init__(
@@ -130,9 +123,7 @@ class TrainingStep:
         self._computed_s += self._waiting_since - begun
 
     def settle(self) -> None:
-        """Waits until the engines' push of the last version is over.
-
-        Blocks, and may be interrupted; every rank calls it.
+        """Waits for the engines' push of the last version. Interruptible; every rank calls it.
 
         Raises:
             EngineFailed: an engine has failed for too long; PeerFailed on the other ranks.
@@ -142,7 +133,7 @@ class TrainingStep:
                 self._around.engines.settled()
 
     def make(self) -> Metrics:
-        """Updates, publishes and saves if due, releases, logs; returns the metrics. Must not be interrupted."""
+        """Updates, publishes and saves if due, releases, logs; returns the metrics. Do not interrupt it."""
         learner, source = self._learner, self._source
         begun = time.monotonic()
         metrics = learner.apply()
