@@ -3,10 +3,8 @@
     python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
 
 It is the hub of its bridge and trains any Hugging Face causal language model. Run it from the command line,
-or with torchrun once per device. The mathematics is in `learner/train/grpo_update.py`.
-
-The order inside one step is a contract: update, publish the weights, publish their version, save if due,
-release the batches. If the learner is killed before the release, its successor gets the batches again.
+or with torchrun once per device. `learner/train/grpo_update.py` has the mathematics, and
+`learner/train/training_step.py` the order inside one step, which is a contract.
 """
 
 from __future__ import annotations
@@ -18,38 +16,27 @@ from pathlib import Path
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
-from shmbridge.consumers.learner.checkpoint.checkpoint import CheckpointMismatch
-from shmbridge.consumers.learner.config.checks import (
-    BadLimit,
-    IdleOption,
-    refuse_idle,
-    refuse_unreachable_limits,
-)
+from shmbridge.consumers.learner.config.checks import refuse_idle, refuse_unreachable_limits
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.batch_wait import NoBatch
-from shmbridge.consumers.learner.data.left_out import UnreadImages
 from shmbridge.consumers.learner.data.rank_source import RankSource, opened
-from shmbridge.consumers.learner.model.attention import LayoutUnfit
-from shmbridge.consumers.learner.model.load import StartupError
 from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.report.progress_bar import progress
-from shmbridge.consumers.learner.report.tensorboard_log import TensorboardLog, TensorboardMissing
-from shmbridge.consumers.learner.report.wandb_log import WandbMissing, WandbRun
+from shmbridge.consumers.learner.report.tensorboard_log import TensorboardLog
+from shmbridge.consumers.learner.report.wandb_log import WandbRun
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.train.broken_step import BrokenStep, broken_step
 from shmbridge.consumers.learner.train.engine_pushes import engine_pushes
-from shmbridge.consumers.learner.train.evaluation import BadHook
-from shmbridge.consumers.learner.train.grpo_update import Learner, NoReference, NothingToLearn, UnknownTokens
-from shmbridge.consumers.learner.train.objective import BadObjective, Objective
+from shmbridge.consumers.learner.train.grpo_update import Learner
+from shmbridge.consumers.learner.train.objective import Objective
 from shmbridge.consumers.learner.train.publishing import PublishWeights, first_version, weights_segment
-from shmbridge.consumers.learner.train.saving import CannotSave, Saver
+from shmbridge.consumers.learner.train.saving import Saver
 from shmbridge.consumers.learner.train.setup import agreed_starting_point, load_learner, registration
 from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Refusal, Untrainable
 from shmbridge.consumers.learner.world import (
-    BadWorld,
     PeerFailed,
     PeerLost,
     World,
@@ -60,22 +47,8 @@ from shmbridge.consumers.learner.world import (
     speaks,
 )
 
-# errors of a batch that cannot be trained
-UNTRAINABLE = (NoAdvantages, NoReference, NothingToLearn, UnknownTokens, UnreadImages)
-REFUSALS = (
-    *(
-        StartupError,
-        BadLimit,
-        BadObjective,
-        LayoutUnfit,
-        BadHook,
-        CheckpointMismatch,
-        PeerFailed,
-        WandbMissing,
-        TensorboardMissing,
-    ),
-    *(*UNTRAINABLE, BadWorld, IdleOption, CannotSave, shmbridge.ShmBridgeError),
-)
+UNTRAINABLE = (NoAdvantages, Untrainable)  # errors of a batch that cannot be trained
+REFUSALS = (NoAdvantages, Refusal, shmbridge.ShmBridgeError)
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone
 BROKEN = 5  # exit status: a step could not be computed
@@ -137,10 +110,7 @@ def run(config: LearnerConfig, stops: StopSignals) -> None:
 def train(
     config: LearnerConfig, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
-    """Loads the checkpoint, or the model of the configuration; trains; saves.
-
-    Blocks; raises as `run`.
-    """
+    """Loads the checkpoint, or the model of the configuration; trains; saves. Blocks; raises as `run`."""
     bridge, steps = config.run.bridge, config.run.steps
     learner, tokenizer, done = load_learner(source, config, world)
     saver = Saver(config.run_dir / "checkpoints", learner, tokenizer, config.checkpoints.keep, done)
@@ -201,7 +171,7 @@ def learn(
     bar = log is not None and config.logging.progress
     with (
         source.batches() as batches,
-        progress(config.run.steps, learner.step, config.logging.log_every, bar=bar) as shown,
+        progress(config.run.steps, learner.step, config.logging.log_every, bar=bar) as show,
     ):
         reason = None
         while reason is None:
@@ -216,7 +186,7 @@ def learn(
             with stops.held():  # update to release is atomic with respect to signals
                 metrics = step.make()
             if log is not None:
-                shown.show(metrics)
+                show(metrics)
             reason = learner.world.broadcast(_enough(learner, config.run.steps, around, metrics))
         if reason and log is not None:
             say(f"stopped early: {reason}")

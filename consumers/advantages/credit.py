@@ -3,8 +3,7 @@
 Order: advantages from the scores, mixed with step and token rewards, then replaced by a record's own
 advantages, and last set to 0 in silenced rows. A row that lacks one of these keeps the result of the earlier
 stage, and is counted. Pure numpy; the formulas are in `from_scores.py`, `process_rewards.py`,
-`token_rewards.py`,
-`whole_batch.py` and `overlong.py`. Used by `training_rows.py`.
+`token_rewards.py`, `whole_batch.py` and `overlong.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -150,10 +149,10 @@ def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Cre
 
 
 def _own_tokens(batch: shmbridge.Batch, wanted: bool) -> tuple[Bools, Bools]:
-    """Returns bool (N,): tokens with an advantage in their record; and bool (B,): rows whose mask of these
-    does not fit.
+    """Returns bool (N,): tokens with an advantage of their own; bool (B,): rows whose mask of these does not
+    fit.
 
-    Such a row counts as one without a mask: the record's advantages apply to all its tokens.
+    The record's advantages apply to all tokens of such a row.
     """
     odd = np.zeros(len(batch.meta), bool)
     own: Bools = np.repeat(batch.has("advantages") & wanted, batch.lengths)
@@ -213,9 +212,7 @@ def _from_scores(
 def _with_steps(
     batch: shmbridge.Batch, outcome: FloatArray, trained: Bools, credit: Credit
 ) -> tuple[FloatArray, Bools, Bools]:
-    """Returns the advantages mixed with step rewards, which rows have steps, and which rows' steps do not
-    fit.
-    """
+    """Returns advantages with step rewards, rows that have steps, and rows whose steps do not fit."""
     nobody = np.zeros(len(batch.meta), bool)
     rewards, ends = getattr(batch, "step_rewards", None), getattr(batch, "step_ends", None)
     if credit.steps == "off" or rewards is None:

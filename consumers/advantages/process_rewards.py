@@ -24,8 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Steps:
-    """The checked steps of a batch, row after row: every step has a reward and an end, or its row has no ends
-    at all.
+    """The checked steps of a batch, row after row: in each row every step has an end, or none has.
 
     A step's tokens are those from the end of the step before it, or from the row's first token, to its own
     end. In a row without step ends each reward applies to the whole row.
@@ -101,12 +100,10 @@ class Steps:
         end_counts: npt.ArrayLike | None,
         cu_seqlens: npt.ArrayLike,
     ) -> tuple[Steps, npt.NDArray[np.bool_]]:
-        """Returns the steps of consistent rows, and bool (B,): the inconsistent rows, which get no steps.
+        """Returns the steps of consistent rows, and bool (B,): the inconsistent rows, which get none. Never
+        blocks.
 
-        Never blocks.
-
-        For a learner that must not stop for one bad row. Arguments as `of`, and the same errors if whole
-        columns disagree.
+        For a learner that must not stop for one bad row. Arguments, and errors of whole columns, as `of`.
         """
         starts, counts = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(reward_counts, dtype=np.int64)
         ended = (
@@ -240,9 +237,7 @@ def process_advantages(
 
 
 def _on_their_tokens(worth: npt.NDArray[np.float64], steps: Steps) -> npt.NDArray[np.float64]:
-    """Returns float64 (N,): each token gets the value of its step; 0 after the last end, and in rows without
-    ends.
-    """
+    """Returns float64 (N,): the value of each token's step; 0 after the last end, and where no end is."""
     rows = steps.rows
     has_place = steps.placed[rows]
     ends = (steps.starts[rows] + steps.ends)[has_place]  # rising through the whole batch
@@ -262,8 +257,7 @@ def mixed(
     *,
     weight: float,
 ) -> FloatArray:
-    """Returns (1 - weight) * outcome + weight * process in rows that have process rewards, else the outcome
-    alone.
+    """Returns (1 - weight) * outcome + weight * process in rows with process rewards, else the outcome.
 
     Never blocks.
 

@@ -69,8 +69,7 @@ def token_reward_advantages(
 
     Blocks as long as `reduce` does.
 
-    Rows without token rewards get 0 and are excluded from the mean; `mixed` of `process_rewards.py` gives
-    them the outcome.
+    Rows without token rewards get 0 and are in no mean; `mixed` gives them the outcome.
 
     Args:
         token_rewards: float32 (N,), in the environment's unit; zero-filled in rows that have none.

@@ -18,9 +18,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def known(logprobs: Tensor) -> Tensor:
-    """Returns bool: where a log-probability was recorded, so finite and not positive (Atropos writes 1.0 for
-    none).
-    """
+    """Returns bool: where a log-probability was recorded: finite, not positive (Atropos' mark for none)."""
     return (logprobs <= 0.0) & logprobs.isfinite()
 
 
@@ -76,12 +74,10 @@ def truncated_weights(
     cap: float,
     level: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Returns the weight that corrects for a sampler that differs from the policy: min(pi_train / pi_sampler,
-    cap).
+    """Returns min(pi_train / pi_sampler, cap), the weight that corrects for the sampler's difference.
 
-    An inference engine computes other log-probabilities than the trainer does with the same parameters; a
-    token's loss times this weight corrects for it. No gradient. Unknown sampler log-probabilities count as
-    equal to the trainer's.
+    An inference engine computes other log-probabilities than the trainer with the same parameters; a token's
+    loss times this weight corrects for it. No gradient. Unknown sampler log-probabilities count as equal.
 
     Args:
         train_logprobs: (N,) float32, nats, by the trainer with the parameters that sampled.

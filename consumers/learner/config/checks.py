@@ -1,13 +1,11 @@
-"""Checks for incompatible options before anything is loaded. `objective.py` has those of the objective.
-
-Used by `grpo.py`.
-"""
+"""Checks for incompatible options before anything is loaded. `objective.py` has those of the objective."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig
+from shmbridge.consumers.learner.types import Refusal
 
 # option -> the flag it needs, with its values, and the values of that flag under which the option has no
 # effect
@@ -43,18 +41,16 @@ _BESIDE: Mapping[str, tuple[str, str]] = {
 }
 
 
-class IdleOption(Exception):
+class IdleOption(Refusal):
     """An option has no effect; the message says which, and why."""
 
 
-class BadLimit(Exception):
+class BadLimit(Refusal):
     """Incompatible limits; the message says which."""
 
 
 def refuse_idle(config: LearnerConfig) -> None:
-    """Refuses options without effect: one they need is missing, or another overrides them.
-
-    Options at their default are not checked.
+    """Refuses options, not at their default, without effect: for want of another, or overridden by one.
 
     Raises:
         IdleOption: for the first one found.

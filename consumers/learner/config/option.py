@@ -1,7 +1,4 @@
-"""One option of the learner: the type of its value, its default, and its help text.
-
-`run_options.py` declares options as fields of dataclasses; flags and files read them as `Option`.
-"""
+"""One option of the learner: its type, its default and its help, read off a field of a section."""
 
 from __future__ import annotations
 
@@ -124,9 +121,7 @@ _ENTRY = re.compile(r"^    (\w+)(?: \(([^)]+)\))?: (.*(?:\n {8}.*)*)", re.MULTIL
 
 
 def options_of(section: str, kind: Any) -> Iterator[Option]:
-    """Yields the options of a section, whose docstring has their help:
-    `name (METAVAR): text [default in words]`.
-    """
+    """Yields a section's options; its docstring has their help: `name (METAVAR): text [default in words]`."""
     hints, entries = get_type_hints(kind, include_extras=True), _ENTRY.findall(kind.__doc__ or "")
     texts = {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
     for each in fields(kind):

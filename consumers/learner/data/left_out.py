@@ -1,8 +1,7 @@
 """Counts, per environment, the data that training cannot use or leaves out; each kind is reported once.
 
 These are rows whose column does not fit their tokens, rows without a mask, greedy and truncated sampling, and
-columns that this learner does not read. Pure numpy. Used by `training_rows.py` and `grpo_update.py`;
-`training_step.py` prints the reports.
+columns that this learner does not read. Pure numpy.
 
 Letter: B rows (trajectories).
 """
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.row_settings import Heat, cut_sampling
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Untrainable
 from shmbridge.metrics import rows_by_environment
 
 Bools = npt.NDArray[np.bool_]
@@ -92,15 +91,12 @@ _SAID = {
 _COUNTER = re.compile(r"^atropos/([^/]+)/(\w+)(?:[{/](.+?)}?)?$")  # environment, counter, column
 
 
-class UnreadImages(ValueError):
+class UnreadImages(Untrainable):
     """A batch has images, which this learner does not read; the message names the environment."""
 
 
 def refuse_images(batch: shmbridge.Batch) -> None:
-    """Raises `UnreadImages` if a row has images, because its rollout depends on more than the text.
-
-    Never blocks.
-    """
+    """Raises `UnreadImages` if a row has images: its rollout depends on more than the text. Never blocks."""
     rows = np.flatnonzero(_filled(batch, "images"))
     if rows.size:
         meta = batch.meta[int(rows[0])]
@@ -160,8 +156,7 @@ def left_out(
 
 
 def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
-    """Returns bool (B,): rows that are not trained because nothing says which of their tokens to train. Never
-    blocks.
+    """Returns bool (B,): rows that do not say which of their tokens to train. Never blocks.
 
     If a mask does not fit its tokens, some tokens must not be trained, but which ones is unknown. So neither
     `prompt_length` nor `whole_rows` replaces it.
@@ -177,10 +172,7 @@ def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
 
 
 def rows_with_unknown_tokens(batch: shmbridge.Batch, vocabulary: int) -> Bools | None:
-    """Returns bool (B,): rows with a token id outside 0 to `vocabulary` - 1; None if there are none.
-
-    Blocks for the device if the tokens are on one.
-    """
+    """Returns bool (B,): rows with a token id outside 0 .. `vocabulary` - 1, or None. Waits for a device."""
     tokens = batch.tokens
     if not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary:
         return None
@@ -224,10 +216,7 @@ def _filled(batch: shmbridge.Batch, name: str) -> Bools:
 
 
 def _binary_masks(batch: shmbridge.Batch) -> Bools:
-    """Returns bool (B,): rows whose Atropos masks are 0 and 1.
-
-    The column `masks` exists only if its values are not -100 and token ids.
-    """
+    """Returns bool (B,): rows whose column `masks`, which should have -100 and token ids, has 0 and 1."""
     rows: Bools = batch.has("masks")
     if not rows.any():
         return rows

@@ -2,7 +2,7 @@
 
 No rank may decide alone: one that gave up, was stopped or found the bridge drained would leave the others
 blocked in a collective. So each waits for its share for a short time, then all exchange their status, until
-all can continue or leave together. Used by the GRPO learner (`grpo.py`).
+all can continue or leave together.
 """
 
 from __future__ import annotations
@@ -93,10 +93,7 @@ class RankSource:
         self.training_version = self._world.broadcast(version)
 
     def publish_version(self, version: int) -> None:
-        """Makes rank 0 announce new weights.
-
-        Blocks until it has: no rank may release the batches they were made from earlier.
-        """
+        """Makes rank 0 announce new weights. Blocks until it has: no rank may release earlier."""
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.broadcast(version)
@@ -107,12 +104,11 @@ class RankSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
-        """Yields an iterator over this rank's shares, the same number on every rank, until the bridge is
+        """Yields an iterator over this rank's shares, equally many on every rank, until the bridge is
         drained.
 
-        An unreadable share has no rows. `next` blocks for the other ranks, too. On all of them it raises
-        NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error, and the bridge's
-        errors.
+        An unreadable share has no rows. `next` blocks for the other ranks, too, and raises on all of them:
+        NoBatch at the limits, Stopped, PeerFailed for another rank's error, and the bridge's errors.
         """
         if self._consumer is not None:
             self._consumer.serve_ranks(

@@ -1,12 +1,9 @@
-"""End-to-end checks: verifies that the learner trains with the values that were put, by reading checked rows
-back out of the micro-batches.
+"""End-to-end checks: the learner trains with the values that were put, read back from micro-batches.
 
 For a sample of rows a producer stores a checksum of the tokens, mask, log-probabilities and advantages
 (`shmbridge.record.row_checks`). The learner computes it again after gathering, `prepare` and the split into
 micro-batches. For tokens that the learner's own masks exclude, it uses the values before masking. A row
 trained twice, or not at all, also counts as different.
-
-Used by `grpo_update.py`.
 
 Letters: B rows, N tokens of the whole batch.
 """
@@ -34,52 +31,17 @@ from shmbridge.record.row_checks import CHECKED_COLUMNS, check_of
 Array = npt.NDArray[Any]
 
 DIFFERENCE = "row_difference"  # key of the first difference in a step's metrics
-_COMPARED, _DIFFER = "rows_compared", "rows_differ"
 _TAKEN = ("tokens", "trained", "sampled_logprobs", "advantages", "reference_logprobs")  # of a micro-batch
 
 
-class RowChecks:
-    """Compares the rows of each batch; describes only the first difference. One thread."""
-
-    def __init__(self) -> None:
-        self._named = False
-
-    def watch(self, batch: shmbridge.Batch, rows: TrainingRows, credit: Credit) -> Watch:
-        """Returns the comparison of one batch; the batch's leases must be held until it is over. Never
-        blocks.
-
-        Args:
-            batch: a packed `shmbridge.Batch`, or anything with its attributes; without `records` nothing is
-                compared.
-            rows: the result of `prepare`.
-            credit: how its advantages were computed.
-        """
-        return Watch(batch, rows, credit)
-
-    def metrics(self, watch: Watch) -> Metrics:
-        """Returns counters of a batch per environment, and a description of the very first difference.
-
-        Blocks for copies from the device.
-        """
-        differences = watch.differences()
-        names = [meta.env_name for meta in watch.metas]
-        found: Metrics = {}
-        for env, places in rows_by_environment(names).items():
-            count = Counter(int(row) in differences for row in np.asarray(places) if watch.checked[row])
-            if count.total():
-                found |= {f"{_COMPARED}{{{env}}}": count.total(), f"{_DIFFER}{{{env}}}": count[True]}
-        if differences and not self._named:
-            self._named = True
-            found[DIFFERENCE] = differences[min(differences)]
-        return found
-
-
 class Watch:
-    """One batch, from its rows to its micro-batches; see `RowChecks`.
+    """The comparison of one batch, from its rows to its micro-batches. One thread.
 
-    Attributes:
-        checked: bool, which of the records' rows carry checksums.
-        metas: of the records' rows.
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes; its leases must be held until the
+            end. Without `records` nothing is compared.
+        rows: the result of `prepare`.
+        credit: how its advantages were computed.
     """
 
     def __init__(self, batch: shmbridge.Batch, rows: TrainingRows, credit: Credit) -> None:
@@ -87,11 +49,9 @@ class Watch:
         self._records = list(getattr(batch, "records", None) or ())
         self._first = np.cumsum([0, *(len(record) for record in self._records)])
         self._stored = {name: self._checks(name) for name in CHECKED_COLUMNS}
-        self.checked: npt.NDArray[np.bool_] = self._stored["tokens"] != 0
-        self.metas = [record.meta for record in self._records for _ in range(len(record))]
-        self._seen: list[
-            tuple[list[int], list[int], dict[str, Tensor]]
-        ] = []  # (rows, their lengths, flat values)
+        self._checked: npt.NDArray[np.bool_] = self._stored["tokens"] != 0
+        # (rows, their lengths, flat values)
+        self._seen: list[tuple[list[int], list[int], dict[str, Tensor]]] = []
 
     def _checks(self, column: str) -> npt.NDArray[np.uint64]:
         """Returns uint64, one checksum per row of the records; 0 if absent."""
@@ -109,7 +69,7 @@ class Watch:
         chosen = [
             place
             for place, row in enumerate(micro.row_numbers)
-            if row < self.checked.size and self.checked[row]
+            if row < self._checked.size and self._checked[row]
         ]
         if not chosen:
             return
@@ -122,18 +82,29 @@ class Watch:
         flat = {name: each.reshape(-1)[index] for name, each in columns.items() if each is not None}
         self._seen.append(([micro.row_numbers[each] for each in chosen], lengths[chosen].tolist(), flat))
 
+    def metrics(self, *, describe: bool = True) -> Metrics:
+        """Returns counters per environment, and the first difference. Blocks for copies from the device."""
+        differences = self.differences()
+        names = [record.meta.env_name for record in self._records for _ in range(len(record))]
+        found: Metrics = {}
+        for env, places in rows_by_environment(names).items():
+            count = Counter(int(row) in differences for row in np.asarray(places) if self._checked[row])
+            if count.total():
+                found |= {f"rows_compared{{{env}}}": count.total(), f"rows_differ{{{env}}}": count[True]}
+        if differences and describe:
+            found[DIFFERENCE] = differences[min(differences)]
+        return found
+
     def differences(self) -> dict[int, str]:
-        """Returns the checked rows that differ, each with a description. Blocks for copies from the
-        device.
-        """
-        if not self.checked.any():
+        """Returns a description of each checked row that differs. Blocks for copies from the device."""
+        if not self._checked.any():
             return {}
         times: Counter[int] = Counter()
         found: dict[int, str] = {}
         silenced = (
             silenced_rows(self._batch)
             if self._stored["advantages"].any()
-            else np.zeros(self.checked.size, bool)
+            else np.zeros(self._checked.size, bool)
         )
         for row, micro in self._taken():
             times[row] += 1
@@ -141,7 +112,7 @@ class Watch:
             if wrong:
                 found.setdefault(row, wrong)
         row_count = len(self._rows.cu_seqlens) - 1
-        for row in np.flatnonzero(self.checked).tolist():
+        for row in np.flatnonzero(self._checked).tolist():
             if row >= row_count:
                 found[row] = self._said(row, "is in no row of the batch")
             elif times[row] > 1:
@@ -168,9 +139,7 @@ class Watch:
         return part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
 
     def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
-        """Returns a description of a row's difference, "" if there is none. Without `micro` the row trains
-        nothing, and `prepare`'s values are compared.
-        """
+        """Returns how a row differs, or "". Without `micro` it compares `prepare`'s values."""
         batch, rows = self._batch, self._rows
         trained = self._of(row, rows.trained)
         cut = micro["trained"] if micro is not None else trained
@@ -262,9 +231,7 @@ class Watch:
 
 
 def _mask(put: Array, answers: Array) -> Array:
-    """Returns the mask that the answers come from: as gathered where they agree with it; nothing predicts a
-    row's first token.
-    """
+    """Returns the mask that the answers come from: as gathered where they agree with it."""
     agrees = (put != 0) == answers
     agrees[:1] = True
     return np.where(agrees, put, answers.astype(put.dtype))

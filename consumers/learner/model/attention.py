@@ -1,11 +1,8 @@
-"""Chooses the batch layout of a model: tests whether it keeps packed rows apart, and provides a mask-free
-attention for packs.
+"""Chooses a model's batch layout: tests whether it keeps packed rows apart, and has attentions that do.
 
 By default a transformers model builds an (N, N) mask from position ids that restart (releases from 4.53 on),
 and computes all of it. `ROWS` computes only each row's own square, with torch's fast causal kernel. It is
 used unless the model already runs flash or flex attention, which support packs.
-
-`keeps_rows_apart` tests the actual model, because releases and models differ. Used by `train/setup.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from torch import Tensor
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model.eval_mode import evaluating
 from shmbridge.consumers.learner.model.forward import borders
+from shmbridge.consumers.learner.types import Refusal
 
 ROWS = "shmbridge_rows"
 VARLEN = "shmbridge_varlen"
@@ -34,7 +32,7 @@ _BEYOND = ("softcap", "s_aux")
 _FRONT, _OTHER, _BACK = (5, 3, 2, 6, 4), (1, 7, 0, 2, 9), (3, 1, 4, 1, 5, 2, 6)
 
 
-class LayoutUnfit(ValueError):
+class LayoutUnfit(Refusal, ValueError):
     """The model mixes the rows of a pack; the message names it and says what to do."""
 
 
@@ -44,9 +42,7 @@ def settle(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """Sets the attention of this model and returns the layout that goes with it.
-
-    Blocks for a few short forward passes.
+    """Sets a model's attention and returns the layout for it, after a few short forward passes.
 
     "auto" is "packed" if the model keeps rows apart without a mask; if it needs a mask, padding is faster.
 
@@ -93,11 +89,7 @@ def settle_for(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """Does the same as `settle` for a model that is moved to its device shard by shard: it tests a small
-    model of the same kind.
-
-    Raises as `settle`.
-    """
+    """As `settle`, for a model that is moved to its device by shards: tests a small one of the same kind."""
     few = _few_layers(model, device)
     if few is None:
         return settle(model, wanted, precision, say)
@@ -109,9 +101,7 @@ def settle_for(
 
 
 def _few_layers(model: Any, device: torch.device) -> Any:
-    """Returns a model of the same kind with random weights and one layer of each type, or None if it cannot
-    be made.
-    """
+    """Returns a random model of the same kind with a layer of each type; None if it cannot be made."""
     try:
         config = copy.deepcopy(model.config)
         text = config.get_text_config()
@@ -130,9 +120,7 @@ def _few_layers(model: Any, device: torch.device) -> Any:
 
 
 def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[str]:
-    """Returns the attentions to try, fastest first: flash attention if installed, torch's varlen kernel, then
-    `ROWS`, which always works.
-    """
+    """Returns the attentions to try, the fastest first; `ROWS` always works."""
     half = precision in (torch.float16, torch.bfloat16)
     flash = ["flash_attention_2"] if importlib.util.find_spec("flash_attn") is not None else []
     varlen = [VARLEN] if importlib.util.find_spec("torch.nn.attention.varlen") is not None else []
@@ -156,10 +144,7 @@ def _takes(model: Any, implementation: str) -> bool:
 
 
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
-    """Returns whether a row in a pack gets the same logits as alone, whatever precedes it.
-
-    Blocks for three forward passes.
-    """
+    """Returns whether a row in a pack gets the same logits as alone. Blocks for three forward passes."""
     try:
         with torch.no_grad(), evaluating(model):
             alone, first, second = (
@@ -187,9 +172,7 @@ def _same(logits: Tensor, others: Tensor, precision: torch.dtype) -> bool:
 
 
 def _in_pieces(model: Any) -> bool:
-    """Returns whether layers with chunked attention need the mask: without it they would attend to the whole
-    row, which shows only in long rows.
-    """
+    """Returns whether chunked layers need the mask: without it they attend to all of a long row."""
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
@@ -206,8 +189,7 @@ def rows_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each row of a pack, with one call of torch's kernel per run of rows of
-    equal length.
+    """Computes causal attention within each row of a pack: a kernel call per run of rows of equal length.
 
     Without `row_lengths` it is the attention that transformers calls "sdpa".
 

@@ -5,9 +5,6 @@ model's own. So everything runs inside the model, where sharded weights are gath
 the model's own changes to logits (LoRA, a bias, scaling, capping). In chunks, the replaced layer returns
 log-probabilities instead of logits, and at most one chunk of logits exists at a time.
 
-Used by `grpo_update.py` and
-`reference.py`.
-
 Letters: n trained tokens of a micro-batch, D hidden width, V vocabulary.
 """
 
@@ -41,12 +38,7 @@ _changing_locks = threading.Lock()
 
 
 def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
-    """Returns tokens per chunk, for 256 MiB of logits; None (no chunks) if all logits take less than 1 GiB.
-
-    Args:
-        vocabulary: V.
-        micro_tokens: most tokens of one forward pass.
-    """
+    """Returns tokens per chunk of 256 MiB of logits, or None if the most logits take less than 1 GiB."""
     if 4 * vocabulary * micro_tokens <= _SMALL:
         return None
     return max(1, _CHUNK_BYTES // (4 * vocabulary))
@@ -55,9 +47,7 @@ def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
 def trained_logprobs(
     model: Any, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probability of each trained token at the row's temperature, with gradient.
-
-    Blocks for the compute.
+    """Returns the log-probability of each trained token at the row's temperature. Blocks for the compute.
 
     Args:
         model: a causal language model, also in DDP, FSDP2 or LoRA. For packed micro-batches it must keep rows
@@ -79,9 +69,7 @@ def trained_logprobs(
 
 
 class _Entropy(torch.autograd.Function):
-    """`losses.entropy` that saves only its input for the backward pass, since most learners use only the
-    value.
-    """
+    """`losses.entropy` that saves only its input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logs: Tensor) -> Tensor:
@@ -95,8 +83,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def leaves_logits_alone(model: Any) -> bool:
-    """Returns whether a model's logits are the unchanged output of its output layer: not scaled, not capped,
-    not bypassed.
+    """Returns whether a model's logits are the output of its output layer: not scaled, capped or bypassed.
 
     Tested once per model, by a forward pass of two tokens. If False, it is logged and chunks are not used.
     """
@@ -132,9 +119,7 @@ def _at_trained(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor
 def _in_chunks(
     model: Any, micro: MicroBatch, precision: torch.dtype, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Does the same as `trained_logprobs`; the output layer returns log-probabilities and entropies in place
-    of logits.
-    """
+    """As `trained_logprobs`; the output layer returns log-probabilities and entropies in place of logits."""
     where, targets, heat = micro.trained[:, 1:], micro.tokens[micro.trained], micro.token_temperature
     linear = _plain_linear(_unwrapped(model).get_output_embeddings())
 
@@ -154,9 +139,7 @@ def _in_chunks(
 
 
 def _through(head: _Head, hidden: Tensor, targets: Tensor, heat: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Computes chunk by chunk through an output layer that is not a plain matrix; the backward pass
-    recomputes each chunk.
-    """
+    """Computes chunk by chunk through any output layer; the backward pass computes each chunk again."""
 
     def part(own: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         logs = losses.log_distribution(head(own), temperature)
@@ -197,9 +180,7 @@ def borders(position_ids: Tensor, cu_seqlens: Tensor, row_lengths: tuple[int, ..
 
 @contextmanager
 def _head_replaced(model: Any, instead: Callable[[_Head, Tensor], Tensor]) -> Iterator[list[bool]]:
-    """Replaces the output layer's forward by `instead(own forward, input)`; the yielded list tells whether it
-    was called.
-    """
+    """Replaces the output layer's forward by `instead(own forward, input)`; yields [True] once called."""
     used: list[bool] = []
     head = _unwrapped(model).get_output_embeddings()
     if head is None:

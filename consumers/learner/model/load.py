@@ -1,7 +1,4 @@
-"""Loads the learner's model from a folder or a Hugging Face id to its device, with adapters and reference.
-
-Used by `train/setup.py`.
-"""
+"""Loads the learner's model from a folder or a Hugging Face id to its device, with adapters and reference."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ from shmbridge.consumers.learner.config.run_options import ComputeConfig, Learne
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model import attention
 from shmbridge.consumers.learner.model.lora import (
-    BadAdapter,
     Lora,
-    PeftMissing,
     add_adapters,
     differences,
     has_adapters,
@@ -28,19 +23,16 @@ from shmbridge.consumers.learner.model.lora import (
 )
 from shmbridge.consumers.learner.model.optimizer import cast_parameters
 from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.types import Refusal
 from shmbridge.consumers.learner.world import World, device_kind, say
 
 
-class StartupError(Exception):
+class StartupError(Refusal):
     """The learner cannot start; the message says why and what to do."""
 
 
 def device_of(compute: ComputeConfig, world: World) -> torch.device:
-    """Returns the device of this rank and makes it the current one.
-
-    Raises:
-        StartupError: there is no GPU, or there are more ranks than GPUs.
-    """
+    """Returns the device of this rank and makes it the current one. Raises `StartupError` for none."""
     if device_kind(compute.device) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -61,12 +53,11 @@ def device_of(compute: ComputeConfig, world: World) -> torch.device:
 def load_model(
     source: Path | str, compute: ComputeConfig, adapters: AdapterConfig, device: torch.device
 ) -> Any:
-    """Returns the model on a device, with the configured dtype and adapters.
-
-    Blocks for the disk.
+    """Returns the model on a device, with the configured dtype and adapters. Blocks for the disk.
 
     Raises:
-        StartupError: the model does not exist, or is incompatible with the adapters.
+        StartupError: the model does not exist, or its adapters are others.
+        PeftMissing, BadAdapter: as `add_adapters`.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(source).float()
@@ -92,10 +83,7 @@ def load_model(
 
 
 def _compute_again(model: Any) -> None:
-    """Enables gradient checkpointing, which works only in training mode, and disables dropout.
-
-    With dropout, the trained policy would differ from the sampling one: every ratio would be noise.
-    """
+    """Turns on gradient checkpointing, by training mode, without the dropout that would make ratios noise."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
@@ -120,10 +108,7 @@ def _adapt(model: Any, source: Path | str, adapters: AdapterConfig) -> None:
             raise StartupError(f"{source} was trained with {', '.join(others)} -> resume with the same")
         prepare_adapters(model)
     elif rank:
-        try:
-            add_adapters(model, lora, str(source))
-        except (PeftMissing, BadAdapter) as error:
-            raise StartupError(str(error)) from error
+        add_adapters(model, lora, str(source))
 
 
 def load_tokenizer(source: Path | str) -> Any:
@@ -138,11 +123,7 @@ def load_tokenizer(source: Path | str) -> Any:
 def load_reference(
     model: Any, source: Path | None, config: LearnerConfig, device: torch.device, layout: Layout
 ) -> Reference | None:
-    """Returns the reference of the KL term, None without a KL term: the configured model, also after
-    resuming.
-
-    Every rank's device holds it whole, even if the trained model is sharded.
-    """
+    """Returns the reference of a KL term: the configured model, whole on every rank. Without one None."""
     if not config.objective.kl_coef:
         return None
     if source is None or has_adapters(model):

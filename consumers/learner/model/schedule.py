@@ -1,9 +1,4 @@
-"""The learning rate as a function of the optimizer step: a warm-up and one of transformers' schedules.
-Resuming it needs only the step.
-
-Used by the
-GRPO learner.
-"""
+"""The learning rate as a function of the optimizer step, so that a resumed run needs only the step."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import get_args
 
 from shmbridge.consumers.learner.config.learning_options import Schedule
+from shmbridge.consumers.learner.types import Refusal
 
 Rate = Callable[[int], float]  # 0-based step -> learning rate
 
@@ -19,14 +15,12 @@ LINEAR = "linear"
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
-class BadSchedule(ValueError):
+class BadSchedule(Refusal, ValueError):
     """The schedule's options are invalid; the message says why."""
 
 
 def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:
-    """Returns the rate of a 0-based step: rises to the peak over the warm-up, then falls linearly to 0 at
-    `steps`.
-    """
+    """Returns the rate of a 0-based step: up to the peak over the warm-up, then down to 0 at `steps`."""
     rising = (step + 1) / max(warmup, 1)
     falling = (steps - step) / max(steps - warmup, 1)
     return peak * max(0.0, min(1.0, rising, falling))

@@ -1,7 +1,4 @@
-"""Metrics of a batch and its bridge at each step, under the names of `shmbridge.metrics`.
-
-Used by the GRPO learner (`grpo.py`).
-"""
+"""Metrics of a batch and its bridge at each step, under the names of `shmbridge.metrics`."""
 
 from __future__ import annotations
 
@@ -19,11 +16,7 @@ _BATCHES = 4
 
 
 class LearnerMetrics:
-    """Computes metrics of each batch as it is taken, of its bridge, and totals of this learner.
-
-    Args:
-        groups: trajectory groups of a batch.
-    """
+    """Computes metrics of batches of so many groups, of their bridge, and totals of this learner."""
 
     def __init__(self, groups: int) -> None:
         self._latency = LatencyWindow(max(_WINDOW, _BATCHES * groups))
@@ -57,9 +50,7 @@ class LearnerMetrics:
         }
 
     def totals(self, measured: Metrics, stats: dict[str, float]) -> Metrics:
-        """Returns the counters of the bridge and of this learner, after a step whose metrics are
-        `measured`.
-        """
+        """Returns the counters of the bridge and this learner, after a step with these metrics."""
         self._fallback_groups += measured["groups_fallback"]
         return {
             "dropped_total": stats["dropped_total"],  # by producers, of records that were never committed
@@ -77,18 +68,14 @@ def rows_of_environments(batch: shmbridge.Batch) -> dict[str, int]:
 
 
 def _histogram(batch: shmbridge.Batch, policy_version: int) -> dict[str, int]:
-    """Returns trajectories by staleness: one bucket per version up to a few, one for all beyond, one for
-    unknown.
-    """
+    """Returns trajectories by staleness: a bucket per version up to a few, one beyond, one for unknown."""
     known = (-1 if version is None or version > policy_version else version for version in _stamped(batch))
     lags = Counter(staleness_of(version, policy_version) for version in known)
     return {lag: lags[lag] for lag in LAGS}
 
 
 def staleness(batch: shmbridge.Batch, policy_version: int) -> list[int]:
-    """Returns current version minus the version that began each trajectory, where known; a later version is
-    invalid.
-    """
+    """Returns the staleness of each trajectory whose version is known and valid."""
     return [
         policy_version - version
         for version in _stamped(batch)

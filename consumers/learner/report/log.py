@@ -1,39 +1,54 @@
-"""metrics.jsonl and the progress line after each step.
-
-Used by the GRPO learner (`grpo.py`).
-"""
+"""metrics.jsonl and the progress line after each step."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import say
 
 
-class AlsoLog(Protocol):
-    """Another receiver of the metrics, which counts its failures instead of raising."""
+class OtherLog:
+    """Another receiver of the metrics; its failures are counted, and the first is printed.
 
-    name: str
-    failures_total: int
+    Args:
+        name: in the metric that counts its failures.
+        title: its name for the user.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, name: str, title: str, say: Callable[[str], None]) -> None:
+        self.name, self.failures_total = name, 0
+        self._title, self._say = title, say
 
     def log(self, metrics: Metrics) -> None:
-        """Takes one step's metrics."""
+        """Takes one step's metrics. Does not raise."""
+        raise NotImplementedError
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Counts an exception of the block, and hides it: no failure of a log may stop training."""
+        try:
+            yield
+        except Exception as error:
+            self.failures_total += 1
+            if self.failures_total == 1:
+                self._say(f"{self._title} cannot {what}, training goes on: {type(error).__name__}: {error}")
 
 
 class MetricsLog:
-    """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line, the last.
+    """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line.
 
-    Args:
-        path: the file; its folder is created, its earlier lines stay.
-        others: receive the same metrics; None entries are ignored.
+    Other receivers get the same metrics; None entries are ignored.
     """
 
-    def __init__(self, path: Path, *others: AlsoLog | None) -> None:
+    def __init__(self, path: Path, *others: OtherLog | None) -> None:
         self._others = [each for each in others if each is not None]
         self._failures_total = 0
         self._torn = False
@@ -46,15 +61,14 @@ class MetricsLog:
     def append(self, metrics: Metrics) -> None:
         """Appends one line in a single write; values that are not finite become null. Blocks for the disk.
 
-        A line that cannot be written is lost: reported once and counted in later lines, so that training
-        continues.
+        A line that cannot be written is lost: reported once, and counted in later lines.
         """
         for other in self._others:
             other.log(metrics)
         metrics = metrics | {f"{other.name}_failures_total": other.failures_total for other in self._others}
         if self._failures_total:
             metrics["metrics_failures_total"] = self._failures_total
-        line = json.dumps({name: _plain(value) for name, value in metrics.items()}).encode() + b"\n"
+        line = json.dumps({name: plain(value) for name, value in metrics.items()}).encode() + b"\n"
         line = b"\n" + line if self._torn else line
         try:
             written = os.write(self._file, line)
@@ -91,6 +105,6 @@ def progress_line(metrics: Metrics, steps: int) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
-    """Replaces values that are not finite: standard JSON has no NaN."""
+def plain(value: Any) -> Any:
+    """Returns the value, or None if it is not finite: standard JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,4 @@
-"""One plot of one or several runs: reward, loss, staleness, tokens per second, and time shares. The only file
-that imports matplotlib. Used by `shmbridge report`.
-"""
+"""One plot of one or several runs. The only file that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -32,13 +30,7 @@ class MatplotlibMissing(Exception):
 
 
 def plot(runs: Sequence[RunMetrics], file: Path) -> None:
-    """Draws the runs into a file; its suffix, .svg or .png, sets the format.
-
-    Blocks for the compute and the disk.
-
-    Raises:
-        MatplotlibMissing: the package is not installed.
-    """
+    """Draws the runs into a file, .svg or .png. Blocks. Raises `MatplotlibMissing`."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure  # not pyplot: no window, no state

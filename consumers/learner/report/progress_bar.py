@@ -1,69 +1,43 @@
-"""The learner's progress display: a line per step, or a bar on a terminal.
-
-Used by the GRPO learner (`grpo.py`).
-"""
+"""The learner's progress display: a line per step, or a bar on a terminal."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shmbridge.consumers.learner.report.log import progress_line
 from shmbridge.consumers.learner.types import Metrics
 
 
-class ProgressLines:
-    """Context manager that prints a line for every `every`th step, and for the last.
-
-    Args:
-        steps: of the whole run.
-        every: steps between two lines.
-    """
-
-    def __init__(self, steps: int, every: int) -> None:
-        self._steps, self._every = steps, every
-
-    def show(self, metrics: Metrics) -> None:
-        """Shows one step."""
-        if metrics["step"] % self._every == 0 or metrics["step"] >= self._steps:
-            print(progress_line(metrics, self._steps), flush=True)
-
-    def __enter__(self) -> ProgressLines:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-class ProgressBar:
-    """Context manager over a tqdm bar on standard error; tqdm comes with transformers.
+@contextmanager
+def progress(steps: int, done: int, every: int, *, bar: bool) -> Iterator[Callable[[Metrics], None]]:
+    """Yields a function that shows one step, by its metrics.
 
     Args:
         steps: of the whole run.
         done: steps done before a resume.
+        every: steps between two lines; the last step always has one.
+        bar: a bar instead, where standard error is a terminal.
     """
+    if not (bar and sys.stderr.isatty()):
 
-    def __init__(self, steps: int, done: int) -> None:
-        from tqdm import tqdm
+        def print_line(metrics: Metrics) -> None:
+            if metrics["step"] % every == 0 or metrics["step"] >= steps:
+                print(progress_line(metrics, steps), flush=True)
 
-        self._bar: Any = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
+        yield print_line
+        return
+    from tqdm import tqdm  # comes with transformers
 
-    def show(self, metrics: Metrics) -> None:
-        """Shows one step."""
-        self._bar.set_postfix_str(
-            f"reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:+.4f}, stale "
-            f"{metrics['staleness_mean']:.1f}, wait {metrics['wait_s']:.2f}s",
-            refresh=False,
-        )
-        self._bar.update(metrics["step"] - self._bar.n)
+    with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True) as drawn:
 
-    def __enter__(self) -> ProgressBar:
-        return self
+        def draw(metrics: Metrics) -> None:
+            drawn.set_postfix_str(
+                f"reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:+.4f}, stale "
+                f"{metrics['staleness_mean']:.1f}, wait {metrics['wait_s']:.2f}s",
+                refresh=False,
+            )
+            drawn.update(metrics["step"] - drawn.n)
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
-
-
-def progress(steps: int, done: int, every: int, *, bar: bool) -> ProgressLines | ProgressBar:
-    """Returns the bar if requested and standard error is a terminal, else lines on standard output."""
-    return ProgressBar(steps, done) if bar and sys.stderr.isatty() else ProgressLines(steps, every)
+        yield draw

@@ -1,63 +1,57 @@
-"""Sends the learner's metrics to a W&B run; its failures never stop training. The only file of the learner
-that imports wandb, and only if enabled. Used by the GRPO learner (`grpo.py`).
-"""
+"""The learner's W&B run. The only file of the learner that imports wandb, if enabled."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
 
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.report.log import OtherLog, plain
+from shmbridge.consumers.learner.types import Metrics, Refusal
 
 ID_FILE = "wandb-run-id"  # in the run directory, so that a resumed learner continues its W&B run
 
 
-class WandbMissing(Exception):
+class WandbMissing(Refusal):
     """The wandb package is not installed; the message says how to get it."""
 
 
-class WandbRun:
-    """Context manager over one W&B run; a failure of W&B is reported once, counted, and otherwise ignored.
+class WandbRun(OtherLog):
+    """Context manager over one W&B run. One thread. Raises `WandbMissing` without the package.
 
-    Environment variables (WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...) apply. May block for the network at the
-    start and at the end, never in between. Call from one thread.
+    W&B's environment variables apply. It may block for the network at the start and at the end.
 
     Args:
         config: the learner's; stored as the run's configuration.
         resumed: whether the learner resumes from a checkpoint.
         say: prints a line for the user.
-
-    Raises:
-        WandbMissing: the package is not installed.
     """
-
-    name = "wandb"
 
     def __init__(self, config: LearnerConfig, resumed: bool, say: Callable[[str], None]) -> None:
         try:
             import wandb
         except ImportError as error:
             raise WandbMissing(f"--wandb needs the wandb package ({error}): pip install wandb") from error
-        self.failures_total = 0
-        self._say = say
+        super().__init__("wandb", "W&B", say)
         self._run: Any = None
-        self._guarded("start", lambda: self._start(wandb, config, resumed))
+        with self.guarded("start"):
+            self._start(wandb, config, resumed)
 
     def log(self, metrics: Metrics) -> None:
         """Hands over one step's metrics, at their step; values that are not finite are left out."""
         if self._run is not None:
-            values = {name: value for name, value in metrics.items() if _known(value)}
-            self._guarded("take metrics", lambda: self._run.log(values, step=metrics["step"]))
+            known = {name: value for name, value in metrics.items() if value is plain(value)}
+            with self.guarded("take metrics"):
+                self._run.log(known, step=metrics["step"])
 
     def __enter__(self) -> WandbRun:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._run is not None:
-            self._guarded("end", lambda: self._run.finish())
+            with self.guarded("end"):
+                self._run.finish()
 
     def _start(self, wandb: Any, config: LearnerConfig, resumed: bool) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -76,25 +70,12 @@ class WandbRun:
         )
         id_file.write_text(str(self._run.id))
 
-    def _guarded(self, what: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:  # no failure of the log may stop training
-            self.failures_total += 1
-            if self.failures_total == 1:
-                self._say(f"W&B cannot {what}, training goes on: {type(error).__name__}: {error}")
-
 
 def _flat(config: LearnerConfig) -> Metrics:
     """Returns all options by name, as texts and numbers for W&B."""
     options = {name: value for section in config.document().values() for name, value in section.items()}
     options["run_dir"] = str(config.run_dir)
-    return {name: value if _plain(value) else str(value) for name, value in options.items()}
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _known(value: Any) -> bool:
-    return not (isinstance(value, float) and not math.isfinite(value))
+    return {
+        name: value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+        for name, value in options.items()
+    }

@@ -1,7 +1,4 @@
-"""Evaluation during training: the scores of evaluation groups, and the user's hook function.
-
-Used by the GRPO learner.
-"""
+"""Evaluation during training: the scores of evaluation groups, and the user's hook function."""
 
 from __future__ import annotations
 
@@ -14,25 +11,21 @@ from typing import Any
 import numpy as np
 
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Refusal
 from shmbridge.metrics import rollout_metrics
 
 EVAL = "eval"
 Hook = Callable[[int, Any, Any], Mapping[str, float]]  # step, model, tokenizer -> numbers by name
 
 
-class BadHook(Exception):
+class BadHook(Refusal):
     """The evaluation hook cannot be used; the message says why."""
 
 
 class TrainingScreen:
-    """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint already
-    contains, out of batches.
+    """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint has, out.
 
-    It is called in the thread that forms batches; `metrics` is for the training thread.
-
-    Args:
-        consumed: what the checkpoint contains.
+    Called in the thread that forms batches; `metrics` is for the training thread.
     """
 
     def __init__(self, consumed: Consumed) -> None:
@@ -57,9 +50,8 @@ class TrainingScreen:
         return True
 
     def metrics(self) -> Metrics:
-        """Returns `eval/...` metrics of the groups since the last call, if any, and the totals.
-
-        Never blocks for long.
+        """Returns `eval/...` metrics of the groups since the last call, and the totals. Never blocks for
+        long.
         """
         with self._lock:
             scores, self._scores, groups, self._groups = self._scores, [], self._groups, 0
@@ -93,13 +85,7 @@ class TrainingScreen:
 
 
 class EvalHook:
-    """Calls the user's function every `every` steps; a failure is printed, counted, and otherwise ignored.
-
-    Args:
-        function: what to call.
-        every: steps between two calls.
-        say: prints a line for the user.
-    """
+    """Calls the user's function every so many steps; a failure is printed, counted, and else ignored."""
 
     def __init__(self, function: Hook, every: int, say: Callable[[str], None]) -> None:
         self._function, self._every, self._say = function, every, say
@@ -110,10 +96,7 @@ class EvalHook:
         return step % self._every == 0
 
     def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Calls the function and returns its numbers under `eval/`; empty if it fails.
-
-        Blocks as long as the function.
-        """
+        """Calls the function, as long as it takes; returns its numbers under `eval/`, none if it fails."""
         try:
             said = self._function(step, model, tokenizer)
             return {f"eval/{name}": float(value) for name, value in said.items()}
@@ -127,11 +110,7 @@ class EvalHook:
 
 
 def load_hook(name: str) -> Hook:
-    """Imports the module of `module:function` and returns the function.
-
-    Raises:
-        BadHook: it does not exist.
-    """
+    """Imports the module of `module:function` and returns the function. Raises `BadHook`."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise BadHook(f"--eval-hook {name}: it is module:function")

@@ -1,7 +1,6 @@
 """One update: a packed batch in, a gradient and an optimizer step out.
 
-Used by the GRPO learner (`grpo.py`), and by programs that bring their own batches. `objective.py` defines the
-loss, `credit.py` the advantages.
+`objective.py` defines the loss, `credit.py` the advantages.
 
 Default differences from the GRPO paper (arXiv 2402.03300):
 1. the loss is a mean over tokens, not over completions, and the two clip bounds are separate (DAPO,
@@ -27,7 +26,7 @@ from shmbridge.consumers import losses
 from shmbridge.consumers.learner.data.left_out import refuse_images, rows_with_unknown_tokens
 from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows
 from shmbridge.consumers.learner.data.microbatch import MicroBatch, micro_batches
-from shmbridge.consumers.learner.data.row_checks import RowChecks
+from shmbridge.consumers.learner.data.row_checks import DIFFERENCE, Watch
 from shmbridge.consumers.learner.data.training_rows import checked_answers, prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs
 from shmbridge.consumers.learner.model.optimizer import new_optimizer
@@ -36,7 +35,7 @@ from shmbridge.consumers.learner.model.sharding import Parallel, whole
 from shmbridge.consumers.learner.report.step_times import StepTimes
 from shmbridge.consumers.learner.train.mismatch import Mismatch
 from shmbridge.consumers.learner.train.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.types import Metrics, Untrainable
 from shmbridge.consumers.learner.world import World
 
 __all__ = ["Learner", "NoReference", "Objective"]
@@ -55,15 +54,15 @@ _IDLE = TrainingRows(
 Result = TypeVar("Result")
 
 
-class NoReference(ValueError):
+class NoReference(Untrainable):
     """There is a KL term, but no reference log-probabilities."""
 
 
-class NothingToLearn(ValueError):
+class NothingToLearn(Untrainable):
     """Every advantage of a step is 0 and the loss has no other term; the message says what to do."""
 
 
-class UnknownTokens(ValueError):
+class UnknownTokens(Untrainable):
     """A token id is not in the model's vocabulary; the message names it and its environment."""
 
 
@@ -106,7 +105,7 @@ class Learner:
         self._mismatch = Mismatch()
         self._push = 0.0  # only sft: the largest |advantage| in the gradient
         self._updating = False
-        self._row_checks = RowChecks()
+        self._difference_told = False
 
     @property
     def consistent(self) -> bool:
@@ -119,10 +118,7 @@ class Learner:
         return self._parallel.world
 
     def read(self, compute: Callable[[Any], Result]) -> Result:
-        """Returns `compute(model)` between two steps; `compute` takes no gradient and must not raise.
-
-        Every rank calls it.
-        """
+        """Returns `compute(model)`, which takes no gradient and must not raise. Every rank calls it."""
         return self._parallel.read(compute)
 
     def accumulate(
@@ -183,7 +179,7 @@ class Learner:
             self._push = max(self._push, float(world.all_reduce_sum(np.array([own_push], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
-        watch = self._row_checks.watch(batch, rows, goal.credit)
+        watch = Watch(batch, rows, goal.credit)
         pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
         for micro in self._parallel.rounds(pieces):
             if micro is None:
@@ -195,11 +191,12 @@ class Learner:
             self._shares += world.all_reduce_sum(totals.double().cpu().numpy())
             mismatch = self._mismatch.metrics(world.all_reduce_sum)
         shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
-        return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
+        checked = watch.metrics(describe=not self._difference_told)
+        self._difference_told |= DIFFERENCE in checked
+        return {**shares, **mismatch, **metrics, **checked}
 
     def apply(self) -> Metrics:
-        """Takes the optimizer step of the accumulated gradient; a gradient that is not finite changes
-        nothing.
+        """Takes the optimizer step of the accumulated gradient, unless that is not finite.
 
         Raises:
             NothingToLearn: the loss is sft, and every advantage is 0; nothing was changed.
@@ -236,9 +233,7 @@ class Learner:
         )
 
     def _make_room(self, counts: Counts, first: bool) -> None:
-        """Scales the accumulated gradient down to its share of the new total, which is also the divisor of
-        new shares.
-        """
+        """Scales the accumulated gradient down to its share of the new total, the divisor of new shares."""
         before = self._counts
         if first:
             self._counts, self._shares, self._mismatch, self._push = (
@@ -259,8 +254,7 @@ class Learner:
         self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
     def _unknown_tokens(self, batch: shmbridge.Batch) -> npt.NDArray[np.bool_] | None:
-        """Returns bool (B,): rows to leave out for a token that the model does not have; None if no row has
-        one.
+        """Returns bool (B,): rows with a token that the model does not have; None if no row has one.
 
         Raises `UnknownTokens` unless the objective leaves such rows out.
         """
@@ -283,9 +277,7 @@ class Learner:
         )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns (n,) log-probabilities and entropy of the trained tokens; the entropy has a gradient only
-        if the objective uses it.
-        """
+        """Returns (n,) log-probabilities and entropy; that has a gradient only if the objective uses it."""
         goal = self.objective
         logprobs, entropy = self._parallel(
             trained_logprobs,
@@ -299,9 +291,7 @@ class Learner:
         return logprobs, entropy if goal.entropy else entropy.detach()
 
     def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
-        """Runs a forward and a backward that add 0 to every gradient, because other ranks have one
-        micro-batch more.
-        """
+        """Adds 0 to every gradient by a forward and a backward, since other ranks have a micro-batch more."""
         goal = self.objective
         if reference is not None:
             reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)

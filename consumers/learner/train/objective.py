@@ -1,7 +1,6 @@
 """The learner's objective, and the loss of one micro-batch from arrays of its trained tokens.
 
 Checks which options are compatible, and sets what each number is divided by; the formulas are in `losses`.
-Used by `grpo_update.py`.
 
 Letters: n trained tokens of a micro-batch, row after row; b rows of it.
 """
@@ -21,6 +20,7 @@ from shmbridge.consumers.advantages.whole_batch import Reduce, alone
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.loss_arrays import TrainingRows, known_count
 from shmbridge.consumers.learner.data.microbatch import Layout
+from shmbridge.consumers.learner.types import Refusal
 
 # The metrics of a micro-batch from `micro_loss`, in this order: its share of the whole batch's.
 SHARES = (
@@ -30,7 +30,7 @@ SHARES = (
 LOSS_SHARES = 2  # the first so many are divided like the loss, the others by trained tokens
 
 
-class BadObjective(ValueError):
+class BadObjective(Refusal, ValueError):
     """Incompatible options; the message says which, and what to do."""
 
 
@@ -143,11 +143,7 @@ class Objective:
 
     @classmethod
     def of(cls, config: LearnerConfig) -> Objective:
-        """Returns the objective of a configuration, without the fields that depend on the model (layout,
-        chunks).
-
-        Raises `BadObjective`; never blocks.
-        """
+        """Returns the objective of a configuration, the model aside. Raises `BadObjective`."""
         goal, advantages = config.objective, config.advantages
         return cls(
             loss=goal.loss,

@@ -2,8 +2,7 @@
 
 The order is a contract: update, publish the weights, publish their version, save if due, release. Engines
 load the version in parallel, and have it before the next one is published. If the learner is killed before
-the release, its successor gets the batches again; the checkpoint says whether it contains them. Used by the
-GRPO learner (`grpo.py`).
+the release, its successor gets the batches again; the checkpoint says whether it contains them.
 """
 
 from __future__ import annotations
@@ -78,14 +77,7 @@ class RunHooks:
 class TrainingStep:
     """Takes batches until a step is full, then makes the step. One thread; every rank does the same.
 
-    Args:
-        learner: trained by the step.
-        source: of the batches.
-        publish_weights: publishes the weights as a version.
-        saver: writes checkpoints.
-        log: gets each step's metrics, over all ranks; None on all ranks but one.
-        config: of the run.
-        around: evaluation.
+    Only one rank has a log, which gets the metrics over all ranks.
     """
 
     def __init__(
@@ -120,10 +112,7 @@ class TrainingStep:
         return len(self._batches) >= self._config.batch.accumulate
 
     def take(self, batch: shmbridge.Batch) -> None:
-        """Adds a batch's gradient.
-
-        Blocks for the compute, and for other ranks; raises as `Learner.accumulate`.
-        """
+        """Adds a batch's gradient. Blocks for the compute and other ranks; raises as `accumulate`."""
         begun = time.monotonic()
         version = self._source.training_version
         aged = self._describe.taken(batch, int(begun * 1e9), version)
@@ -134,9 +123,7 @@ class TrainingStep:
         self._computed_s += self._waiting_since - begun
 
     def settle(self) -> None:
-        """Waits until the engines' push of the last version is over.
-
-        Blocks, and may be interrupted; every rank calls it.
+        """Waits for the engines' push of the last version. Interruptible; every rank calls it.
 
         Raises:
             EngineFailed: an engine has failed for too long; PeerFailed on the other ranks.
@@ -146,10 +133,7 @@ class TrainingStep:
                 self._around.engines.settled()
 
     def make(self) -> Metrics:
-        """Updates, publishes and saves if due, releases and logs; returns the step's metrics.
-
-        Blocks; must not be interrupted.
-        """
+        """Updates, publishes and saves if due, releases, logs; returns the metrics. Do not interrupt it."""
         learner, source = self._learner, self._source
         begun = time.monotonic()
         metrics = learner.apply()
@@ -199,10 +183,7 @@ class TrainingStep:
         return metrics
 
     def finish(self) -> None:
-        """Publishes and saves the weights if the last step did not.
-
-        Blocks; every rank calls it. Raises as `settle`.
-        """
+        """Publishes and saves what the last step did not. Blocks; every rank calls it; raises as `settle`."""
         if (version := self._source.training_version) > self._source.policy_version:
             self.settle()
             self._publish_version(version)

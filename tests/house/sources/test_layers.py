@@ -32,7 +32,8 @@ ORDER = {
         grpo weight_sync
     """,
     "consumers/learner": """
-        __init__ config stopping types world
+        __init__ types
+        config stopping world
         data
         model
         checkpoint
