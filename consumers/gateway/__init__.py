@@ -12,8 +12,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from shmbridge.consumers.gateway.options import GatewayOptions
 
@@ -40,18 +39,10 @@ def listen(host: str, port: int) -> socket.socket:
                 f"{os.strerror(wrong.errno or 0)}"
             )
             raise OSError(f"{problem} -> unset LISTEN_FDS, or hand over the socket") from wrong
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = found[0]
+    both = family == socket.AF_INET6  # "::" takes IPv4 too
+    return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
@@ -119,14 +110,8 @@ async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callab
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_END_S,
     )
-    async with _opened(mode):
-        await Server(config).serve([listener])
-
-
-@contextlib.asynccontextmanager
-async def _opened(mode: Any) -> AsyncIterator[None]:
     try:
         await mode.open()
-        yield
+        await Server(config).serve([listener])
     finally:
         await mode.close()

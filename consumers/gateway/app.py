@@ -12,8 +12,6 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -26,13 +24,13 @@ from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
 from shmbridge.consumers.gateway import decode
 from shmbridge.consumers.gateway.batch_server import NotRegistered
 from shmbridge.consumers.gateway.decode import KEYS, HttpError
-from shmbridge.consumers.gateway.delivery import carrier_of
 from shmbridge.consumers.gateway.gate import Gate, Refusals, json_answer
-from shmbridge.consumers.gateway.modes import Mode
+from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
 from shmbridge.consumers.gateway.posts import HeldBytes
 from shmbridge.consumers.gateway.strict_state import NoSuchThing
 from shmbridge.control.server import RequestRefused
 from shmbridge.errors import NoWeight
+from shmbridge.metrics import LatencyWindow
 
 log = logging.getLogger(__name__)
 
@@ -88,28 +86,10 @@ class EnvIdentifier(BaseModel):
     env_id: _Count
 
 
-class Timing:
-    """Durations of posts and batches, as `api_perf/...`."""
-
-    def __init__(self) -> None:
-        self._window: Any = None
-        if find_spec("shmbridge.metrics") is not None:
-            self._window = import_module("shmbridge.metrics").LatencyWindow()
-
-    def add(self, scope: Any, items: int = 1, failed: bool = False) -> None:
-        """Records a request that is served now."""
-        if self._window is not None:
-            self._window.add(time.monotonic() - scope["arrived_s"], items=items, failed=failed)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the durations; empty before the first request."""
-        return self._window.metrics() if self._window is not None else {}
-
-
-def make_app(mode: Mode) -> FastAPI:
+def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
     """Returns the application of one gateway, which must be open while it serves."""
     options = mode.options
-    refusals, held, timing = Refusals(), HeldBytes(options.held_bytes), Timing()
+    refusals, held, timing = Refusals(), HeldBytes(options.held_bytes), LatencyWindow()
     strict = options.compat == "strict"
     parsers = ThreadPoolExecutor(2, "shmbridge-gateway-parser")
     app = FastAPI(title="shmbridge gateway", strict_content_type=False)
@@ -201,7 +181,7 @@ def make_app(mode: Mode) -> FastAPI:
     async def batch(request: Request) -> Response:
         gzip = "gzip" in request.headers.get("accept-encoding", "").lower()
         try:
-            found = await mode.batch(carrier_of(request.scope), gzip)
+            found = await mode.batch(request.state.connection, gzip)
         except NotRegistered:
             return json_answer(_NOT_REGISTERED)
         except NoSuchThing:
@@ -234,12 +214,11 @@ def make_app(mode: Mode) -> FastAPI:
             raise posted
         items, failed = sum(len(group["tokens"]) for group in posted.groups), True
         try:
-            outcomes = await mode.post(
-                posted, carrier_of(request.scope), time.monotonic() - request.scope["arrived_s"]
-            )
+            waited_s = time.monotonic() - request.scope["arrived_s"]
+            outcomes = await mode.post(posted, request.state.connection, waited_s)
             failed = False
         finally:
-            timing.add(request.scope, items, failed)
+            timing.add(time.monotonic() - request.scope["arrived_s"], items=items, failed=failed)
         return outcomes
 
     @app.post("/scored_data")

@@ -20,58 +20,34 @@ import msgspec
 
 T = TypeVar("T")
 
-# What the Atropos server knows and hands out, in its order.
-KEYS = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "generation_params",
-    "inference_logprobs",
-    "overrides",
-    "group_overrides",
-    "images",
-    "env_id",
-    "distill_token_ids",
-    "distill_logprobs",
-)
-
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 _Float = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 # finite, also where it is written "inf"
 _Score = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Ints, _Floats = list[list[_Int]], list[list[_Float]]
+# What the Atropos server knows and hands out, in its order.
 _TYPES: dict[str, Any] = {
     "tokens": _Ints,
     "masks": _Ints,
     "scores": list[_Score],
-    **dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), _Floats | None),
+    "advantages": _Floats | None,
+    "ref_logprobs": _Floats | None,
     "messages": list[list[dict[str, Any]]] | None,
-    **dict.fromkeys(("generation_params", "group_overrides"), dict[str, Any] | None),
+    "generation_params": dict[str, Any] | None,
+    "inference_logprobs": _Floats | None,
     "overrides": list[dict[str, Any]] | None,
+    "group_overrides": dict[str, Any] | None,
     "images": Any,
     "env_id": Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None,
     "distill_token_ids": list[list[list[_Int]]] | None,
     "distill_logprobs": list[list[list[_Float]]] | None,
 }
-# columns of ours that Atropos has not: carried as such if they fit
+KEYS = tuple(_TYPES)
+# columns of ours that Atropos does not have: carried as such if they fit
 _STEPS: dict[str, Any] = {"step_rewards": _Floats, "step_ends": _Ints}
-_NUMBERS = frozenset(
-    {  # 1.0 and "1" are 1 in these, and "1.5" is 1.5, as they are to pydantic
-        "tokens",
-        "masks",
-        "scores",
-        "advantages",
-        "ref_logprobs",
-        "inference_logprobs",
-        "env_id",
-        "distill_token_ids",
-        "distill_logprobs",
-    }
-)
+# 1.0 and "1" are 1 in these, and "1.5" is 1.5, as they are to pydantic
+_NUMBERS = _TYPES.keys() - {"messages", "generation_params", "overrides", "group_overrides", "images"}
 _DECODERS = {
     name: msgspec.json.Decoder(kind, strict=name not in _NUMBERS) for name, kind in (_TYPES | _STEPS).items()
 }

@@ -35,56 +35,25 @@ class Carried(Protocol):
         """The response was not read, or that is unknown."""
 
 
-class Carrier(Protocol):
-    """A connection, as request handlers see it."""
-
-    gone: bool  # the peer no longer reads responses; readable from any thread
-
-    def carry(self, carried: Carried) -> None:
-        """Registers the object to notify of the current response's delivery."""
-
-    def next_request(self) -> None:
-        """Reports a new request, which proves that the previous response was read."""
-
-
-class Unproven:
-    """Replaces the connection if there is none (an ASGI test client): every response counts as read."""
-
-    gone = False
-
-    def carry(self, carried: Carried) -> None:
-        """Reports the response as read."""
-        carried.read()
-
-    def next_request(self) -> None:
-        """Nothing is carried."""
-
-
-def carrier_of(scope: Any) -> Carrier:
-    """The connection of an ASGI scope."""
-    carrier: Carrier = scope.get("state", {}).get("connection") or Unproven()
-    return carrier
-
-
 class ProvingConnection(H11Protocol):
-    """One connection of the gateway."""
+    """One connection of the gateway; request handlers find it in their scope's state."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.app_state = {**self.app_state, "connection": self}
         self.carried: list[Carried] = []
-        self.gone = False
+        self.gone = False  # the peer no longer reads responses; readable from any thread
         self._link: _Lingering | None = None
 
     def carry(self, carried: Carried) -> None:
-        """See Carrier."""
+        """Registers the object to notify of the current response's delivery."""
         if self.gone:
             carried.unread()
         else:
             self.carried.append(carried)
 
     def next_request(self) -> None:
-        """See Carrier."""
+        """Reports a new request, which proves that the previous response was read."""
         self._settle(read=True)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -20,7 +20,6 @@ from fastapi.responses import PlainTextResponse, Response
 
 from shmbridge.consumers.gateway import decode
 from shmbridge.consumers.gateway.decode import BrokenOff, HttpError
-from shmbridge.consumers.gateway.delivery import carrier_of
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import GZIPPED, IN_MEMORY, Booking, HeldBytes
 
@@ -100,7 +99,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        carrier_of(scope).next_request()
+        scope["state"]["connection"].next_request()
         headers = dict(scope["headers"])
         if (
             self._strict

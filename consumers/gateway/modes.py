@@ -1,5 +1,5 @@
 """The operations behind the routes, in two modes: default, which fixes the Atropos server's data loss, and
-strict, which responds exactly as that server. It joins the parts: the taker in its own thread, posts and
+strict, which responds exactly as that server. They join the parts: the taker in its own thread, posts and
 remote environments in the event loop.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from shmbridge import Run
 from shmbridge.consumers.gateway.batch_server import Batch, Taker
 from shmbridge.consumers.gateway.decode import Posted
-from shmbridge.consumers.gateway.delivery import Carrier
+from shmbridge.consumers.gateway.delivery import ProvingConnection
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import Outcomes, Places, PostLedger, RemoteLane
 from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOOK_EVERY_S = 1.0
-_SHARED = 1  # the lane of those who are not known, or have none
+_SHARED = 1  # the lane of environments that are unknown or have no lane
 
 
 @dataclass(eq=False, slots=True)
@@ -47,14 +47,21 @@ class _Handed:
 
 
 class Mode(ABC):
-    """One gateway's operations. All are called in one event loop."""
+    """What both modes have in common. All methods are called in one event loop.
+
+    Args:
+        options: of the gateway.
+        outcomes: as PostLedger's.
+    """
 
     taker: Taker
 
-    def __init__(self, options: GatewayOptions) -> None:
+    def __init__(
+        self, options: GatewayOptions, outcomes: Callable[[Places], Awaitable[Outcomes]] | None = None
+    ) -> None:
         self.options = options
         self.state = StateFile(options.bridge)
-        self.ledger = PostLedger(options.post_deadline_s, self._outcomes)
+        self.ledger = PostLedger(options.post_deadline_s, outcomes)
         self._thread = ThreadPoolExecutor(1, "shmbridge-gateway-hub")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -73,7 +80,7 @@ class Mode(ABC):
                 self.ledger.forget_old()
                 await self.let_the_silent_go()
             except Exception:
-                log.exception("what is over could not be let go")
+                log.exception("old posts or silent environments were not removed")
 
     async def hub(self, work: Callable[..., T], *arguments: Any) -> T:
         """Runs a call in the hub's thread and awaits it."""
@@ -86,70 +93,31 @@ class Mode(ABC):
             try:
                 work(*arguments)
             except Exception:
-                log.exception("the hub's thread stumbled")
+                log.exception("a call in the hub's thread failed")
 
         self._thread.submit(do)
 
-    async def batch(self, carrier: Carrier, gzip: bool) -> Batch | None:
-        """The next batch, out until the carrier's fate is known. Raises as Taker.next_batch."""
-        batch = await self.hub(self.taker.next_batch, gzip, lambda: carrier.gone)
+    async def batch(self, connection: ProvingConnection, gzip: bool) -> Batch | None:
+        """Returns the next batch, in delivery on this connection. Raises as Taker.next_batch."""
+        batch = await self.hub(self.taker.next_batch, gzip, lambda: connection.gone)
         if batch is not None:
-            carrier.carry(_Handed(self, batch.number))
+            connection.carry(_Handed(self, batch.number))
         return batch
 
     async def register(self, run: Run) -> None:
-        """A trainer announces its run. Raises ConsumerTaken."""
+        """Announces a trainer's run. Raises ConsumerTaken."""
         await self.hub(self.taker.register, run)
 
-    @abstractmethod
-    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> Outcomes:
-        """Puts a body's groups; it has waited for so long already.
-
-        Per group: None for queued, or how many sequences of its environment are buffered. Raises HttpError.
-        """
-
-    async def _outcomes(self, places: Places) -> Outcomes:
-        """What became of groups that are in the lanes."""
-        return [None] * len(places)
-
     async def let_the_silent_go(self) -> None:
-        """Releases the weight of environments that have been silent for long; the original waits for ever."""
+        """Does nothing: the original waits for silent environments for ever."""
         return
 
     @abstractmethod
-    async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """The answer to /register-env."""
-
-    @abstractmethod
-    async def disconnect_env(self, number: int) -> dict[str, Any]:
-        """The answer to /disconnect-env."""
-
-    @abstractmethod
-    async def env_status(self, number: int) -> dict[str, Any]:
-        """The answer to /status-env."""
-
-    @abstractmethod
-    async def status(self) -> dict[str, int]:
-        """The answer to /status."""
-
-    @abstractmethod
-    async def run(self) -> Run | None:
-        """What is trained."""
-
-    @abstractmethod
-    async def latest(self) -> dict[str, Any] | None:
-        """The group of /latest_example."""
-
-    @abstractmethod
-    async def reset(self) -> None:
-        """Forgets registrations and queue."""
-
-    @abstractmethod
     def close_lanes(self) -> None:
-        """The gateway ends: posts that wait for room are refused, what is in the lanes stays."""
+        """Closes all lanes: posts that wait for room are refused, what is in the lanes stays."""
 
     def stats(self) -> dict[str, float]:
-        """Counters, flat."""
+        """Returns the counters, flat."""
         return {**self.ledger.counts, "posts_waiting": self.ledger.waiting, **self.taker.stats()}
 
     async def close(self) -> None:
@@ -169,34 +137,27 @@ class DefaultMode(Mode):
     def __init__(self, options: GatewayOptions) -> None:
         super().__init__(options)
         self.taker = Taker(options, self.state, lambda: self.ledger.waiting > 0)
-        self._envs: RemoteEnvs | None = None
+        self.envs = RemoteEnvs(options, self.state, lambda lane: self.tell(self.taker.look))
         self._latest: dict[str, Any] | None = None
 
-    @property
-    def envs(self) -> RemoteEnvs:
-        """The remote environments; there from open() on."""
-        assert self._envs is not None
-        return self._envs
-
     async def open(self) -> None:
-        """See Mode."""
+        """Continues an earlier gateway's run and environments."""
         await super().open()
-        self._envs = RemoteEnvs(self.options, self.state, lambda lane: self.tell(self.taker.look))
+        self.envs.restore()
 
     async def let_the_silent_go(self) -> None:
-        """See Mode."""
-        if self._envs is not None:
-            await self._envs.let_the_silent_go()
+        """Releases weight and lane of environments that have been silent for long."""
+        await self.envs.let_the_silent_go()
 
     async def register(self, run: Run) -> None:
-        """See Mode."""
+        """Announces a trainer's run. Raises ConsumerTaken."""
         await super().register(run)
         self.envs.hub_came()
 
-    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> Outcomes:
-        """See Mode."""
+    async def post(self, posted: Posted, connection: ProvingConnection, waited_s: float) -> Outcomes:
+        """Puts the groups of a body that has waited for `waited_s` already. Raises as PostLedger.take."""
         last = posted.groups[-1] if posted.groups else None
-        outcomes = await self.ledger.take(posted, self._lane_of, carrier, waited_s)
+        outcomes = await self.ledger.take(posted, self._lane_of, connection, waited_s)
         self._latest = last or self._latest
         return outcomes
 
@@ -204,19 +165,19 @@ class DefaultMode(Mode):
         return self.envs.lane_of(group.get("env_id"))
 
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """See Mode. Raises RequestRefused."""
+        """Returns the response to /register-env. Raises RequestRefused, HttpError."""
         return await self.envs.register(wish)
 
     async def disconnect_env(self, number: int) -> dict[str, Any]:
-        """See Mode."""
+        """Returns the response to /disconnect-env."""
         return await self.envs.disconnect(number)
 
     async def env_status(self, number: int) -> dict[str, Any]:
-        """See Mode."""
+        """Returns the response to /status-env."""
         return await self.envs.status(number)
 
     async def status(self) -> dict[str, int]:
-        """See Mode."""
+        """Returns the response to /status."""
         consumer = self.taker.consumer
         if consumer is not None and self.taker.run is not None:
             return {"current_step": consumer.current_step, "queue_size": consumer.queue.groups()}
@@ -224,37 +185,35 @@ class DefaultMode(Mode):
         return {"current_step": info.current_step if info is not None else 0, "queue_size": 0}
 
     async def run(self) -> Run | None:
-        """See Mode."""
+        """Returns the run of this gateway, else of the hub; None if there is none."""
         if self.taker.run is not None:
             return self.taker.run
         info = await self.envs.run_info()
         return info.run if info is not None else None
 
     async def latest(self) -> dict[str, Any] | None:
-        """See Mode: the last group posted here, or of a batch that is out."""
+        """Returns the last group posted here, or else of a batch in delivery; None if there is none."""
         return self._latest if self._latest is not None else await self.hub(self.taker.latest)
 
     async def reset(self) -> None:
-        """See Mode. Raises ConsumerTaken if the queue is another hub's."""
+        """Clears registrations and queue. Raises ConsumerTaken if the queue is another hub's."""
         await self.hub(self.taker.reset)
         self.envs.forget()
         self.ledger.forget()
         self.state.forget()
 
     def close_lanes(self) -> None:
-        """See Mode."""
-        if self._envs is not None:
-            self._envs.close_lanes()
+        """Closes all lanes: posts that wait for room are refused, what is in the lanes stays."""
+        self.envs.close_lanes()
 
     async def close(self) -> None:
-        """See Mode."""
+        """Leaves the bridge; the next gateway goes on from here."""
         await super().close()
-        if self._envs is not None:
-            self._envs.close()
+        self.envs.close()
 
     def stats(self) -> dict[str, float]:
-        """See Mode."""
-        return {**super().stats(), "environments": len(self._envs or ())}
+        """Returns the counters, flat."""
+        return {**super().stats(), "environments": len(self.envs)}
 
 
 class StrictMode(Mode):
@@ -263,13 +222,13 @@ class StrictMode(Mode):
     taker: StrictTaker
 
     def __init__(self, options: GatewayOptions) -> None:
-        super().__init__(options)
+        super().__init__(options, self._outcomes)
         self.taker = StrictTaker(options, self.state)
         self._lanes: dict[int | None, RemoteLane] = {}
 
-    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> Outcomes:
-        """See Mode."""
-        return await self.ledger.take(posted, self._lane_of, carrier, waited_s)
+    async def post(self, posted: Posted, connection: ProvingConnection, waited_s: float) -> Outcomes:
+        """Puts the groups of a body that has waited for `waited_s` already. Raises as PostLedger.take."""
+        return await self.ledger.take(posted, self._lane_of, connection, waited_s)
 
     async def _outcomes(self, places: Places) -> Outcomes:
         return await self.hub(self.taker.posted, places)
@@ -286,31 +245,31 @@ class StrictMode(Mode):
         return lane
 
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """See Mode."""
+        """Returns the response to /register-env."""
         return await self.hub(self.taker.register_env, wish)
 
     async def disconnect_env(self, number: int) -> dict[str, Any]:
-        """See Mode."""
+        """Returns the response to /disconnect-env."""
         return await self.hub(self.taker.disconnect_env, number)
 
     async def env_status(self, number: int) -> dict[str, Any]:
-        """See Mode. Raises what the original fails with."""
+        """Returns the response to /status-env. Raises as Upstream.env_status."""
         return await self.hub(self.taker.env_status, number)
 
     async def status(self) -> dict[str, int]:
-        """See Mode."""
+        """Returns the response to /status."""
         return await self.hub(self.taker.status)
 
     async def run(self) -> Run | None:
-        """See Mode; after a reset its numbers are -1 and its names gone, as in the original."""
+        """Returns the run; after a reset its numbers are -1 and its names gone, as in the original."""
         return await self.hub(self.taker.said_run)
 
     async def latest(self) -> dict[str, Any] | None:
-        """See Mode."""
+        """Returns the group that was queued last; None before the first."""
         return await self.hub(self.taker.latest)
 
     async def reset(self) -> None:
-        """See Mode."""
+        """Clears registrations and queue."""
         await self.hub(self.taker.reset)
         lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
@@ -319,6 +278,6 @@ class StrictMode(Mode):
         self.state.forget()
 
     def close_lanes(self) -> None:
-        """See Mode."""
+        """Closes all lanes: posts that wait for room are refused, what is in the lanes stays."""
         for lane in self._lanes.values():
             lane.close()

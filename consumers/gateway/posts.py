@@ -24,7 +24,7 @@ from shmbridge import (
     ShmTooSmall,
 )
 from shmbridge.consumers.gateway.decode import HttpError, Posted
-from shmbridge.consumers.gateway.delivery import Carrier
+from shmbridge.consumers.gateway.delivery import ProvingConnection
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
 from shmbridge.put.planner import RecordPlanner, checked_stamp
@@ -156,7 +156,7 @@ class PostLedger:
         self,
         posted: Posted,
         lane_of: Callable[[dict[str, Any]], RemoteLane],
-        carrier: Carrier,
+        connection: ProvingConnection,
         waited_s: float,
     ) -> Outcomes:
         """Puts all groups of a body; what became of each.
@@ -179,7 +179,7 @@ class PostLedger:
         if post.failed:
             post.posted = posted
             post.work = self._begin(post, lane_of, waited_s)
-        carrier.carry(post)
+        connection.carry(post)
         assert post.work is not None
         refused = await asyncio.shield(post.work)
         if refused is None:

@@ -76,11 +76,13 @@ class RemoteEnvs:
         self._turn = asyncio.Lock()
         self._missing_until = 0.0
         self.shared = RemoteLane(options, "gateway", lane_opened)
-        for saved in state.saved.envs:
+
+    def restore(self) -> None:
+        """Continues with the environments of an earlier gateway."""
+        for saved in self._state.saved.envs:
             if saved.connected:
-                self._table[saved.env_id] = RemoteEnv(
-                    saved, RemoteLane(options, saved.desired_name, lane_opened), silent=saved.silent
-                )
+                lane = RemoteLane(self._options, saved.desired_name, self._lane_opened)
+                self._table[saved.env_id] = RemoteEnv(saved, lane, silent=saved.silent)
 
     def __len__(self) -> int:
         return len(self._table)

@@ -18,8 +18,8 @@ from shmbridge import Consumer, Run
 from shmbridge.batching.queue import OutsideQueue
 from shmbridge.consumers.gateway.batch_server import Batch, NotRegistered, Taker
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
-from shmbridge.consumers.gateway.strict_state import EnvRow, Upstream
+from shmbridge.consumers.gateway.saved_state import StateFile
+from shmbridge.consumers.gateway.strict_state import Upstream
 from shmbridge.record.groups import Group, GroupAssembler
 from shmbridge.segments.discard_reasons import Discard
 
@@ -54,17 +54,7 @@ class StrictTaker(Taker):
             upstream.register(saved.run)
             upstream.queue.step, upstream.started = saved.step, saved.started
             for env in saved.envs:
-                upstream.restore_env(
-                    EnvRow(
-                        env.desired_name,
-                        env.wandb_name,
-                        env.max_token_length,
-                        env.weight,
-                        env.group_size,
-                        env.min_batch_allocation,
-                        env.connected,
-                    )
-                )
+                upstream.restore_env(env)
         self._become_hub()
         self.take_all()
 
@@ -193,12 +183,12 @@ class StrictTaker(Taker):
             wish["group_size"],
             wish["min_batch_allocation"],
         )
-        self._save_envs()
+        self._state.update(envs=[*upstream.envs])
         run = upstream.run or Run()
         return {
             "status": "success",
             "env_id": number,
-            "wandb_name": upstream.envs[number].real_name,
+            "wandb_name": upstream.envs[number].wandb_name,
             "checkpoint_dir": run.checkpoint_dir,
             "starting_step": upstream.queue.step,
             "checkpoint_interval": run.save_checkpoint_interval,
@@ -213,7 +203,7 @@ class StrictTaker(Taker):
             self.upstream.disconnect(number)
         except IndexError as unknown:
             return {"status": "failure", "error": str(unknown)}
-        self._save_envs()
+        self._state.update(envs=[*self.upstream.envs])
         return {"status": "success"}
 
     def env_status(self, number: int) -> dict[str, Any]:
@@ -225,24 +215,6 @@ class StrictTaker(Taker):
         """The answer to /status."""
         self.take_all()
         return self.upstream.status()
-
-    def _save_envs(self) -> None:
-        rows = enumerate(self.upstream.envs)
-        self._state.update(
-            envs=[
-                SavedEnv(
-                    number,
-                    row.real_name,
-                    row.desired_name,
-                    row.max_token_length,
-                    row.group_size,
-                    row.weight,
-                    row.min_batch_allocation,
-                    row.connected,
-                )
-                for number, row in rows
-            ]
-        )
 
     # -- the end
     # --------------------------------------------------------------------------------------------------------

@@ -8,24 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from msgspec.structs import replace
+
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.config import Run
+from shmbridge.consumers.gateway.saved_state import SavedEnv
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class EnvRow:
-    """An environment as it registered."""
-
-    desired_name: str
-    real_name: str
-    max_token_length: int
-    weight: float
-    group_size: int
-    min_batch_allocation: float | None
-    connected: bool = True
 
 
 class NoSuchThing(Exception):
@@ -41,7 +31,7 @@ class Upstream(Generic[T]):
     run: Run | None = None
     num_steps: int = -1
     started: bool | None = None  # None: no trainer has ever registered
-    envs: list[EnvRow] = field(default_factory=list)
+    envs: list[SavedEnv] = field(default_factory=list)
     queue: AtroposQueue[T] = field(default_factory=lambda: AtroposQueue(-1))
     formed: int = 0  # batches formed and counted as steps, but not handed out
     latest: T | None = None
@@ -99,32 +89,30 @@ class Upstream(Generic[T]):
         self, desired_name: str, max_token_length: int, weight: float, group_size: int, share: float | None
     ) -> int:
         """Returns the number of a new environment. Raises ValueError for a group size below 1."""
-        index = sum(env.desired_name == desired_name for env in self.envs)
-        self.restore_env(
-            EnvRow(desired_name, f"{desired_name}_{index}", max_token_length, weight, group_size, share)
-        )
-        return len(self.envs) - 1
-
-    def restore_env(self, row: EnvRow) -> None:
-        """Restores the next environment of an earlier gateway."""
         number = len(self.envs)
+        name = f"{desired_name}_{sum(env.desired_name == desired_name for env in self.envs)}"
+        self.restore_env(SavedEnv(number, name, desired_name, max_token_length, group_size, weight, share))
+        return number
+
+    def restore_env(self, env: SavedEnv) -> None:
+        """Restores the next environment of an earlier gateway. Raises ValueError as `add_env`."""
         self.queue.register(
             EnvWeight(
-                number,
-                row.real_name,
-                row.weight,
-                row.min_batch_allocation,
-                row.group_size,
-                row.max_token_length,
+                env.env_id,
+                env.wandb_name,
+                env.weight,
+                env.min_batch_allocation,
+                env.group_size,
+                env.max_token_length,
             )
         )
-        self.envs.append(row)
-        if not row.connected:
-            self.queue.disconnect(number)
+        self.envs.append(env)
+        if not env.connected:
+            self.queue.disconnect(env.env_id)
 
     def disconnect(self, number: int) -> None:
         """Removes an environment's weight and share. Raises IndexError."""
-        self.envs[number].connected = False
+        self.envs[number] = replace(self.envs[number], connected=False)
         self.queue.disconnect(number % len(self.envs))
 
     def post(self, item: T, size: int, env_id: int | None) -> int | None:

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import requests
 from gateway_clients import GatewayProcess, RawClient
 
 from shmbridge.consumers.gateway.app import Gate, Refusals
+from shmbridge.consumers.gateway.delivery import ProvingConnection
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import IN_MEMORY, HeldBytes
 
@@ -41,6 +43,7 @@ async def test_a_body_that_stalls_is_given_up():
         "path": "/scored_data",
         "method": "POST",
         "headers": [(b"content-length", b"900")],
+        "state": {"connection": Mock(spec=ProvingConnection)},
     }
     async with asyncio.timeout(5):
         await Gate(None, options, refusals, held)(scope, receive, send)
