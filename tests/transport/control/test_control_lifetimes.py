@@ -14,9 +14,10 @@ import zmq
 
 from shmbridge.control import messages
 from shmbridge.control import server as control
+from shmbridge.control.client import AsyncControlClient, ControlClient
 from shmbridge.control.environments import ENV_IDS_PER_HUB
 from shmbridge.control.messages import Register, StatusRequest
-from shmbridge.control.server import AsyncControlClient, ControlClient, ControlServer
+from shmbridge.control.server import ControlServer
 from shmbridge.errors import Closed, NoConsumer
 from shmbridge.segments.segment import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
@@ -163,7 +164,7 @@ def test_a_forked_child_may_not_use_the_client_nor_close_the_server(
 
 FORGETFUL = """
 import asyncio, gc
-from shmbridge.control.server import AsyncControlClient, ControlClient
+from shmbridge.control.client import AsyncControlClient, ControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.control.messages import Pause
 
