@@ -1,8 +1,8 @@
 """What a contender is: a module with a Reader for this process and a Writer for others. Knows no contender.
 
 A contender's module has NAME (for tables), NEEDS (what must be importable) and INSTALL (how it gets there), a
-`Reader(plan)` and a `Writer(address, plan)`. SPAWNED says that its address holds what only multiprocessing
-may hand to a child; a module whose writers are no plain children has a `start` of its own.
+`Reader(plan)` and a `Writer(address, plan)`. The address reaches a Writer through multiprocessing; a module
+whose writers are no plain children has a `start` of its own.
 """
 
 from collections.abc import Callable
@@ -121,6 +121,5 @@ class Contender(Protocol):
     NAME: str
     NEEDS: tuple[str, ...]
     INSTALL: str
-    SPAWNED: bool
     Reader: type[Reader]
     Writer: type[Writer]

@@ -5,24 +5,18 @@ Knows the contract and nothing of any contender. Every round checks that the byt
 that were written.
 """
 
-import json
 import multiprocessing as mp
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from select import select
 from types import TracebackType
 from typing import Any, Self
 
-import shmbridge
 from shmbridge.bench import baselines, groups
 from shmbridge.bench.baselines.memcpy_baseline import touch
-from shmbridge.bench.child import encode, serve
+from shmbridge.bench.child import serve
 from shmbridge.bench.contract import MODULO, Plan, WriterProcess
 
 START_TIMEOUT_S = 120.0
@@ -64,7 +58,7 @@ class Session:
             contender = baselines.load(plan.contender)
             self._reader = contender.Reader(plan)
             self._open.callback(self._reader.close)
-            start = getattr(contender, "start", _start_spawned if contender.SPAWNED else Piped)
+            start = getattr(contender, "start", _Child)
             self._writers: list[WriterProcess] = []
             for number in range(plan.producers):
                 self._writers.append(start(plan, self._reader.address, number))
@@ -147,81 +141,25 @@ def _sum_of(plan: Plan, seed: int) -> int:
     )
 
 
-# -- writers in processes
-# -----------------------------------------------------------------------------------------------------------
-
-
-class Piped:
-    """A plain child, spoken to through its standard input and output."""
-
-    def __init__(self, plan: Plan, address: dict[str, Any], number: int) -> None:
-        job = json.dumps({"plan": encode(plan), "address": address, "number": number})
-        # the same package as this process has, wherever it was started
-        above = str(Path(shmbridge.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [above, os.environ.get("PYTHONPATH")]))
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "shmbridge.bench.child", job],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path},
-            pass_fds=[address["fd"]] if "fd" in address else [],
-        )
-
-    def ready(self) -> None:
-        self._hear()
-
-    def begin(self, count: int) -> None:
-        assert self._child.stdin is not None
-        print(count, file=self._child.stdin, flush=True)
-
-    def end(self) -> float:
-        self.begin(0)
-        return float(self._hear()["cpu_s"])
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.close()
-        try:
-            self._child.wait(START_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        self._child.stdout.close()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        heard, _, _ = select([self._child.stdout], [], [], START_TIMEOUT_S)
-        line = self._child.stdout.readline() if heard else ""
-        if not line:
-            raise RuntimeError(
-                f"a producer's process {'ended' if heard else 'says nothing'} (pid {self._child.pid}, "
-                f"{self._child.poll()})"
-            )
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-
-class Spawned:
-    """A child of multiprocessing, for addresses that only it may hand on."""
+class _Child:
+    """A producer in a process of its own."""
 
     def __init__(self, plan: Plan, address: Any, number: int) -> None:
         context = mp.get_context("spawn")
         self._here, there = context.Pipe()
-        self._child = context.Process(target=_serve_spawned, args=(plan, address, number, there), daemon=True)
+        self._child = context.Process(target=serve, args=(plan, address, number, there), daemon=True)
         self._child.start()
         there.close()
 
     def ready(self) -> None:
-        self._hear()
+        self._answer()
 
     def begin(self, count: int) -> None:
         self._here.send(count)
 
     def end(self) -> float:
         self.begin(0)
-        return float(self._hear()["cpu_s"])
+        return self._answer()
 
     def close(self) -> None:
         self._here.close()
@@ -230,22 +168,14 @@ class Spawned:
             self._child.kill()
             self._child.join()
 
-    def _hear(self) -> dict[str, Any]:
-        if not self._here.poll(START_TIMEOUT_S):
-            raise RuntimeError(f"a producer's process says nothing (pid {self._child.pid})")
-        said: dict[str, Any] = self._here.recv()
-        return said
-
-
-def _start_spawned(plan: Plan, address: Any, number: int) -> WriterProcess:
-    return Spawned(plan, address, number)
-
-
-def _serve_spawned(plan: Plan, address: Any, number: int, there: Any) -> None:
-    def receive() -> int | None:
+    def _answer(self) -> float:
+        answered = self._here.poll(START_TIMEOUT_S)
         try:
-            return int(there.recv())
-        except EOFError:
-            return None
-
-    serve(plan, address, number, receive, there.send)
+            if answered:
+                return float(self._here.recv())
+        except (EOFError, ConnectionResetError):
+            self._child.join(START_TIMEOUT_S)
+        raise RuntimeError(
+            f"a producer's process {'ended' if answered else 'says nothing'} (pid {self._child.pid}, "
+            f"{self._child.exitcode})"
+        )

@@ -3,13 +3,14 @@
     python examples/larger_digit_env.py process --env.total_steps 4 --env.use_wandb false \\
         --env.data_path_to_save_groups runs/groups.jsonl
 
-An ordinary `BaseEnv`, written as one would without shmbridge: it imports none of it. Its sibling is
-`echo_letters_env.py`; `demo.py` runs both.
+An ordinary `BaseEnv`, written as one would without shmbridge: it imports none of it. `echo_letters_env.py`
+is the same with other questions; `demo.py` runs both.
 """
 
 import json
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum, ScoredDataGroup
@@ -64,11 +65,22 @@ class LargerDigitEnv(BaseEnv):
         return env_config, server_configs
 
     async def setup(self) -> None:
-        self.random = random.Random(self.config.seed)
+        self.stream = self.questions()
+
+    def questions(self) -> Iterator[Item]:
+        """Yields training questions without end, the same for the same seed."""
+        stream = random.Random(self.config.seed)
+        while True:
+            first, second = stream.choice("0123456789"), stream.choice("0123456789")
+            yield f">{first}{second}", max(first, second)
+
+    def fixed_questions(self) -> list[Item]:
+        """Returns the questions of an evaluation."""
+        pairs = [f"{index:02}" for index in range(0, 100, 7)]
+        return [(f">{pair}", max(pair)) for pair in pairs]
 
     async def get_next_item(self) -> Item:
-        first, second = self.random.choice("0123456789"), self.random.choice("0123456789")
-        return f">{first}{second}", max(first, second)
+        return next(self.stream)
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
         question, answer = item
@@ -101,19 +113,18 @@ class LargerDigitEnv(BaseEnv):
                 log.write(json.dumps({"t": time.time(), "mean": mean, "n": len(scores)}) + "\n")
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Answers fifteen fixed questions greedily."""
-        pairs = [(index // 10, index % 10) for index in range(0, 100, 7)]
+        """Answers the fixed questions greedily."""
         started = time.time()
         scores = []
-        for first, second in pairs:
+        for question, answer in self.fixed_questions():
             completion = await self.server.chat_completion(
-                messages=[{"role": "user", "content": f">{first}{second}"}],
+                messages=[{"role": "user", "content": question}],
                 n=1,
                 max_tokens=self.config.max_token_length,
                 temperature=0.0,
                 split="eval",
             )
-            scores.append(reward(completion.choices[0].message.content, str(max(first, second))))
+            scores.append(reward(completion.choices[0].message.content, answer))
         accuracy = sum(scores) / len(scores)
         self.eval_metrics.append(("eval/reward", accuracy))
         await self.evaluate_log({"eval/reward": accuracy}, start_time=started, end_time=time.time())

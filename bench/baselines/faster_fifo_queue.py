@@ -17,7 +17,6 @@ from shmbridge.bench.groups import Array, Group, flat_columns
 NAME = "faster-fifo"
 NEEDS = ("faster_fifo",)
 INSTALL = "pip install faster-fifo"
-SPAWNED = True
 
 
 def _join(columns: list[Array]) -> bytes:

@@ -20,7 +20,6 @@ from shmbridge.bench.groups import Group, flat_columns
 NAME = "iceoryx2"
 NEEDS = ("iceoryx2",)
 INSTALL = "pip install iceoryx2"
-SPAWNED = False
 
 
 class Reader(contract.Reader):

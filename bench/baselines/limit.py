@@ -19,11 +19,10 @@ from shmbridge.bench.groups import Group, flat_columns
 NAME = "limit (C twin)"
 NEEDS = ()
 INSTALL = ""
-SPAWNED = False
 
 
 class Reader(contract.Reader):
-    """An unnamed segment, handed on by its number."""
+    """An unnamed segment, which the writer opens through /proc."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -31,7 +30,7 @@ class Reader(contract.Reader):
         self._fd = os.memfd_create("shmbridge-bench")
         os.ftruncate(self._fd, size)
         self._segment, self._side = _side(self._fd, plan)
-        self.address = {"fd": self._fd}
+        self.address = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def read(self, count: int) -> int:
         return self._side.read(count, READ_TIMEOUT_S)
@@ -45,9 +44,11 @@ class Reader(contract.Reader):
 class Writer(contract.Writer):
     """Copies records that lie one behind the other."""
 
-    def __init__(self, address: dict[str, int], plan: Plan) -> None:
+    def __init__(self, address: str, plan: Plan) -> None:
         super().__init__(address, plan)
-        self._segment, self._side = _side(address["fd"], plan)
+        fd = os.open(address, os.O_RDWR)
+        self._segment, self._side = _side(fd, plan)
+        os.close(fd)
 
     def prepare(self, groups: list[Group]) -> list[Any]:
         return [b"".join(column.tobytes() for group in groups for column in flat_columns(group))]

@@ -17,7 +17,6 @@ from shmbridge.bench.groups import Array, Group, flat_columns
 NAME = "multiprocessing.Queue"
 NEEDS = ()
 INSTALL = ""
-SPAWNED = True
 
 
 class Reader(contract.Reader):

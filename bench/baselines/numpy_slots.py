@@ -20,7 +20,6 @@ from shmbridge.bench.groups import DTYPES, Array, Group, flat_columns
 NAME = "NumPy slots"
 NEEDS = ()
 INSTALL = ""
-SPAWNED = False
 
 _LINE = 64  # bytes; head and tail have one each, and columns begin on one
 
@@ -53,7 +52,7 @@ class Reader(contract.Reader):
         super().__init__(plan)
         self._fd = os.memfd_create("numpy-slots")
         self._slots, self._position = _Slots(self._fd, plan), 0
-        self.address = {"fd": self._fd}
+        self.address = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def read_one(self) -> int:
         slots = self._slots
@@ -72,9 +71,11 @@ class Reader(contract.Reader):
 class Writer(contract.Writer):
     """Copies column by column."""
 
-    def __init__(self, address: dict[str, int], plan: Plan) -> None:
+    def __init__(self, address: str, plan: Plan) -> None:
         super().__init__(address, plan)
-        self._slots, self._position = _Slots(address["fd"], plan), 0
+        fd = os.open(address, os.O_RDWR)
+        self._slots, self._position = _Slots(fd, plan), 0
+        os.close(fd)
 
     def prepare(self, groups: list[Group]) -> list[list[Array]]:
         return [[column.view(np.uint8) for column in flat_columns(group)] for group in groups]

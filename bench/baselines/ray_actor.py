@@ -21,7 +21,6 @@ from shmbridge.bench.groups import Array, flat_columns
 NAME = "Ray actor"
 NEEDS = ("ray",)
 INSTALL = "pip install ray"
-SPAWNED = False
 
 _MOST_TASKS = 256
 _STORE_BYTES = 512 << 20

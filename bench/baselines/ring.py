@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 NAME = "shmbridge"
 NEEDS = ()
 INSTALL = ""
-SPAWNED = False
 
 
 class Reader(contract.Reader):

@@ -18,7 +18,6 @@ from shmbridge.bench.groups import Array, Group, flat_columns
 NAME = "torch.multiprocessing"
 NEEDS = ("torch",)
 INSTALL = "pip install torch"
-SPAWNED = True
 
 _MOST_IN_FLIGHT = 128
 

@@ -23,7 +23,6 @@ from shmbridge.bench.groups import Group, Shape
 NAME = "TransferQueue"
 NEEDS = ("transfer_queue", "tensordict", "torch", "ray")
 INSTALL = "pip install TransferQueue"
-SPAWNED = False
 
 _QUIET = {"TQ_LOGGING_LEVEL": "ERROR"}
 _LOOK_AGAIN_S = 0.0002  # a controller that waits itself would take no put meanwhile

@@ -18,7 +18,6 @@ from shmbridge.bench.groups import Array, Group, flat_columns
 NAME = "pyzmq ipc"
 NEEDS = ("zmq",)
 INSTALL = "pip install pyzmq"
-SPAWNED = False
 
 _TIMEOUT_MS = int(1000 * READ_TIMEOUT_S)
 

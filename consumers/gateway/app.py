@@ -28,7 +28,7 @@ from shmbridge.consumers.gateway.gate import Gate, Refusals, json_answer
 from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
 from shmbridge.consumers.gateway.posts import HeldBytes
 from shmbridge.consumers.gateway.strict_state import NoSuchThing
-from shmbridge.control.server import RequestRefused
+from shmbridge.control.client import RequestRefused
 from shmbridge.errors import NoWeight
 from shmbridge.metrics import LatencyWindow
 

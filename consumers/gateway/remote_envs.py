@@ -20,6 +20,7 @@ from shmbridge.consumers.gateway.decode import HttpError
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import RemoteLane
 from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
+from shmbridge.control.client import AsyncControlClient, RequestRefused
 from shmbridge.control.messages import (
     UNKNOWN_ENV,
     Answer,
@@ -32,7 +33,6 @@ from shmbridge.control.messages import (
     Status,
     StatusRequest,
 )
-from shmbridge.control.server import AsyncControlClient, RequestRefused
 from shmbridge.errors import NoConsumer
 
 log = logging.getLogger(__name__)

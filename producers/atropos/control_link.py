@@ -21,6 +21,7 @@ import msgspec
 
 from shmbridge import Run, ShmBridgeError
 from shmbridge.config import format_size
+from shmbridge.control.client import AsyncControlClient
 from shmbridge.control.messages import (
     Goodbye,
     Register,
@@ -30,7 +31,6 @@ from shmbridge.control.messages import (
     Status,
     StatusRequest,
 )
-from shmbridge.control.server import AsyncControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.producers.atropos.lane import EnvLane, LinkOptions
 from shmbridge.producers.atropos.response_hooks import heard

@@ -47,42 +47,24 @@ class RequestRefused(ShmBridgeError):
         self.reason = refused.code
 
 
-class _Send(msgspec.Struct, frozen=True):
-    """Step: send these frames once a hub is connected; its result is whether that was done."""
-
-    frames: list[bytes]
-    timeout_s: float
-
-
-class _Receive(msgspec.Struct, frozen=True):
-    """Step: receive the next frames; None after the timeout."""
-
-    timeout_s: float
-
-
-_Step: TypeAlias = _Send | _Receive
-_Performed: TypeAlias = bool | list[bytes] | None
-_Talk: TypeAlias = Generator[_Step, _Performed, Answer]
+# What a conversation waits for: zmq.POLLOUT or zmq.POLLIN, and most seconds. Its result is whether it came.
+_Wait: TypeAlias = tuple[int, float]
+_Talk: TypeAlias = Generator[_Wait, bool, Answer]
 
 
 class _Client(OneProcess):
-    """The conversation without I/O: each client performs the steps that `_talk` asks for."""
+    """The conversation, which never blocks: each client waits for what `_talk` yields."""
 
-    def __init__(self, bridge: str, role: str, name: str) -> None:
+    def __init__(self, bridge: str, *, role: str, name: str) -> None:
         os_limits.check_descriptors(_DESCRIPTORS, f"a control client of bridge {bridge!r}")
         self._bridge = bridge
         self._pid = os.getpid()
         self._hello = messages.Hello(role=role, name=name, pid=self._pid)
         self._ids = itertools.count(1)
         self._admitted: Register | None = None
-
-    def close(self) -> None:
-        """Closes the socket. Never blocks; does nothing in a forked child."""
-        self._close()
-
-    def _connect(self, context: Any) -> Any:
-        socket = context.socket(zmq.DEALER)
-        # If a context is collected before its socket, it waits for it for ever: this keeps both.
+        # If a context is collected before its socket, it waits for it for ever: the finalizer keeps both.
+        context = zmq.Context()
+        self._socket = socket = context.socket(zmq.DEALER)
         self._close = weakref.finalize(self, _destroy, context, socket, self._pid)
         # Send only to a connected hub: abandoned requests would pile up for the next one.
         socket.immediate = 1
@@ -90,8 +72,11 @@ class _Client(OneProcess):
         socket.reconnect_ivl = 20
         socket.reconnect_ivl_max = 500
         socket.maxmsgsize = CUT_OFF_BYTES
-        socket.connect(control_address(self._bridge))
-        return socket
+        socket.connect(control_address(bridge))
+
+    def close(self) -> None:
+        """Closes the socket. Never blocks; does nothing in a forked child."""
+        self._close()
 
     def _talk(self, request: Request, timeout_s: float) -> _Talk:
         """One request and its answer; introduces us first to a hub that does not know us."""
@@ -118,15 +103,23 @@ class _Client(OneProcess):
         request_id = next(self._ids)
         frames = messages.encode(request_id, request)
         while (left_s := deadline - time.monotonic()) > 0:
-            if not (yield _Send(frames, left_s)):
+            if not (yield zmq.POLLOUT, left_s):
+                continue
+            try:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:  # the hub left in between
                 continue
             repeat_at = min(deadline, time.monotonic() + REPEAT_AFTER_S)
             while (left_s := repeat_at - time.monotonic()) > 0:
-                received = yield _Receive(left_s)
-                if isinstance(received, list):
-                    answer_id, answer = messages.decode_answer(received)
-                    if answer_id == request_id:
-                        return messages.checked(request, answer)
+                if not (yield zmq.POLLIN, left_s):
+                    continue
+                try:
+                    received = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:  # announced, and lost with the hub that sent it
+                    continue
+                answer_id, answer = messages.decode_answer(received)
+                if answer_id == request_id:
+                    return messages.checked(request, answer)
         raise NoConsumer(
             f"no consumer of bridge {self._bridge!r} answered within {timeout_s:g} s",
             hint=f"start one, or look who holds the bridge: shmbridge inspect {self._bridge}",
@@ -143,10 +136,6 @@ class ControlClient(_Client):
     """Sends a request to the hub and waits for the answer. For one thread; in a forked child it raises
     `Closed`.
     """
-
-    def __init__(self, bridge: str, *, role: str, name: str) -> None:
-        super().__init__(bridge, role, name)
-        self._socket = self._connect(zmq.Context())
 
     def hello(self, timeout_s: float = 5.0) -> Answer:
         """Introduces this participant, as `request` does."""
@@ -165,30 +154,12 @@ class ControlClient(_Client):
         """
         talk = self._talk(message, timeout_s)
         try:
-            step = next(talk)
+            flag, timeout_s = next(talk)
             while True:
-                step = talk.send(self._perform(step))
+                flag, timeout_s = talk.send(bool(self._socket.poll(_milliseconds(timeout_s), flag)))
         except StopIteration as end:
             answer: Answer = end.value
             return answer
-
-    def _perform(self, step: _Step) -> _Performed:
-        timeout_ms = _milliseconds(step.timeout_s)
-        if isinstance(step, _Receive):
-            if not self._socket.poll(timeout_ms, zmq.POLLIN):
-                return None
-            try:
-                frames: list[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:  # announced, and lost with the hub that sent it
-                return None
-            return frames
-        if not self._socket.poll(timeout_ms, zmq.POLLOUT):
-            return False
-        try:
-            self._socket.send_multipart(step.frames, zmq.NOBLOCK)
-        except zmq.Again:  # the hub left in between
-            return False
-        return True
 
     def __enter__(self) -> Self:
         return self
@@ -201,10 +172,7 @@ class AsyncControlClient(_Client):
     """`ControlClient` for an event loop, which it never blocks. One request is in flight at a time."""
 
     def __init__(self, bridge: str, *, role: str, name: str) -> None:
-        import zmq.asyncio  # here, because the synchronous client does not need asyncio
-
-        super().__init__(bridge, role, name)
-        self._socket = self._connect(zmq.asyncio.Context())
+        super().__init__(bridge, role=role, name=name)
         self._turn = asyncio.Lock()
 
     async def hello(self, timeout_s: float = 5.0) -> Answer:
@@ -216,30 +184,19 @@ class AsyncControlClient(_Client):
         async with self._turn:
             talk = self._talk(message, timeout_s)
             try:
-                step = next(talk)
+                flag, timeout_s = next(talk)
                 while True:
-                    step = talk.send(await self._perform(step))
+                    flag, timeout_s = talk.send(await self._poll(flag, timeout_s))
             except StopIteration as end:
                 answer: Answer = end.value
                 return answer
 
-    async def _perform(self, step: _Step) -> _Performed:
-        timeout_ms = _milliseconds(step.timeout_s)
-        if isinstance(step, _Receive):
-            if not await self._socket.poll(timeout_ms, zmq.POLLIN):
-                return None
-            try:
-                frames: list[bytes] = await self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:  # announced, and lost with the hub that sent it
-                return None
-            return frames
-        if not await self._socket.poll(timeout_ms, zmq.POLLOUT):
-            return False
-        try:
-            await self._socket.send_multipart(step.frames, zmq.NOBLOCK)
-        except zmq.Again:  # the hub left in between
-            return False
-        return True
+    async def _poll(self, flag: int, timeout_s: float) -> bool:
+        from zmq.asyncio import Poller  # here, because the synchronous client does not need asyncio
+
+        poller = Poller()
+        poller.register(self._socket, flag)
+        return bool(await poller.poll(_milliseconds(timeout_s)))
 
 
 def _destroy(context: Any, socket: Any, pid: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -124,30 +124,12 @@ class QueueView(Protocol):
 
 @dataclass
 class Environment:
-    """One admitted environment, as it described itself."""
+    """One admitted environment; `asks` is its request, for forming batches and for steering the others."""
 
-    env_id: int
-    desired_name: str
-    wandb_name: str
     producer_id: str
-    max_token_length: int
-    group_size: int
-    weight: float
-    min_batch_allocation: float | None
+    asks: EnvWeight
+    heard_s: float  # by time.monotonic()
     seen_live: bool = False
-    heard_s: float = 0.0  # by time.monotonic()
-
-    @property
-    def asks(self) -> EnvWeight:
-        """Its request, as used for forming batches and for steering the others."""
-        return EnvWeight(
-            self.env_id,
-            self.wandb_name,
-            self.weight,
-            self.min_batch_allocation,
-            self.group_size,
-            max_token_length=self.max_token_length,
-        )
 
 
 class Environments:
@@ -177,18 +159,17 @@ class Environments:
             return WaitForRun(hub_epoch=self._hub.hub_epoch)
         self._remove_dead(self._look())
         env_id = self._number_for(wish)
-        name = wish.wandb_name or self._known_name(env_id) or self._free_name(wish.desired_name)
-        self._table[env_id] = Environment(
-            env_id=env_id,
-            desired_name=wish.desired_name,
-            wandb_name=name,
-            producer_id=wish.producer_id,
+        known = self._table.get(env_id)
+        name = wish.wandb_name or (known.asks.name if known else "") or self._free_name(wish.desired_name)
+        asks = EnvWeight(
+            env_id,
+            name,
+            wish.weight,
+            wish.min_batch_allocation,
+            wish.group_size,
             max_token_length=wish.max_token_length,
-            group_size=wish.group_size,
-            weight=wish.weight,
-            min_batch_allocation=wish.min_batch_allocation,
-            heard_s=time.monotonic(),
         )
+        self._table[env_id] = Environment(wish.producer_id, asks, heard_s=time.monotonic())
         self._publish()
         return Registered(
             env_id=env_id,
@@ -219,8 +200,8 @@ class Environments:
             queued,
             run.batch_size if (run := self._hub.run) else 0,
         )
-        if told.group_size != me.group_size:
-            me.group_size = told.group_size
+        if told.group_size != me.asks.group_size:
+            me.asks = replace(me.asks, group_size=told.group_size)
             self._publish()
         return Status(
             current_step=self._hub.current_step,
@@ -243,21 +224,17 @@ class Environments:
             if holder is None or holder.producer_id == wish.producer_id:
                 return wish.env_id
         if wish.producer_id:
-            for env in self._table.values():
+            for env_id, env in self._table.items():
                 if env.producer_id == wish.producer_id:
-                    return env.env_id
+                    return env_id
         number = self._first + max(0, self._hub.hub_epoch - 1) * ENV_IDS_PER_HUB
         while number in self._table:
             number += 1
         return number
 
-    def _known_name(self, env_id: int) -> str:
-        known = self._table.get(env_id)
-        return known.wandb_name if known else ""
-
     def _free_name(self, desired: str) -> str:
         """Uses the lowest free index: a restarted environment finds its checkpoints under its name."""
-        taken = {env.wandb_name for env in self._table.values()}
+        taken = {env.asks.name for env in self._table.values()}
         index = 0
         while f"{desired}_{index}" in taken:
             index += 1
@@ -271,15 +248,15 @@ class Environments:
 
     def _remove_dead(self, seen: Mapping[str, tuple[bool, int]], but: Environment | None = None) -> None:
         known, late, silent = len(self._table), time.monotonic() - SILENCE_S, []
-        for env in list(self._table.values()):
+        for env_id, env in list(self._table.items()):
             live, _ = seen[env.producer_id]
             if (env.seen_live or env.heard_s < late) and not live and env is not but:
-                del self._table[env.env_id]
+                del self._table[env_id]
             elif not live and env is not but:
-                silent.append(env)
+                silent.append((env.heard_s, env_id))
             env.seen_live = env.seen_live or live
-        for env in sorted(silent, key=lambda env: env.heard_s)[: max(0, len(silent) + 1 - MOST_WITHOUT_LANE)]:
-            del self._table[env.env_id]
+        for _, env_id in sorted(silent)[: max(0, len(silent) + 1 - MOST_WITHOUT_LANE)]:
+            del self._table[env_id]
         if len(self._table) != known:
             self._publish()
 
@@ -292,11 +269,11 @@ class Environments:
         """
         seen = self._queue.by_env() if self._queue is not None else {}
         unseen = {
-            env.env_id: self._unseen(env.producer_id, waiting[env.producer_id])
-            for env in self._table.values()
+            env_id: self._unseen(env.producer_id, waiting[env.producer_id])
+            for env_id, env in self._table.items()
         }
         queued: dict[int | None, Queued] = {
-            env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].group_size)
+            env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].asks.group_size)
             for env_id, groups in unseen.items()
         }
         # Groups of unregistered producers; their group size is unknown here, so the asking environment's is
@@ -304,7 +281,7 @@ class Environments:
         strangers = max(0, self._unseen(None, self._hub.queue_groups()) - sum(unseen.values()))
         others = {env_id: each for env_id, each in seen.items() if env_id not in self._table}
         queued |= others
-        queued[None] = _with(others.get(None, Queued()), strangers, me.group_size)
+        queued[None] = _with(others.get(None, Queued()), strangers, me.asks.group_size)
         return queued
 
     def _unseen(self, producer_id: str | None, groups: int) -> int:

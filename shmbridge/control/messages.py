@@ -10,7 +10,7 @@ Used by `shmbridge.control.server` and `client`; the structs are public.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from shmbridge.config import Run
 from shmbridge.errors import ShmBridgeError
 
 PROTOCOL = 1
+
+T = TypeVar("T")
 
 # The largest message either side accepts. The longest real one is a manifest: some 20 bytes a record and 50 a
 # lane.
@@ -334,20 +336,20 @@ def encode(request_id: int, message: Request | Answer) -> list[bytes]:
 
 def decode_request(frames: Sequence[bytes]) -> tuple[int, Request]:
     """Returns the request id and the request of two frames, or raises `BadMessage`. Never blocks."""
-    request_id, body = _open(frames)
-    try:
-        return request_id, _request.decode(body)
-    except _UNREADABLE as error:
-        raise BadMessage(MALFORMED, f"no request of protocol {PROTOCOL}: {error}", request_id) from error
+    return _decode(frames, _request, "request")
 
 
 def decode_answer(frames: Sequence[bytes]) -> tuple[int, Answer]:
     """Returns the request id and the answer of two frames, or raises `BadMessage`. Never blocks."""
+    return _decode(frames, _answer, "answer")
+
+
+def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[T], kind: str) -> tuple[int, T]:
     request_id, body = _open(frames)
     try:
-        return request_id, _answer.decode(body)
+        return request_id, decoder.decode(body)
     except _UNREADABLE as error:
-        raise BadMessage(MALFORMED, f"no answer of protocol {PROTOCOL}: {error}", request_id) from error
+        raise BadMessage(MALFORMED, f"no {kind} of protocol {PROTOCOL}: {error}", request_id) from error
 
 
 _ANSWERS: dict[type[Request], tuple[type[Answer], ...]] = {

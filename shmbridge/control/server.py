@@ -26,27 +26,12 @@ from shmbridge._ext.mapping import Descriptor
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.config import Run
 from shmbridge.control import messages
-from shmbridge.control.client import (
-    CUT_OFF_BYTES,
-    AsyncControlClient,
-    ControlClient,
-    RequestRefused,
-    control_address,
-)
+from shmbridge.control.client import CUT_OFF_BYTES, control_address
 from shmbridge.control.environments import Environments, HubView, QueueView
 from shmbridge.control.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.errors import ShmPermission
 from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.segment import remove_folder, socket_directory
-
-__all__ = [
-    "AsyncControlClient",
-    "ControlClient",
-    "ControlServer",
-    "HubView",
-    "RequestRefused",
-    "control_address",
-]
 
 log = logging.getLogger(__name__)
 

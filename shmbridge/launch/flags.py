@@ -9,8 +9,10 @@ from collections.abc import Collection, Mapping
 from shmbridge.errors import BadConfig
 from shmbridge.launch.config import Scalar, nearest
 
+Scalars = Mapping[str, Scalar]
 
-def flags(options: Mapping[str, Scalar]) -> list[str]:
+
+def flags(options: Scalars) -> list[str]:
     """Returns `{max_staleness: 4, resume: true}` as `--max-staleness 4 --resume`; omits a false switch."""
     words: list[str] = []
     for name, value in options.items():
@@ -24,7 +26,7 @@ def flags(options: Mapping[str, Scalar]) -> list[str]:
     return words
 
 
-def dotted_flags(options: Mapping[str, Scalar]) -> list[str]:
+def dotted_flags(options: Scalars) -> list[str]:
     """Returns `{env.group_size: 8, env.use_wandb: false}` in the form of an Atropos environment:
     `--env.group_size=8 --env.use_wandb=false`.
     """
@@ -37,7 +39,7 @@ def word(value: Scalar) -> str:
 
 
 def check_options(
-    path: str, options: Mapping[str, Scalar], parser: argparse.ArgumentParser, taken: Collection[str]
+    path: str, options: Scalars, parser: argparse.ArgumentParser, taken: Collection[str]
 ) -> None:
     """Raises BadConfig for a name that the parser does not know, or one of `taken`, which have a key of their
     own.

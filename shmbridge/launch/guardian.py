@@ -25,12 +25,21 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def command(parent: int, death_signal: int, folder: str, label: str, program: Sequence[str]) -> list[str]:
+    """Returns the command line of a guardian of a program.
+
+    Isolated and without site: it does not depend on the run's Python environment, and starts fast.
+    """
+    words = (parent, int(death_signal), folder, label, *program)
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), *map(str, words)]
 
 
 def adopt_orphans() -> None:

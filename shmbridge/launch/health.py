@@ -18,19 +18,18 @@ def is_up(check: Check, bridge: str, alive_s: float) -> bool:
     """Returns whether a process that has been alive for `alive_s` seconds is up."""
     if check.kind == "alive":
         return alive_s >= check.within_s
-    return _has_hub(bridge) if check.kind == "hub" else _answers(check.url, check.token)
+    return _consumer_pid(bridge) is not None if check.kind == "hub" else _answers(check.url, check.token)
 
 
 def look_around(plan: Plan) -> None:
     """Raises LaunchFailed if the run's bridge or one of its ports is in use: its owner would pass our health
     checks.
     """
-    for info in shmbridge.list_bridges():
-        if info.name == plan.bridge and info.consumer_pid is not None:
-            raise LaunchFailed(
-                f"bridge {plan.bridge} has a living consumer, pid {info.consumer_pid}",
-                hint="end it, or use another bridge",
-            )
+    if (consumer := _consumer_pid(plan.bridge)) is not None:
+        raise LaunchFailed(
+            f"bridge {plan.bridge} has a living consumer, pid {consumer}",
+            hint="end it, or use another bridge",
+        )
     for service in plan.services:
         if service.check.kind == "http":
             parts = urlsplit(service.check.url)
@@ -43,8 +42,8 @@ def look_around(plan: Plan) -> None:
             raise LaunchFailed(taken, hint=f"set another {service.key}.port, or 0 for a free one")
 
 
-def _has_hub(bridge: str) -> bool:
-    return any(info.name == bridge and info.consumer_pid is not None for info in shmbridge.list_bridges())
+def _consumer_pid(bridge: str) -> int | None:
+    return next((info.consumer_pid for info in shmbridge.list_bridges() if info.name == bridge), None)
 
 
 def _answers(url: str, token: str) -> bool:

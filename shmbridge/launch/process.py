@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+from shmbridge.launch import guardian
 from shmbridge.launch.backoff import Backoff
 from shmbridge.launch.config import Restart
 from shmbridge.launch.plan import Service
 
-_GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 _LAST_BYTES, _LAST_LINES = 16 << 10, 15
 
 
@@ -58,19 +58,13 @@ class Process:
             log.flush()
             self.pid = os.posix_spawn(
                 sys.executable,
-                # Isolated and without site: the guardian does not depend on the run's Python environment, and
-                # starts fast.
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    _GUARDIAN,
-                    str(os.getpid()),
-                    str(int(signal.SIGKILL)),
+                guardian.command(
+                    os.getpid(),
+                    signal.SIGKILL,
                     self.service.folder or os.getcwd(),
                     self.name,
-                    *self.service.command,
-                ],
+                    self.service.command,
+                ),
                 os.environ | self.service.env,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

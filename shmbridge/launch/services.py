@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,12 +22,11 @@ from shmbridge.launch.config import (
     Gateway,
     Learner,
     PolicyServer,
-    Scalar,
     Variables,
     Vllm,
     instances,
 )
-from shmbridge.launch.flags import check_options, check_values, dotted_flags, flags, word
+from shmbridge.launch.flags import Scalars, check_options, check_values, dotted_flags, flags, word
 from shmbridge.launch.plan import Check, Plan, Service
 
 
@@ -42,13 +42,7 @@ def plan(config: Config, gateway_parser: argparse.ArgumentParser) -> Plan:
     if server := config.policy_server or config.vllm:
         port = server.port or _free_port()
         words |= {"policy_url": f"http://{_reachable(server.host)}:{port}/v1", "model": server.model}
-        stages.append(
-            [
-                _policy_server(config, server, port)
-                if isinstance(server, PolicyServer)
-                else _vllm(config, server, port)
-            ]
-        )
+        stages.append([_server(config, server, port)])
     if config.learner:
         words.setdefault("model", config.learner.model)
         stages.append([_learner(config, config.learner, run_dir, notes)])
@@ -67,82 +61,62 @@ def plan(config: Config, gateway_parser: argparse.ArgumentParser) -> Plan:
     )
 
 
-def _policy_server(config: Config, server: PolicyServer, port: int) -> Service:
-    parser = options.parser()
-    check_options("policy_server.options", server.options, parser, ("bridge", "model", "host", "port"))
-    argv = [
-        "--bridge",
-        config.bridge,
-        "--model",
-        server.model,
-        "--host",
-        server.host,
-        "--port",
-        str(port),
-        *flags(server.options),
-    ]
-    check_values("policy_server.options", argv, parser)
-    return _server(
-        "policy_server", server, port, [sys.executable, "-m", "shmbridge.consumers.policy_server", *argv]
-    )
-
-
-def _vllm(config: Config, server: Vllm, port: int) -> Service:
-    # Not resolved: a venv's interpreter is a link, and only through that link does it use the venv.
-    python = str(Path(server.python).absolute()) if server.python else sys.executable
-    argv = ["--model", server.model, "--host", server.host, "--port", str(port)]
-    if server.follow:
-        argv += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
-        argv += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
-        argv += [
-            "--additional-config",
-            json.dumps({"shmbridge": {"bridge": config.bridge, "pause": server.pause}}),
-        ]
-    # The module, not the `vllm` script: that is missing where the environment is not activated.
-    return _server(
-        "vllm",
-        server,
-        port,
-        [python, "-m", "vllm.entrypoints.openai.api_server", *argv, *map(word, server.args)],
-    )
-
-
-def _server(name: str, server: PolicyServer | Vllm, port: int, command: list[str]) -> Service:
+def _server(config: Config, server: PolicyServer | Vllm, port: int) -> Service:
+    if isinstance(server, PolicyServer):
+        name, command = "policy_server", _policy_server(config, server, port)
+    else:
+        name, command = "vllm", _vllm(config, server, port)
+    url = f"http://{_reachable(server.host)}:{port}/health"
     return Service(
         name=name,
         role="server",
         key=name,
         command=command,
         env=_variables(server.env),
-        check=Check(
-            kind="http", url=f"http://{_reachable(server.host)}:{port}/health", within_s=server.ready_timeout
-        ),
+        check=Check(kind="http", url=url, within_s=server.ready_timeout),
         stop_grace_s=server.stop_grace,
     )
 
 
+def _policy_server(config: Config, server: PolicyServer, port: int) -> list[str]:
+    own: Scalars = {"bridge": config.bridge, "model": server.model, "host": server.host, "port": port}
+    argv = _checked_flags("policy_server.options", own, server.options, options.parser())
+    return [sys.executable, "-m", "shmbridge.consumers.policy_server", *argv]
+
+
+def _vllm(config: Config, server: Vllm, port: int) -> list[str]:
+    # Not resolved: a venv's interpreter is a link, and only through that link does it use the venv.
+    python = str(Path(server.python).absolute()) if server.python else sys.executable
+    argv = flags({"model": server.model, "host": server.host, "port": port})
+    if server.follow:
+        follower = {"shmbridge": {"bridge": config.bridge, "pause": server.pause}}
+        argv += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
+        argv += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
+        argv += ["--additional-config", json.dumps(follower)]
+    # The module, not the `vllm` script: that is missing where the environment is not activated.
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *argv, *map(word, server.args)]
+
+
 def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -> Service:
-    parser = learner_flags.parser()
-    check_options("learner.options", learner.options, parser, ("bridge", "model", "steps", "run-dir"))
-    argv = [
-        "--bridge",
-        config.bridge,
-        "--model",
-        learner.model,
-        "--steps",
-        str(learner.steps),
-        "--run-dir",
-        run_dir,
-    ]
-    if atropos := config.trainer.atropos:
-        argv += recipe_flags(atropos)
-        if atropos.api_url:
-            notes.append(
-                "trainer.atropos.api_url is not used: the learner is the hub of the bridge, there is no "
-                "rollout server to ask"
-            )
-    argv += flags(learner.options)
-    check_values("learner.options", argv, parser)
+    own: Scalars = {
+        "bridge": config.bridge,
+        "model": learner.model,
+        "steps": learner.steps,
+        "run-dir": run_dir,
+    }
+    recipe = config.trainer.atropos
+    argv = _checked_flags(
+        "learner.options",
+        own,
+        learner.options,
+        learner_flags.parser(),
+        of_recipe=recipe_flags(recipe) if recipe else [],
+    )
+    if recipe and recipe.api_url:
+        notes.append(
+            "trainer.atropos.api_url is not used: the learner is the hub of the bridge, there is no "
+            "rollout server to ask"
+        )
     return Service(
         name="learner",
         role="hub",
@@ -177,12 +151,8 @@ def _gateway(config: Config, gateway: Gateway, parser: argparse.ArgumentParser, 
             "polls it"
         )
     port = port or _free_port()
-    chosen: dict[str, Scalar] = {"bridge": config.bridge, "host": host, "port": port}
-    if gateway.compat != "default":
-        chosen["compat"] = gateway.compat
-    check_options("gateway.options", gateway.options, parser, ("bridge", "host", "port", "compat", "token"))
-    argv = flags(chosen | gateway.options)
-    check_values("gateway.options", argv, parser)
+    own: Scalars = {"bridge": config.bridge, "host": host, "port": port, "compat": gateway.compat}
+    argv = _checked_flags("gateway.options", own, gateway.options, parser, of_environment=("token",))
     return Service(
         name="gateway",
         role="hub",
@@ -227,17 +197,9 @@ def _environment(
     args = environment.args
     given = [word(each) for each in args] if isinstance(args, list) else dotted_flags(args)
     script = str(Path(environment.script).absolute())  # it may run in another folder
-    lane = ["--lane-bytes", str(environment.lane_bytes), "--on-full", environment.on_full]
-    command = [
-        sys.executable,
-        "-m",
-        "shmbridge.producers.atropos",
-        "--bridge",
-        config.bridge,
-        *lane,
-        script,
-        "serve",
-    ]
+    lane = {"lane-bytes": environment.lane_bytes, "on-full": environment.on_full}
+    own: Scalars = {"bridge": config.bridge, **lane}
+    command = [sys.executable, "-m", "shmbridge.producers.atropos", *flags(own), script, "serve"]
     return Service(
         name=name,
         role="environment",
@@ -249,6 +211,26 @@ def _environment(
         stop_grace_s=environment.stop_grace,
         restart=environment.restart,
     )
+
+
+def _checked_flags(
+    path: str,
+    own: Scalars,
+    options: Scalars,
+    parser: argparse.ArgumentParser,
+    *,
+    of_recipe: Sequence[str] = (),
+    of_environment: Sequence[str] = (),
+) -> list[str]:
+    """Returns the flags of a program: those with a key of their own in the config, those of the recipe, then
+    `options`.
+
+    Raises BadConfig if the program's parser would refuse one.
+    """
+    check_options(path, options, parser, (*own, *of_environment))
+    argv = [*flags(own), *of_recipe, *flags(options)]
+    check_values(path, argv, parser)
+    return argv
 
 
 def _filled(text: str, path: str, words: dict[str, str]) -> str:

@@ -11,10 +11,9 @@ from typing import NoReturn
 import msgspec
 
 from shmbridge.errors import LaunchFailed
+from shmbridge.launch import guardian
 from shmbridge.launch.config import Config
 from shmbridge.launch.plan import Check, Plan, write_private
-
-_GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 
 
 def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) -> NoReturn:
@@ -32,30 +31,14 @@ def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) ->
         raise LaunchFailed(
             f"run directory {run_dir}: {error}", hint="set a run_dir that this user can write to"
         ) from error
-    supervisor = [
-        "-m",
-        "shmbridge.launch.supervisor",
-        str(run_dir / "plan.json"),
-        str(lock),
-        "json" if as_json else "text",
-    ]
-    words = [
-        "-I",
-        "-S",
-        _GUARDIAN,
-        "0",
-        str(int(signal.SIGTERM)),
-        os.getcwd(),
-        label,
-        sys.executable,
-        *supervisor,
-    ]
+    supervisor = [sys.executable, "-m", "shmbridge.launch.supervisor", str(run_dir / "plan.json")]
+    supervisor += [str(lock), "json" if as_json else "text"]
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if the descriptor was closed at the start
             stream.flush()
     # From here on the user's shell, terminal and `kill` see a small process with one thread, which can hardly
     # fail.
-    os.execv(sys.executable, [sys.executable, *words])
+    os.execv(sys.executable, guardian.command(0, signal.SIGTERM, os.getcwd(), label, supervisor))
 
 
 def _open_standard_descriptors() -> None:

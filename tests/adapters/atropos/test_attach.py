@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import shmbridge
+from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import RunInfoRequest
-from shmbridge.control.server import ControlClient
 
 pytest.importorskip("atroposlib")
 

@@ -119,7 +119,8 @@ def test_an_environment_knows_nothing_of_shmbridge(script):
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_reward_is_graded(script, said, answer, expected):
+def test_the_reward_is_graded(script, said, answer, expected, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
     spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), EXAMPLES / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -19,7 +19,7 @@ import pytest
 import shmbridge
 from shmbridge.admission import tickets
 from shmbridge.control import messages
-from shmbridge.control.server import ControlClient, RequestRefused
+from shmbridge.control.client import ControlClient, RequestRefused
 from shmbridge.segments import locks
 from shmbridge.testing import wait_until
 from shmbridge.testing.faults import ASKING_FOR_TICKETS

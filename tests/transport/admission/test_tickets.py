@@ -200,8 +200,8 @@ def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limi
     """An answer that never arrived: the place is kept for a second, and then somebody else's; its own at
     once.
     """
+    from shmbridge.control.client import ControlClient
     from shmbridge.control.messages import BeginGroup, Full, MayBegin
-    from shmbridge.control.server import ControlClient
 
     limited(0, 1)
     producer, other = make_producer(), make_producer()
@@ -217,7 +217,7 @@ def test_who_waits_is_looked_at_again_though_nobody_says_that_there_is_room(
 ) -> None:
     """A question that is asked once only is answered when a holder has given up."""
     from shmbridge.control import messages
-    from shmbridge.control.server import ControlClient
+    from shmbridge.control.client import ControlClient
 
     limited(0, 1)
     holder, waiting = make_producer(), make_producer()

@@ -14,9 +14,10 @@ import zmq
 
 from shmbridge.control import messages
 from shmbridge.control import server as control
+from shmbridge.control.client import AsyncControlClient, ControlClient
 from shmbridge.control.environments import ENV_IDS_PER_HUB
 from shmbridge.control.messages import Register, StatusRequest
-from shmbridge.control.server import AsyncControlClient, ControlClient, ControlServer
+from shmbridge.control.server import ControlServer
 from shmbridge.errors import Closed, NoConsumer
 from shmbridge.segments.segment import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
@@ -163,7 +164,7 @@ def test_a_forked_child_may_not_use_the_client_nor_close_the_server(
 
 FORGETFUL = """
 import asyncio, gc
-from shmbridge.control.server import AsyncControlClient, ControlClient
+from shmbridge.control.client import AsyncControlClient, ControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.control.messages import Pause
 
@@ -243,23 +244,6 @@ class GoneAnswers:
         raise zmq.Again
 
 
-class GoneAnswersInALoop:
-    """The same for an event loop."""
-
-    def __init__(self) -> None:
-        self._socket = GoneAnswers()
-
-    async def poll(self, timeout_ms: int, flags: int) -> int:
-        await asyncio.sleep(0.01)
-        return flags
-
-    async def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        pass
-
-    async def recv_multipart(self, flags: int = 0) -> list[bytes]:
-        return self._socket.recv_multipart(flags)
-
-
 def test_an_answer_that_goes_with_its_hub_is_not_waited_for(bridge: str) -> None:
     """Between "there is one" and taking it a hub may end, and its connection with it: the deadline holds all
     the same.
@@ -269,9 +253,13 @@ def test_an_answer_that_goes_with_its_hub_is_not_waited_for(bridge: str) -> None
         with pytest.raises(NoConsumer):
             client.hello(0.1)
 
+    async def ready(flag: int, timeout_s: float) -> bool:
+        await asyncio.sleep(0.01)
+        return True
+
     async def ask() -> None:
         client = AsyncControlClient(bridge, role="test", name="t")
-        client._socket = GoneAnswersInALoop()
+        client._socket, client._poll = GoneAnswers(), ready
         with pytest.raises(NoConsumer):
             await client.hello(0.1)
         client.close()

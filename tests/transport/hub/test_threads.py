@@ -19,7 +19,8 @@ import shmbridge
 from shmbridge.batching.former import BatchFormer
 from shmbridge.batching.prefetch import Prefetcher
 from shmbridge.control import messages
-from shmbridge.control.server import ControlClient, ControlServer
+from shmbridge.control.client import ControlClient
+from shmbridge.control.server import ControlServer
 from shmbridge.hub.asyncio_wait import LoopBell
 from shmbridge.hub.lane import HubLane
 from shmbridge.hub.lanes import LaneSet
