@@ -26,6 +26,7 @@ LISTS_OVER_NUMPY = 5
 LISTS_OVER_HTTP = 200
 UNCHECKED_OVER_CHECKED = 1 / 1.03  # `put` from arrays is at most 3 % slower with checks of rows
 
+
 def best(look, enough):
     """The best of LOOKS looks, no more than are needed."""
     found = []
