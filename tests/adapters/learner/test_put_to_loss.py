@@ -8,7 +8,6 @@ in both layouts. What must come out is worked out from what was put, by rules wr
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter, defaultdict
 from contextlib import ExitStack
@@ -23,9 +22,7 @@ from hypothesis import strategies as st
 
 import shmbridge
 from shmbridge.batch import Batch
-from shmbridge.consumers.advantages import credit
 from shmbridge.consumers.advantages.from_scores import group_normalised
-from shmbridge.consumers.learner.data import microbatch, training_rows
 from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
@@ -497,77 +494,3 @@ def test_each_row_comes_as_it_was_put_or_a_counter_rose(path, ranks) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_of_20000_groups_comes_as_it_was_put_or_a_counter_rose(path, ranks) -> None:
     run(path(ranks), 2500)
-
-
-# -- planted faults: each must be found
-# ------------------------------------------------------------------------------------------------
-
-
-def _shifted_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = training_rows._logprobs
-    monkeypatch.setattr(training_rows, "_logprobs", lambda batch, column: np.roll(real(batch, column), 1))
-
-
-def _shifted_advantages(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = credit.override_tokens
-    monkeypatch.setattr(
-        credit, "override_tokens", lambda before, own, *rest: real(before, np.roll(own, 1), *rest)
-    )
-
-
-def _shifted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = training_rows.trained_tokens
-    monkeypatch.setattr(training_rows, "trained_tokens", lambda *args: np.roll(real(*args), 1))
-
-
-def _shifted_in_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = microbatch._cut_out
-
-    def shifted(values: torch.Tensor, source: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-        return real(values.roll(1) if values.dtype == torch.float32 else values, source, inside)
-
-    monkeypatch.setattr(microbatch, "_cut_out", shifted)
-
-
-def _in_plans(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    for name in ("plan", "plan_packs"):
-        real = getattr(microbatch, name)
-        monkeypatch.setattr(
-            microbatch, name, functools.partial(lambda real, *args: change(real(*args)), real)
-        )
-
-
-def _dropped_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    _in_plans(monkeypatch, lambda parts: [parts[0][1:], *parts[1:]] if parts and len(parts[0]) > 1 else parts)
-
-
-def _doubled_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    _in_plans(monkeypatch, lambda parts: [np.append(parts[0], parts[0][-1]), *parts[1:]] if parts else parts)
-
-
-def _dropped_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Batch.__init__
-    monkeypatch.setattr(
-        Batch, "__init__", lambda batch, groups, *rest: real(batch, groups[1:] or groups, *rest)
-    )
-
-
-def _whole_rows_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the learner did before: rows without a mask are trained whole, and nobody says so."""
-    monkeypatch.setattr(
-        training_rows, "without_mask", lambda batch, whole_rows: np.zeros(len(batch.meta), bool)
-    )
-
-
-FAULTS = (
-    *(_shifted_logprobs, _shifted_advantages, _shifted_mask, _shifted_in_a_micro_batch),
-    *(_dropped_row, _doubled_row, _whole_rows_trained),
-)
-
-
-@pytest.mark.parametrize(("fault", "ranks"), [*itertools.product(FAULTS, (1, 2)), (_dropped_group, 1)])
-def test_a_planted_fault_is_found(path, monkeypatch, fault, ranks) -> None:
-    way = path(ranks)
-    fault(monkeypatch)
-    with pytest.raises((AssertionError, KeyError, IndexError)):
-        run(way, 40)

@@ -38,9 +38,9 @@ class Game:
             self.log.append(kind, P, value)
         return self
 
-    def take(self, *sequences: int, again: bool = False, release: bool = True) -> "Game":
+    def take(self, *sequences: int, again: bool = False, hold: bool = False) -> "Game":
         self.write(Kind.ASKED, len(sequences)).write(Kind.GOT_AGAIN if again else Kind.GOT, *sequences)
-        return self.write(Kind.RELEASING, *sequences).write(Kind.NOTE, 0) if release else self
+        return self.write(Kind.RELEASING, *sequences).write(Kind.NOTE, 0) if not hold else self
 
     def found(self) -> dict[str, int]:
         self.referee.consumer_ended()
@@ -48,129 +48,91 @@ class Game:
         return {name: self.referee.counts[name] for name in VIOLATIONS if self.referee.counts[name]}
 
 
-@pytest.fixture
-def game():
-    return Game()
+def play(turns: list[list[tuple]], started: int = 10) -> Game:
+    """One consumer after the other: what each took, as (sequences, options), or wrote, as (kind, values)."""
+    game = Game()
+    game.put(started, 10)
+    for number, moves in enumerate(turns):
+        if number:
+            game.next_consumer()
+        for what, *rest in moves:
+            if isinstance(what, Kind):
+                game.write(what, *rest)
+            else:
+                game.take(*what, **dict.fromkeys(rest, True))
+    return game
 
 
-def test_all_is_well(game):
-    assert game.take(*range(10)).found() == {}
-    assert game.referee.counts["records"] == 10
+ALL = range(10)
+ASKED, GOT, RELEASING = Kind.ASKED, Kind.GOT, Kind.RELEASING
+UNDER_WAY = [(range(9),), (ASKED, 1), (GOT, 9), (RELEASING, 9)]
+BATCH = [(range(4),), (Kind.ASKED_BATCHES, 8), (GOT, *range(4, 10)), (Kind.RELEASING_MANY, *range(4, 10))]
+RIGHT = {
+    "all in order": [[(ALL,)]],
+    "what a dead one held comes again": [
+        [(range(3),), ([3, 4], "hold")],
+        [([3, 4], "again"), (range(5, 10),)],
+    ],
+    "a release under way that was over": [UNDER_WAY, []],
+    "a release under way that was not": [UNDER_WAY, [([9], "again")]],
+    "a batch whose release was under way": [BATCH, [([7, 9], "again")]],
+    "marked, taken without a word": [[(range(4),), (ASKED, 3)], [([4, 5, 6], "again"), (range(7, 10),)]],
+}
+WRONG = {
+    "again without a mark": ({"unmarked": 1}, [[(range(5), "hold")], [(range(4), "again"), (range(4, 10),)]]),
+    "one does not come again": (
+        {"lost": 1},
+        [[(range(5), "hold")], [([0, 1, 3, 4], "again"), (range(5, 10),)]],
+    ),
+    "the last does not come again": ({"lost": 1}, [[(ALL, "hold")], [(range(9), "again")]]),
+    "one is left out": ({"lost": 1}, [[([0, 1, 2, *range(4, 10)],)]]),
+    "the last two never come": ({"lost": 2}, [[(range(8),)]]),
+    "nobody put it": ({"phantom": 1}, [[(range(11),)]]),
+    "a released one comes again": ({"came_again": 1}, [[(ALL,)], [([9], "again")]]),
+    "a mark on what nobody had": (
+        {"wrongly_marked": 2},
+        [[(range(4),)], [([4, 5], "again"), (range(6, 10),)]],
+    ),
+    "more marks than were asked for": (
+        {"wrongly_marked": 3},
+        [[(range(4),), (ASKED, 2)], [([4, 5, 6], "again"), (range(7, 10),)]],
+    ),
+    "a mark after an unmarked one": (
+        {"wrongly_marked": 1},
+        [[(range(4),), (ASKED, 4)], [([4],), ([5], "again"), (range(6, 10),)]],
+    ),
+    "torn": ({"torn": 1}, [[(ALL,), (Kind.TORN, 5)]]),
+}
 
 
-def test_what_a_dead_consumer_held_comes_again_marked(game):
-    game.take(0, 1, 2).take(3, 4, release=False)
-    game.next_consumer()
-    game.take(3, 4, again=True).take(*range(5, 10))
-    assert game.found() == {}
-    assert (game.referee.counts["records"], game.referee.counts["redelivered"]) == (10, 2)
+@pytest.mark.parametrize("turns", RIGHT.values(), ids=RIGHT)
+def test_the_referee_lets_what_is_right_pass(turns):
+    assert play(turns).found() == {}
 
 
-def test_it_comes_again_without_a_mark(game):
-    game.take(*range(5), release=False)
-    game.next_consumer()
-    assert game.take(*range(4), again=True).take(*range(4, 10)).found() == {"unmarked": 1}
+def test_one_more_than_the_producer_was_told_of_may_come():
+    assert play([[(range(11),)]], started=11).found() == {}
 
 
-def test_it_does_not_come_again(game):
-    game.take(*range(5), release=False)
-    game.next_consumer()
-    assert game.take(0, 1, 3, 4, again=True).take(*range(5, 10)).found() == {"lost": 1}
+@pytest.mark.parametrize(("found", "turns"), WRONG.values(), ids=WRONG)
+def test_the_referee_finds(found, turns):
+    assert play(turns).found() == found
 
 
-def test_the_last_of_it_does_not_come_again(game):
-    game.take(*range(10), release=False)
-    game.next_consumer()
-    assert game.take(*range(9), again=True).found() == {"lost": 1}
+@pytest.mark.parametrize("moves", [[([0, 2, 1, *range(3, 10)],)], [(ALL,), (GOT, 9), (RELEASING, 9)]])
+def test_the_referee_finds_what_comes_out_of_order_or_twice(moves):
+    assert "out_of_order" in play([moves]).found()
 
 
-def test_a_record_is_left_out(game):
-    assert game.take(0, 1, 2, 4, 5, 6, 7, 8, 9).found() == {"lost": 1}
-
-
-def test_the_last_records_never_come(game):
-    assert game.take(*range(8)).found() == {"lost": 2}
-
-
-def test_one_more_than_the_producer_was_told_of_may_come(game):
-    game.put(11, 10)
-    assert game.take(*range(11)).found() == {}
-
-
-def test_a_record_nobody_put(game):
-    assert game.take(*range(11)).found() == {"phantom": 1}
-
-
-def test_a_released_record_comes_again(game):
-    game.take(*range(10))
-    game.next_consumer()
-    assert game.take(9, again=True).found() == {"came_again": 1}
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_release_that_was_under_way_may_have_been_over(again, game):
-    game.take(*range(9)).write(Kind.ASKED, 1).write(Kind.GOT, 9).write(Kind.RELEASING, 9)
-    game.next_consumer()
-    if again:
-        game.take(9, again=True)
-    assert game.found() == {}
-
-
-def test_a_batch_whose_release_was_under_way(game):
-    game.take(*range(4)).write(Kind.ASKED_BATCHES, 8).write(Kind.GOT, *range(4, 10)).write(
-        Kind.RELEASING_MANY, *range(4, 10)
-    )
-    game.next_consumer()
-    assert game.take(7, 9, again=True).found() == {}
-
-
-def test_out_of_order(game):
-    assert "out_of_order" in game.take(0, 2, 1, *range(3, 10)).found()
-
-
-def test_twice_to_the_same_consumer(game):
-    game.take(*range(10)).write(Kind.GOT, 9).write(Kind.RELEASING, 9)
-    assert "out_of_order" in game.found()
-
-
-def test_a_mark_on_what_nobody_had(game):
-    game.take(*range(4))
-    game.next_consumer()
-    assert game.take(4, 5, again=True).take(*range(6, 10)).found() == {"wrongly_marked": 2}
-
-
-def test_marks_on_what_a_dead_consumer_may_have_taken_without_a_word(game):
-    game.take(*range(4)).write(Kind.ASKED, 3)
-    game.next_consumer()
-    game.take(4, 5, 6, again=True).take(*range(7, 10))
-    assert game.found() == {}
-    assert game.referee.counts["marked_in_hand_over"] == 3
-
-
-def test_more_marks_than_it_may_have_taken(game):
-    game.take(*range(4)).write(Kind.ASKED, 2)
-    game.next_consumer()
-    assert game.take(4, 5, 6, again=True).take(*range(7, 10)).found() == {"wrongly_marked": 3}
-
-
-def test_a_mark_after_an_unmarked_one(game):
-    game.take(*range(4)).write(Kind.ASKED, 4)
-    game.next_consumer()
-    assert game.take(4).take(5, again=True).take(*range(6, 10)).found() == {"wrongly_marked": 1}
-
-
-def test_torn(game):
-    assert game.take(*range(10)).write(Kind.TORN, 5).found() == {"torn": 1}
-
-
-def test_it_says_who_and_what(game, capsys):
-    game.take(0, 2).found()
+def test_the_referee_says_who_and_what(capsys):
+    play([[([0, 2],)]]).found()
     said = capsys.readouterr().out
     for part in ("lost: p3.7 records [1]", "10 started, 10 returned", "consumer 1 wrote of it", "GOT p3.7 2"):
         assert part in said
 
 
-def test_judging_in_pieces_finds_the_same(game):
+def test_judging_in_pieces_finds_the_same():
+    game = Game()
     for sequence in range(10):
         if sequence != 4:
             game.take(sequence)

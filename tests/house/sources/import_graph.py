@@ -11,6 +11,7 @@ imports nothing of them.
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,46 +34,28 @@ class Graph:
         return sum(map(len, self.arrows.values()))
 
     def circles(self) -> list[list[str]]:
-        """Rooms that import each other, directly or not: strongly connected components of more than one."""
-        return [sorted(each) for each in self._components() if len(each) > 1]
+        """Rooms that import each other, directly or not."""
+        below = {room: self._below(room) for room in self.arrows}
+        circles = {frozenset(low for low in below[room] if room in below[low]) for room in self.arrows}
+        return sorted(sorted(each) for each in circles if each)
 
     def levels(self) -> dict[str, int]:
         """Room -> how many rooms stand under it in the longest way down, itself included."""
+        below = {room: self._below(room) for room in self.arrows}
         level: dict[str, int] = {}
-        for component in self._components():  # those that are imported come first
-            below = {target for room in component for target in self.arrows[room]} - component
-            level |= dict.fromkeys(component, 1 + max((level[each] for each in below), default=0))
+        for room in sorted(below, key=lambda each: (len(below[each]), each)):  # those imported come first
+            under = {low for low in below[room] if room not in below[low]}
+            level[room] = 1 + max((level[low] for low in under), default=0)
         return level
 
-    def _components(self) -> list[set[str]]:
-        """Tarjan's algorithm, without recursion; a component comes after all that it imports."""
-        index: dict[str, int] = {}
-        low: dict[str, int] = {}
-        stack: list[str] = []
-        found: list[set[str]] = []
-        for root in sorted(self.arrows):
-            if root in index:
-                continue
-            index[root] = low[root] = len(index)
-            stack.append(root)
-            work = [(root, iter(sorted(self.arrows[root])))]
-            while work:
-                room, targets = work[-1]
-                target = next(targets, None)
-                if target is None:
-                    work.pop()
-                    if work:
-                        low[work[-1][0]] = min(low[work[-1][0]], low[room])
-                    if low[room] == index[room]:
-                        at = stack.index(room)
-                        found.append(set(stack[at:]))
-                        del stack[at:]
-                elif target not in index:
-                    index[target] = low[target] = len(index)
-                    stack.append(target)
-                    work.append((target, iter(sorted(self.arrows[target]))))
-                elif target in stack:
-                    low[room] = min(low[room], index[target])
+    def _below(self, room: str) -> set[str]:
+        """All that a room imports, directly or not; itself if it is in a circle."""
+        found: set[str] = set()
+        coming = [room]
+        while coming:
+            new = self.arrows[coming.pop()] - found
+            found |= new
+            coming += new
         return found
 
 
@@ -90,30 +73,33 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path) -> Iterator[str]:
-    """Dotted names of all that a file imports, wherever it stands; `from x import y` gives x.y."""
+def imports(name: str, path: Path) -> Iterator[tuple[str, int, bool]]:
+    """(dotted name, line, only for type checkers) of all that a file imports, wherever it stands; `from x
+    import y` gives x.y. Of Cython files only what is ours.
+    """
     if path.suffix == ".pyx":
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if (
-                len(words) > 1
-                and words[0] in ("from", "import", "cimport")
-                and words[1].startswith("shmbridge")
-            ):
-                yield from (
-                    (f"{words[1]}.{each.strip(',()')}" for each in words[3:])
-                    if words[0] == "from"
-                    else [words[1]]
-                )
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = re.match(r"\s*(?:from|import|cimport)\s+(shmbridge[\w.]*)(?:\s+c?import\s+(.*))?", line)
+            if found:
+                names = [each.strip(" ()") for each in (found[2] or "").split(",")]
+                yield from ((f"{found[1]}.{each}".rstrip("."), number, False) for each in names)
         return
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, node.lineno, id(node) in for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*up, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            yield from ((f"{base}.{alias.name}", node.lineno, id(node) in for_types) for alias in node.names)
 
 
 def graph(root: Path, package: str) -> Graph:
@@ -133,7 +119,7 @@ def graph(root: Path, package: str) -> Graph:
 
     arrows: dict[str, set[str]] = {room(name): set() for name in inside}
     for name, path in inside.items():
-        for imported in imports(name, path):
+        for imported, _, _ in imports(name, path):
             target = imported
             while target not in there and "." in target:
                 target = target.rpartition(".")[0]

@@ -103,7 +103,7 @@ def test_a_room_opens_what_it_lists():
     rooms = {name: opened(path) for name, path in rooms.items() if is_a_room(name)}
     wrong, used = [], set()
     for name, path in there.items():
-        for imported in imports(name, path):
+        for imported, _, _ in imports(name, path):
             room = next((each for each in rooms if imported.startswith(each + ".")), None)
             if room is None or name == room or name.startswith(room + "."):
                 continue

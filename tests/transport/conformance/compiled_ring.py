@@ -8,9 +8,9 @@ object is dropped: kills of processes are the crash tests'.
 
 import os
 import struct
+from dataclasses import dataclass
 
 import numpy as np
-from ring_under_test import RingUnderTest, Seen, Words
 
 import shmbridge
 from shmbridge._ext import header, lane_reader, lane_writer
@@ -22,11 +22,38 @@ _SLOT = struct.Struct("<QQQQ")  # generation, sequence, extent_at, extent_bytes;
 _ABORTED = 0xEE
 
 
-class CompiledRing(RingUnderTest):
-    """A bridge of this process' own, with lanes of any size."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a hub is handed: a record, and whether an earlier hub may have handed it out."""
+
+    lane: int
+    sequence: int
+    payload: bytes
+    redelivered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What can be read off one lane at any time. The last two are the present hub's, 0 without one."""
+
+    committed: int  # records; the next sequence
+    head: int  # every sequence below may have been handed out
+    unreleased: int  # committed, and not released: what the lane still stores
+    discarded: int  # released unread, or lost to a quarantine
+    quarantined: bool
+    waiting: int  # can be taken
+    held: int  # taken, its lease not ended
+
+
+class CompiledRing:
+    """A bridge of this process' own, with lanes of any size.
+
+    Lanes are numbered from 0; a record is known by lane and sequence. A claim gives its place in the data
+    area. The words are those of docs/adr/0001-lanes.md.
+    """
 
     def __init__(self, lane_count: int, slots: int, data_bytes: int) -> None:
-        super().__init__(lane_count, slots, data_bytes)
+        self.lane_count, self.slots, self.data_bytes = lane_count, slots, data_bytes
         self.bridge = f"conformance-{os.getpid()}-{os.urandom(3).hex()}"
         self._control = membership.open_control(self.bridge)
         self._lanes = [_Lane(self.bridge, slots, data_bytes, self._control) for _ in range(lane_count)]
@@ -104,6 +131,7 @@ class CompiledRing(RingUnderTest):
         self._leases.pop((lane, sequence)).discard(Discard.STALE)
 
     def release_under_view(self, lane: int, sequence: int) -> None:
+        """Asks for the end of a lease while a view is kept: it ends with `drop_view`."""
         lease = self._leases.pop((lane, sequence))
         self._views[lane, sequence] = memoryview(lease)
         lease.release()
@@ -115,6 +143,7 @@ class CompiledRing(RingUnderTest):
         return self._lanes[lane].words()
 
     def damage(self, lane: int) -> None:
+        """A buggy peer writes nonsense over the slot of the record that the lane would hand out next."""
         self._lanes[lane].damage()
 
     def close(self) -> None:

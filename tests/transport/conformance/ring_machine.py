@@ -1,31 +1,22 @@
-"""A Hypothesis state machine that drives any ring and checks after each step what every ring must keep.
+"""A Hypothesis state machine that drives a ring and checks after each step what every ring must keep.
 
-It knows RingUnderTest only, and compares with the history of its own steps: no model, no implementation.
-
-    TestMine = ring_machine(MyRing).TestCase
+It compares with the history of its own steps, beside what the ring itself is compared with.
 """
 
 import random
 import sys
 from collections.abc import Callable
 
+from against_model import AgainstModel
+from compiled_ring import CompiledRing, Seen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ring_under_test import RingUnderTest, Seen
 
 from shmbridge.testing.model import LINE, lines
 
-MakeRing = Callable[[int, int, int], RingUnderTest]
 Key = tuple[int, int]  # lane and sequence
 
 _BEFORE_TROUBLE = 3  # records of a lane before its producer may die or its words be damaged
-
-
-def ring_machine(make_ring: MakeRing) -> type["RingMachine"]:
-    """A state machine over rings made by `make_ring(lane_count, slots, data_bytes)`; its TestCase is what
-    pytest collects.
-    """
-    return type("RingMachineOf", (RingMachine,), {"make_ring": staticmethod(make_ring)})
 
 
 class LaneHistory:
@@ -62,17 +53,13 @@ class RingMachine(RuleBasedStateMachine):
     writes nonsense.
     """
 
-    @staticmethod
-    def make_ring(lane_count: int, slots: int, data_bytes: int) -> RingUnderTest:
-        """What is driven; see ring_machine."""
-        raise NotImplementedError
-
     @initialize(
         lane_count=st.integers(1, 3), slots=st.sampled_from([1, 2, 4, 8]), data_lines=st.integers(4, 14)
     )
     def open(self, lane_count: int, slots: int, data_lines: int) -> None:
         """A new bridge, no hub yet."""
-        self.ring = self.make_ring(lane_count, slots, data_lines * LINE)
+        self.slots, self.data_bytes = slots, data_lines * LINE
+        self.ring = AgainstModel(CompiledRing(lane_count, slots, self.data_bytes))
         self.lanes = [LaneHistory() for _ in range(lane_count)]
         self.hub = False
         self.leases: set[Key] = set()
@@ -116,15 +103,15 @@ class RingMachine(RuleBasedStateMachine):
         number, lane = self._lanes_with(data, _can_claim)
         at, size_taken = self.ring.claim(number, size), lines(size)
         if at is None:
-            full = len(lane.extents) == self.ring.slots
-            assert full or size_taken > _widest_gap(lane, self.ring.data_bytes), (
+            full = len(lane.extents) == self.slots
+            assert full or size_taken > _widest_gap(lane, self.data_bytes), (
                 f"no room for {size} beside {lane.extents}"
             )
             return
-        assert at % LINE == 0 and 0 <= at <= self.ring.data_bytes - size_taken, (  # noqa: PT018
+        assert at % LINE == 0 and 0 <= at <= self.data_bytes - size_taken, (  # noqa: PT018
             f"{at}+{size_taken} is not in the data area"
         )
-        assert len(lane.extents) < self.ring.slots, "more records than slots"
+        assert len(lane.extents) < self.slots, "more records than slots"
         for sequence, (begin, length) in lane.extents.items():
             assert at + size_taken <= begin or begin + length <= at, (
                 f"{at}+{size_taken} lies on record {sequence} at {begin}+{length}"

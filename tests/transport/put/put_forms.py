@@ -9,6 +9,7 @@ import collections
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -420,6 +421,8 @@ def whole_groups() -> Iterator[tuple[str, Any]]:
     yield "nothing", {}
     yield "no mapping: list", [TOKENS]
     yield "no mapping: None", None
+    yield "no mapping: text", "group"
+    yield "no mapping: number", 5
     yield "no mapping: table", pa.table({"tokens": pa.array(TOKENS)})
     yield "no tokens", {"score": [1.0]}
     yield "no tokens but input_ids", {"input_ids": TOKENS}
@@ -446,6 +449,8 @@ def whole_groups() -> Iterator[tuple[str, Any]]:
             f"masks fold with tokens: {name}",
             {"tokens": COLUMNS["tokens"][name], "masks": COLUMNS["masks"]["lists"]},
         )
+    for name, columns in ODD_GROUPS.items():
+        yield name, lists | columns
     for score in ([1.0, 0.0, 0.5], [1.0, None, 0.5], np.ones(3), None):
         yield f"an empty row and score {score}", {"tokens": EMPTY_ROW, "score": score}
     yield "an empty array and a score", {"tokens": (np.arange(5), [3, 0, 2]), "score": [1.0] * 3}
@@ -511,6 +516,32 @@ def whole_groups() -> Iterator[tuple[str, Any]]:
     yield "Arrow, NaN", pa.record_batch(batch | {"score": [NAN, 1.0, 2.0]})
 
 
+# One mistake each, in a form of its own.
+ODD_GROUPS: dict[str, dict[Any, Any]] = {
+    "infinite score": {"score": [0.5, -math.inf, 0.0]},
+    "infinite advantage": {"advantages": [[0.5, math.inf, 0.0], [1.0], [1.0, 2.0]]},
+    "rewards masked in a flat array": {
+        "rewards": (np.ma.array(np.ones(6), mask=[0, 0, 0, 1, 0, 0]), LENGTHS)
+    },
+    "masked, nested": {"distill_logprobs": [[np.ma.array([1.0, 2.0], mask=[1, 0]), [], []], [[]], [[], []]]},
+    "prompt beyond its row": {"prompt_length": [3, 2, 1]},
+    "prompt beyond its row, None before it": {"tokens": ((5, 6, 7), (8,)), "prompt_length": [None, 5]},
+    "negative prompt": {"prompt_length": np.array([-2, 1, 1])},
+    "more ends than steps": {"step_rewards": [[1.0], [1.0], []], "step_ends": [[1, 3], [1], []]},
+    "ends that are equal": {"step_rewards": [[1.0, 2.0], [], []], "step_ends": [[2, 2], [], []]},
+    "an end at 0": {"step_ends": [[0], [], []]},
+    "0-d arrays for rows": {"tokens": [np.array(5)]},
+    "a set for the row of a single token": {"tokens": [{1, 2}]},
+    "a number among rows": {"tokens": [[1, 2], 3]},
+    "floats in lists": {"tokens": [[1.5]]},
+    "a nested mask": {"masks": [[[2]], [8], [9, 300]]},
+    "float for rows": {"advantages": 1.0},
+    "JSON that is no text": {"extra": b'"\xff"'},
+    "names of reasons": {"finish_reason": ["stop", "length", "stop"]},
+    "jagged tensor": {"rewards": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)},
+    "nearly a column": {"inference_logprob": [[1]]},
+    "rewards twice": {"rewards": [[1.0]] * 3, "token_rewards": [[2.0]] * 3},
+}
 # One mistake each, found in different ways: which of two is reported?
 MISTAKES = {
     "advantages": [[1.0], [1.0], [1.0, 2.0]],

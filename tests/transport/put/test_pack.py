@@ -56,38 +56,12 @@ def rows(record, name) -> list[list]:
     return [row.tolist() for row in record[name]]
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        [[1, 2, 3], [4]],
-        ((1, 2, 3), [4]),
-        [(1, 2, 3), (4,)],
-        [np.array([1, 2, 3]), np.array([4])],
-        [np.array([1, 2, 3], np.int32), [4]],
-        [np.array([1, 2, 3], np.uint8), np.array([4], np.int64)],
-        [torch.tensor([1, 2, 3]), torch.tensor([4], dtype=torch.int32)],
-        [[np.int64(1), np.int32(2), True + 2], [np.uint8(4)]],
-        [range(1, 4), range(4, 5)],
-        (np.array([1, 2, 3, 4]), [3, 1]),
-        (np.array([1, 2, 3, 4], np.int32), np.array([3, 1])),
-        (torch.tensor([1, 2, 3, 4]), torch.tensor([3, 1])),
-        [np.array([9, 1, 9, 2, 9, 3])[1::2], np.array([4])],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_every_form_of_rows_gives_the_same_record(through, tokens) -> None:
-    record = through({"tokens": tokens})
+def test_rows_come_out_as_they_went_in(through) -> None:
+    """put_forms shows that every other form gives the same bytes."""
+    record = through({"tokens": [[1, 2, 3], [4]]})
     assert rows(record, "tokens") == [[1, 2, 3], [4]]
     assert record["tokens"].lengths.tolist() == [3, 1]
     assert record["tokens"].values.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [np.array([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]]), np.array([[1, 2], [3, 4]], order="F")],
-)
-def test_two_dimensional_arrays_are_rows(through, tokens) -> None:
-    assert rows(through({"tokens": tokens}), "tokens") == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -151,20 +125,6 @@ def test_an_empty_row_fits_every_list_type(through, kind) -> None:
 def test_what_is_no_integer_is_no_token(through, value) -> None:
     wrong = through.refuses({"tokens": [[1], [2, value]]})
     assert (wrong.column, wrong.row, wrong.position) == ("tokens", 1, 1)
-
-
-@pytest.mark.parametrize(
-    "row", [np.array([1.5]), np.array(["a"]), np.array([None]), np.array([[1]]), torch.tensor([1.5])]
-)
-def test_arrays_of_another_kind_are_no_tokens(through, row) -> None:
-    wrong = through.refuses({"tokens": [[1], row]})
-    assert (wrong.column, wrong.row) == ("tokens", 1)
-
-
-@pytest.mark.parametrize("value", ["1.0", None, [1.0], 10**400, 1j])
-def test_what_is_no_number_is_no_advantage(through, value) -> None:
-    wrong = through.refuses({"tokens": [[1, 2]], "advantages": [[0.5, value]]})
-    assert (wrong.column, wrong.row, wrong.position) == ("advantages", 0, 1)
 
 
 def test_integers_and_bools_become_floats(through) -> None:

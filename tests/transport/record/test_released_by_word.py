@@ -4,6 +4,7 @@
 
 import _thread
 import asyncio
+import contextlib
 import gc
 import logging
 import random
@@ -146,54 +147,22 @@ def test_a_step_releases_what_the_last_one_yielded_or_nothing(way, make_consumer
 
 
 @ways
-def test_break_releases_nothing(way, make_consumer, left) -> None:
-    with make_consumer() as hub:
-        for number, _item in enumerate(way.items(hub)):
-            if number == 1:
-                break
-        del _item
-        gc.collect()
-        assert hub.stats()["held"] == PUT - len(way.released(2))
-    assert left() == without(*way.released(2))
-
-
-@ways
-def test_an_exception_releases_nothing(way, make_consumer, left) -> None:
-    with pytest.raises(Stop), make_consumer() as hub:
-        for number, _item in enumerate(way.items(hub)):
-            if number == 1:
-                raise Stop
-    del _item
-    assert left() == without(*way.released(2))
-
-
-@ways
-def test_an_exception_caught_outside_the_loop_releases_nothing(way, make_consumer, left) -> None:
-    with make_consumer() as hub:
-        with pytest.raises(Stop):
+@pytest.mark.parametrize("end", ["break", "exception", "exception caught outside", "close", "with"])
+def test_leaving_a_loop_releases_nothing(way, end, make_consumer, left) -> None:
+    with contextlib.suppress(Stop), make_consumer() as hub:
+        with contextlib.suppress(Stop) if end == "exception caught outside" else contextlib.nullcontext():
             for number, _item in enumerate(way.items(hub)):
-                if number == 1:
+                if number == 1 and end.startswith("exception"):
                     raise Stop
-        del _item
-    assert left() == without(*way.released(2))
-
-
-@ways
-def test_close_releases_nothing(way, make_consumer, left) -> None:
-    hub = make_consumer()
-    items = way.items(hub)
-    in_hand = [next(items), next(items)]
-    hub.close()
-    del in_hand, items
-    assert left() == without(*way.released(2))
-
-
-@ways
-def test_the_orderly_end_of_the_consumers_with_releases_nothing(way, make_consumer, left) -> None:
-    with make_consumer() as hub:
-        items = way.items(hub)
-        in_hand = [next(items), next(items)]
-    del in_hand, items
+                if number == 1:
+                    break
+        if end == "close":
+            hub.close()
+        elif end == "break":
+            del _item
+            gc.collect()
+            assert hub.stats()["held"] == PUT - len(way.released(2))
+    _item = None
     assert left() == without(*way.released(2))
 
 
