@@ -29,7 +29,7 @@ cdef class Block
 
 
 cdef class Pool:
-    """Blocks that nobody refers to any more, oldest first. Any thread that holds the GIL."""
+    """Blocks without a reference, oldest first. Any thread that holds the GIL."""
 
     cdef spare_block _spare[MOST_SPARE]
     cdef Py_ssize_t _count

@@ -1,8 +1,8 @@
 """The grammar of `put`: the forms that a group's columns may have, and the plan of the group's record.
 
 C reads rows that are lists, tuples, 1-D arrays, CPU tensors or None; (flat array, lengths); 2-D arrays; rows
-of rows; one number a row. A Converter (shmbridge.put.convert) turns every other value into one of these, and finds
-the words for what is wrong. pack.pyx packs the values.
+of rows; one number a row. A Converter (shmbridge.put.convert) turns every other value into one of these, and
+makes the errors. pack.pyx packs the values.
 """
 
 cimport numpy as cnp

@@ -151,7 +151,7 @@ def releases(Mapping lane not None):
     (0, 0) before it is ready.
 
     What its slots show is None if in none of eight looks at all of them the lane stood still: it is busy, and
-    the next call may tell. The two are equal whenever nobody commits or releases; after a hub's death the
+    the next call may tell. The two are equal whenever the lane is at rest; after a hub's death the
     count may be one behind until the next hub adopts the lane. Anything else is a record that was lost, or
     released past the count. LaneCorrupt if the header cannot be true. Anyone, at any time.
     """

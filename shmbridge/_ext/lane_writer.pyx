@@ -26,7 +26,7 @@ cdef inline int64_t coarse_ns() noexcept nogil:
 
 
 class ClaimLost(RuntimeError):
-    """The claim that is to be written to is not open any more, or another one is."""
+    """The claim to be written to is over, or another one is open."""
 
 
 cdef class LaneWriter:
@@ -86,7 +86,7 @@ cdef class LaneWriter:
         return coarse_ns() >= self._look_at_ns
 
     def looked(self, double again_s):
-        """They are; time to look again comes in so many seconds."""
+        """Notes that they were checked; the next check is due in so many seconds."""
         self._look_at_ns = coarse_ns() + <int64_t>(again_s * 1e9)
 
     @property

@@ -111,7 +111,7 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
     segment.
 
     Best effort: ends at the first that the kernel refuses (before Linux 6.1 all), or that took more than
-    `most_ns` of processor time to be found. Memory that nobody has reserved yet is reserved by that. Blocks;
+    `most_ns` of processor time to be found. It also reserves memory that was not reserved. Blocks;
     releases the GIL.
     """
     cdef size_t whole = size & ~(<size_t>HUGE_PAGE - 1), done = 0
