@@ -1,7 +1,4 @@
-"""Batches: many groups gathered into padded or packed arrays, one host copy per column.
-
-_ext/gather.pyx copies. Used by the consumer and by learner ranks.
-"""
+"""Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pyx)."""
 
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -108,9 +105,7 @@ class Batch:
         return list(self._columns)
 
     def has(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns bool (B,): the rows that carried the column: their record has it, not null there, and with
-        a value for each token.
-        """
+        """Returns bool (B,): the rows that have the column, not null and with a value for each token."""
         return self._present.get(_NAMES.get(name, name), np.zeros(len(self), bool))
 
     def __contains__(self, name: object) -> bool:
@@ -193,9 +188,7 @@ class Batch:
             ) from None
 
     def _gather(self, gather: Gather, in_place: Collection[str]) -> None:
-        """Gathers every column that some record has, except those in place; copies all numbers at once,
-        without the GIL.
-        """
+        """Gathers every column that some record has, except those in place; copies without the GIL."""
         added: list[tuple[Column, Any]] = []
         for record, number in gather.columns():
             column = record.lane_columns.order[number]
@@ -224,9 +217,7 @@ class Batch:
                 self._leave_out_uneven(column.name)
 
     def _leave_out_uneven(self, name: str) -> None:
-        """Marks rows of a column with a list per token absent if their number of lists differs from their
-        tokens.
-        """
+        """Marks rows as absent whose number of lists differs from their tokens."""
         lists, has = self._columns[name], self._present[name]
         unfit = self.uneven.get(name, np.zeros(len(self), bool)) | (has & (lists.lengths != self.lengths))
         if unfit.any():
@@ -245,9 +236,7 @@ def forget_spare_memory() -> None:
 
 
 def whole_rows(make: MakeBatch | None) -> MakeBatch:
-    """Returns a function that makes batches as `make` does (None: `Batch`), with rows without a mask trained
-    whole.
-    """
+    """Returns a function that makes batches as `make` does, and trains rows without a mask whole."""
 
     def made(groups: list[Group], layout: Layout) -> Batch:
         batch = as_batch((make or Batch)(groups, layout))
@@ -265,10 +254,7 @@ def as_batch(made: object) -> Batch:
 
 
 def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
-    """Returns the groups of which no batch can be made, each with the reason.
-
-    So the other groups can still be used.
-    """
+    """Returns the groups of which no batch can be made, each with the reason."""
     found: list[tuple[Group, Exception]] = []
     for group in groups:
         try:
@@ -281,9 +267,7 @@ def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Excepti
 
 
 def _texts_or_maps(records: list[Record], column: Column) -> list[Any]:
-    """Returns one value per row: None where a record lacks the column, and in rows that an uneven column does
-    not reach.
-    """
+    """Returns one value per row; None where a record lacks the column, or an uneven column the row."""
     rows: list[Any] = []
     for record in records:
         values = list(record[column.name]) if column.name in record else []

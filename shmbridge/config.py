@@ -4,6 +4,7 @@ import difflib
 import math
 import operator
 import re
+import time
 
 import msgspec
 
@@ -130,10 +131,13 @@ def check_timeout(timeout_s: float | None) -> float | None:
     return seconds
 
 
+def deadline_of(timeout_s: float | None) -> float:
+    """Returns time.monotonic() in so many seconds; infinite for None."""
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+
 def check_lane_bytes(size: int | str, least: int) -> int:
-    """Returns a lane's bytes, a multiple of 64. Raises BadArgument if it is not a size, or less than
-    `least`.
-    """
+    """Returns a lane's bytes, a multiple of 64. Raises BadArgument for no size, or less than `least`."""
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         whole = isinstance(size, float) and size >= least and size == int(size)
         hint = f"lane_bytes={int(size)}" if whole else 'lane_bytes="64M"'
@@ -166,10 +170,7 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_port(text: str) -> int:
-    """Returns a TCP port of a command line, 0 for any free one.
-
-    For argparse's `type`: raises its ArgumentTypeError.
-    """
+    """Returns a TCP port, 0 for any free one; for argparse's `type`: raises its ArgumentTypeError."""
     if text.strip().isascii() and text.strip().isdigit() and int(text) <= _LAST_PORT:
         return int(text)
     from argparse import ArgumentTypeError

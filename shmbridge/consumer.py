@@ -20,7 +20,7 @@ from shmbridge.batching.iteration import Iterations
 from shmbridge.batching.queue import GroupQueue, OutsideQueue
 from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.scheduler import Policy
-from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout
+from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout, deadline_of
 from shmbridge.errors import ConsumerEmpty, ServesRanks
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.control_view import Hub
@@ -136,9 +136,7 @@ class Consumer(OneProcess):
         scheduling: tuple[Policy, float, float],
         outside: OutsideQueue,
     ) -> None:
-        """Does everything that comes before serving; a death or failure in here leaves the bridge
-        unchanged.
-        """
+        """Starts all parts. A death or failure in here leaves the bridge unchanged."""
         state, closing, (policy, group_timeout_s, allocation_wait_s) = self._state, self._closing, scheduling
         most = os_limits.lanes_at_most() if lanes is None else lanes
         self._lanes = LaneSet(self.bridge, words, self.columns, most, closing)
@@ -179,7 +177,6 @@ class Consumer(OneProcess):
             raise
 
     # -- taking records
-    # --------------------------------------------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> Record:
         """Returns the next record of any lane, leased until its release().
@@ -193,7 +190,7 @@ class Consumer(OneProcess):
         if self._ranks is None and (record := self._turns.take()) is not None:
             return record
         self._check_mine()
-        deadline = _deadline(timeout_s)
+        deadline = deadline_of(check_timeout(timeout_s))
         while (record := self._take(Call.GET)) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -204,7 +201,7 @@ class Consumer(OneProcess):
     async def get_async(self, timeout_s: float | None = None) -> Record:
         """`get` that never blocks the event loop: a separate thread waits and wakes the loop."""
         self._check_mine()
-        deadline = _deadline(timeout_s)
+        deadline = deadline_of(check_timeout(timeout_s))
         while (record := self._take(Call.GET_ASYNC)) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -300,7 +297,7 @@ class Consumer(OneProcess):
             IterationOver: a later iteration, or take_groups, took the batches gathered ahead by this one.
         """
         self._check_mine()
-        request = BatchRequest.checked(
+        request = BatchRequest(
             self._former.want(groups if rows is None else None, rows),
             layout=layout,
             make=batch.whole_rows(make) if whole_rows else make,
@@ -309,7 +306,7 @@ class Consumer(OneProcess):
             prefetch=prefetch,
             timeout_s=timeout_s,
         )
-        return self._iterations.iterate(request)
+        return self._iterations.iterate(request.checked())
 
     @then_close
     def take_groups(
@@ -443,7 +440,6 @@ class Consumer(OneProcess):
         return server
 
     # -- bridge state
-    # --------------------------------------------------------------------------------------------------
 
     @property
     def hub_epoch(self) -> int:
@@ -457,9 +453,7 @@ class Consumer(OneProcess):
 
     @property
     def current_step(self) -> int:
-        """`run.starting_step` plus the batches handed out since; under policy "atropos" plus the batches
-        formed, as upstream counts.
-        """
+        """The run's step: `starting_step`, and batches handed out, or formed under policy "atropos"."""
         return self._hub.current_step
 
     @property
@@ -469,9 +463,7 @@ class Consumer(OneProcess):
 
     @property
     def training_version(self) -> int:
-        """The version of the weights in training, from which staleness is counted: `policy_version`, unless
-        note_training_version noted a later one.
-        """
+        """The version that staleness is counted from: `policy_version`, or a later one that was noted."""
         return self._state.training_version
 
     @property
@@ -489,10 +481,7 @@ class Consumer(OneProcess):
         self._hub.announce_run(run)
 
     def publish_policy_version(self, version: int) -> None:
-        """Publishes the current policy version to every producer, by one store.
-
-        Never goes backwards: ValueError.
-        """
+        """Publishes the current policy version by one store. Raises ValueError if it goes backwards."""
         self._hub.publish_policy_version(version)
 
     def note_training_version(self, version: int) -> None:
@@ -518,13 +507,10 @@ class Consumer(OneProcess):
         self._hub.drain()
 
     # -- counters
-    # --------------------------------------------------------------------------------------------------------
 
     @property
     def queue(self) -> GroupQueue:
-        """The groups that are in no batch yet, for programs that serve batches to others, such as the
-        gateway.
-        """
+        """The groups in no batch yet, for programs that serve batches to others, such as the gateway."""
         return self._queue
 
     @then_close
@@ -549,7 +535,6 @@ class Consumer(OneProcess):
         }
 
     # -- the end
-    # --------------------------------------------------------------------------------------------------------
 
     def _leave_unclosed(self) -> None:
         """At process exit: leased records stay un-released, for the next consumer."""
@@ -614,7 +599,3 @@ class Consumer(OneProcess):
 
     def __repr__(self) -> str:
         return f"<Consumer of {self.bridge!r}: {len(self._lanes)} lanes, epoch {self.hub_epoch}>"
-
-
-def _deadline(timeout_s: float | None) -> float:
-    return float("inf") if (timeout_s := check_timeout(timeout_s)) is None else time.monotonic() + timeout_s

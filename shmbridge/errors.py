@@ -69,9 +69,7 @@ class LayoutMismatch(ShmBridgeError, ValueError):
 
 
 class SchemaMismatch(ShmBridgeError, ValueError):
-    """A column has different types in two places, a type that no lane can carry, or a name that stands for
-    something else.
-    """
+    """A column has two types, a type that no lane can carry, or a name that stands for something else."""
 
     code = "SB202"
 
@@ -98,9 +96,7 @@ class InvalidRecord(ShmBridgeError, ValueError):
 
 
 class RecordUnreadable(ShmBridgeError, ValueError):
-    """The content of a committed record's column does not have its type: text that is not UTF-8, JSON that
-    does not parse.
-    """
+    """A committed record's column does not hold its type: text that is not UTF-8, or JSON that is none."""
 
     code = "SB205"
 
@@ -112,9 +108,7 @@ class LaneQuarantined(ShmBridgeError, RuntimeError):
 
 
 class LaneRemoved(ShmBridgeError, RuntimeError):
-    """A lane or its control segment was removed by force: no later consumer finds it; the call that raises
-    this has committed nothing.
-    """
+    """A lane or its control segment was removed by force; nothing was committed, no consumer can find it."""
 
     code = "SB207"
 
@@ -138,9 +132,7 @@ class LeaseReleased(ShmBridgeError, RuntimeError):
 
 
 class BatchTooBig(ShmBridgeError, ValueError):
-    """A batch can never be filled, since the groups it already has fill the lanes; or it has more tokens than
-    int32 cu_seqlens can count.
-    """
+    """A batch can never be filled, as its groups fill the lanes, or has more tokens than int32 can count."""
 
     code = "SB304"
 
@@ -212,9 +204,7 @@ class UsedByTwoThreads(ShmBridgeError, RuntimeError):
 
 
 class IterationOver(ShmBridgeError, RuntimeError):
-    """Another iteration over the batches of the same consumer has begun, or take_groups took some: this
-    iteration has ended.
-    """
+    """Another iteration, or take_groups, has taken over the batches of the same consumer: this one ended."""
 
     code = "SB414"
 
@@ -226,25 +216,19 @@ class WeightsMismatch(ShmBridgeError, ValueError):
 
 
 class WeightsBusy(ShmBridgeError, TimeoutError):
-    """A reader held the slot that is to be written next for too long, or a shard of an earlier filling is
-    still being written.
-    """
+    """A reader held the slot to write for too long, or a shard of an earlier filling is being written."""
 
     code = "SB502"
 
 
 class FillingOver(ShmBridgeError, RuntimeError):
-    """A tensor was written for a filling of the weights that has ended, or whose writer is dead; or its
-    writer was used meanwhile.
-    """
+    """A tensor was written for a filling of the weights that is over, whose writer is dead or was reused."""
 
     code = "SB503"
 
 
 class BadConfig(ShmBridgeError, ValueError):
-    """A file of `shmbridge launch`, or what a server was told of a bridge, asks for what does not exist or
-    cannot be; nothing started.
-    """
+    """A file of `shmbridge launch`, or a server's setting, asks for what cannot be; nothing started."""
 
     code = "SB601"
 

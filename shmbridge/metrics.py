@@ -246,9 +246,7 @@ def rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.in
 
 
 def _identical_rate(group: npt.NDArray[Any], score: npt.NDArray[np.float64]) -> float:
-    """Returns the share of groups whose finite scores are all the same number, of the groups that have one; a
-    group of one score counts as such.
-    """
+    """Returns the share of groups whose scores are all the same number, of the groups that have a score."""
     counted = np.isfinite(score)
     groups, ordinal = np.unique(group[counted], return_inverse=True)
     if not groups.size:

@@ -1,7 +1,4 @@
-"""Producer: opens a lane, and puts groups into it.
-
-One Producer is one lane and one incarnation.
-"""
+"""Producer: opens one lane, and puts groups into it."""
 
 import asyncio
 import functools
@@ -39,7 +36,7 @@ from shmbridge.errors import (
 )
 from shmbridge.put import refusals
 from shmbridge.put.claim import Slot
-from shmbridge.put.planner import RecordPlanner, Split, Version, checked_stamp
+from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp
 from shmbridge.put.still_linked import LOOK_S, OwnNames
 from shmbridge.schema import Columns, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement, segment
@@ -160,7 +157,6 @@ class Producer(OneProcess):
                 self.columns.check_agrees(peer, "in this producer", f"in producer {info['producer_id']}")
 
     # -- putting
-    # --------------------------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -208,11 +204,7 @@ class Producer(OneProcess):
                 self._planner.look(group, nulls=False)
                 return sequence
             self._groups_put -= 1
-        return self._put_slow(
-            self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s
-        )
-
-    def _put_slow(self, plan: Plan, timeout_s: float | None) -> int | None:
+        plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
         placed = self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s)
         return plan.sequence if placed else None
 
@@ -363,7 +355,6 @@ class Producer(OneProcess):
         return await self._tickets.begin_group_async(timeout_s)
 
     # -- how it is put
-    # --------------------------------------------------------------------------------------------------------
 
     def _measure(
         self,
@@ -398,7 +389,7 @@ class Producer(OneProcess):
 
     def _held_back(self) -> bool:
         """Returns whether the bridge is paused; raises for a lasting obstacle to a claim."""
-        return (self._closed or self._writer.hindered) and self._is_paused()
+        return (self._closed or self._writer.blocked) and self._is_paused()
 
     def _is_paused(self) -> bool:
         self._check_open()
@@ -427,7 +418,7 @@ class Producer(OneProcess):
                 self._unfold(plan)
             except BadValue as bad:
                 self._drop(plan, Drop.INVALID)
-                raise self._planner.refusal(bad, plan.source and plan.source[0]) from None
+                raise as_invalid(bad, self.columns, plan.source and plan.source[0]) from None
             except ClaimLost:
                 # A signal handler closed this producer, or has a claim open: _held_back raises for either.
                 continue
@@ -441,9 +432,7 @@ class Producer(OneProcess):
             raise
 
     def _wait_for(self, attempt: Callable[[], bool], plan: Plan, timeout_s: float | None) -> bool:
-        """Retries until it succeeds, waiting as `on_full` says; returns False if the record was dropped and
-        counted.
-        """
+        """Waits as `on_full` says, and retries; returns False if the record was dropped and counted."""
         if self.on_full == "drop":
             self._drop(plan, Drop.FULL)
             return False
@@ -490,7 +479,7 @@ class Producer(OneProcess):
             self._planner.fragments.note(slot.plan)
         except BadValue as bad:
             self._drop(slot.plan, Drop.INVALID)
-            raise self._planner.refusal(bad, None) from None
+            raise as_invalid(bad, self.columns, None) from None
         except ClaimLost:
             self._check_open()
             raise ClaimOpen(
@@ -505,7 +494,6 @@ class Producer(OneProcess):
             self._writer.count_drop(reason)
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------
 
     @property
     def producer_id(self) -> str:

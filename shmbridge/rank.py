@@ -15,7 +15,7 @@ from shmbridge._ext import header
 from shmbridge._ext.lane_reader import Drops
 from shmbridge._ext.rank_reader import RankReader
 from shmbridge.batch import Batch, Hold, Layout, unreadable
-from shmbridge.config import check_bridge_name, check_choice, check_count
+from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
 from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
@@ -85,7 +85,7 @@ class Rank(OneProcess):
         self._open: list[_Held] = []  # shares read, whose end was not reported to the hub
         self._epochs: set[int] = set()  # epochs whose lock is held
         self._lanes: dict[str, RankReader] = {}
-        self._drops, self._drops_heeded = Drops(), 0
+        self._drops, self._drops_seen = Drops(), 0
         self._totals = dict.fromkeys(
             ("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0
         )
@@ -101,7 +101,6 @@ class Rank(OneProcess):
         return self._control_words
 
     # -- reading
-    # --------------------------------------------------------------------------------------------------------
 
     def batches(
         self,
@@ -163,32 +162,25 @@ class Rank(OneProcess):
         return batch
 
     def _gather(self, share: RankShare, layout: Layout) -> Batch | None:
-        batch = self._readable(share, layout)
-        if batch is not None:
-            batch.manifest = share.manifest
-        return batch
-
-    def _readable(self, share: RankShare, layout: Layout) -> Batch | None:
         try:
-            return own_look(Batch, share.groups, layout)
+            batch = own_look(Batch, share.groups, layout)
         except MemoryError:
             raise
         except Exception:
             search = functools.partial(own_look, unreadable, share.groups, layout)
             found = in_another_thread(search)  # in a thread where no signal handler raises
-            wrong = {id(group): why for group, why in found}
-            for group in [group for group in share.groups if id(group) in wrong]:
-                log.error(
-                    "group %s of %s is left out: %s",
-                    group.records[0].group_id,
-                    group.producer_id,
-                    wrong[id(group)],
-                )
+            for group, why in found:
+                log.error("group %s of %s is left out: %s", group.records[0].group_id, group.producer_id, why)
                 for record in group.records:
                     record.release()
-            self._totals["unreadable_groups"] += len(wrong)
-            share.groups = [group for group in share.groups if id(group) not in wrong]
-            return own_look(Batch, share.groups, layout) if share.groups else None
+            self._totals["unreadable_groups"] += len(found)
+            unread = {id(group) for group, _ in found}
+            share.groups = [group for group in share.groups if id(group) not in unread]
+            if not share.groups:
+                return None
+            batch = own_look(Batch, share.groups, layout)
+        batch.manifest = share.manifest
+        return batch
 
     def next_share(self, timeout_s: float | None = None) -> RankShare | None:
         """Returns the next share, its records held in place; None once the bridge is drained.
@@ -197,8 +189,7 @@ class Rank(OneProcess):
 
         Raises: as batches.
         """
-        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        began = time.monotonic()
+        deadline, began = deadline_of(timeout_s), time.monotonic()
         try:
             while True:
                 if self._join():
@@ -232,7 +223,7 @@ class Rank(OneProcess):
                 dropped += 1
                 for reader, look in held:
                     reader.excuse(look)
-        self._drops_heeded = -1
+        self._drops_seen = -1
         return dropped
 
     def _lost_share(self) -> RankShare | None:
@@ -240,7 +231,7 @@ class Rank(OneProcess):
         drops = self._drops
         for call, looked_at in drops.take_unsaid():
             say_lost(f"rank {self.rank} of bridge {self.bridge!r}", call, looked_at)
-        if self._drops_heeded == (now := drops.returned + drops.dropped):
+        if self._drops_seen == (now := drops.returned + drops.dropped):
             return None
         in_part = False  # the rest of it is dropped without a countable drop
         for number, (manifest, held) in enumerate(self._open):
@@ -251,7 +242,7 @@ class Rank(OneProcess):
                 return self._look_again(number, manifest, held)
             in_part = True
         if not in_part:
-            self._drops_heeded = now
+            self._drops_seen = now
         return None
 
     def _look_again(self, number: int, manifest: "Manifest", held: Looks) -> RankShare:
@@ -321,10 +312,7 @@ class Rank(OneProcess):
         return self._epoch > 0 and locks.is_locked(control.mapping.fd, LockByte.HUB)
 
     def _is_finished(self) -> bool:
-        """Returns whether the hub that is gone had drained the bridge with every rank done.
-
-        The next hub clears that with its epoch.
-        """
+        """Returns whether the dead hub had drained the bridge; the next hub clears that with its epoch."""
         return self._epoch > 0 and self._control.finished and self._control.hub_epoch == self._epoch
 
     def _ask(self, deadline: float) -> "Manifest | messages.NoMoreShares | None":
@@ -347,9 +335,7 @@ class Rank(OneProcess):
             raise
 
     def _look(self, manifest: "Manifest") -> RankShare | None:
-        """Opens the records of a manifest; None if it is from a hub that is gone: the present hub hands them
-        out again.
-        """
+        """Opens the records of a manifest; None if its hub is gone, since the present hub repeats them."""
         if manifest.epoch != self._epoch or self._control.hub_epoch != self._epoch:
             self._totals["outdated"] += 1
             return None
@@ -419,7 +405,6 @@ class Rank(OneProcess):
         return sum(True in lost_of(held) for _, held in self._open)
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
         """Counters of this rank, flat. Never blocks."""

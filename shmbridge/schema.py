@@ -100,9 +100,7 @@ class Column:
 
     @classmethod
     def decode(cls, raw: bytes) -> "Column":
-        """Returns a column from its `column_def`; facts of a standard column that it lacks come from the
-        standard.
-        """
+        """Returns a column from its `column_def`, completed by the standard column of that name."""
         name, kind, code, item_bytes, flags, _ = _DEFINITION.unpack(raw)
         text = name.rstrip(b"\0").decode("utf-8", "replace")
         known = (
@@ -166,9 +164,7 @@ class Columns(Mapping[str, Column]):
 
     @classmethod
     def decode(cls, raw: bytes) -> "Columns":
-        """Returns the table of a segment. Raises SchemaMismatch if it names types this build does not know,
-        or a column twice.
-        """
+        """Returns the table of a segment. Raises SchemaMismatch for unknown types or a repeated column."""
         columns = [
             Column.decode(raw[at : at + _DEFINITION.size]) for at in range(0, len(raw), _DEFINITION.size)
         ]
@@ -181,18 +177,13 @@ class Columns(Mapping[str, Column]):
         return table
 
     def check_standard(self) -> None:
-        """Raises SchemaMismatch for a table that no producer of this build writes: without tokens, or with a
-        standard column of another type.
-        """
+        """Raises SchemaMismatch for a table without tokens, or with a standard column of another type."""
         if "tokens" not in self:
             raise SchemaMismatch(f"no column 'tokens' among {', '.join(self) or 'none'}")
         standard_columns().check_agrees(self, "in TRAJECTORY_SCHEMA", "there")
 
     def check_agrees(self, other: "Columns", here: str, there: str) -> None:
-        """Raises SchemaMismatch if a column of one name has two types.
-
-        Columns that only one side has are no conflict.
-        """
+        """Raises SchemaMismatch if a column that both sides have is of two types."""
         for name, column in self.items():
             peer = other.get(name)
             if peer is not None and not peer.same_type(column):

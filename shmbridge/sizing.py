@@ -23,9 +23,7 @@ Shape = int | tuple[int, int]
 
 
 def slots_of(lane_bytes: int) -> int:
-    """Returns the most records that a lane of this size holds at a time: a power of two, one per 8 KiB, from
-    64 to 8192.
-    """
+    """Returns the most records that such a lane holds: a power of two, one per 8 KiB, from 64 to 8192."""
     return max(
         _FEWEST_SLOTS, min(MOST_RECORDS, 1 << max((lane_bytes >> _BYTES_PER_SLOT_SHIFT).bit_length() - 1, 0))
     )
@@ -173,17 +171,13 @@ def lane_bytes_holding(held: int, record: int, *, same_size: bool = False) -> in
 
 
 def segment_bytes(lane_bytes: int) -> int:
-    """Returns the bytes of the shm mount that one lane takes: its data area, 20 KiB, and 140 bytes per slot,
-    in whole pages.
-    """
+    """Returns the bytes of one lane on the shm mount, in whole pages: data, 20 KiB, 140 bytes per slot."""
     size: int = header.lane_geometry(lane_bytes, slots_of(lane_bytes))[-1]
     return size
 
 
 def mount_bytes_for(lane_bytes: int, producers: int, *, weights_bytes: int = 0) -> int:
-    """Returns the bytes of the shm mount that a bridge takes: a lane per producer, the control segment, two
-    versions of the weights.
-    """
+    """Returns the bytes of a bridge on the shm mount: lanes, control segment, two versions of the weights."""
     return producers * segment_bytes(lane_bytes) + header.control_bytes + 2 * weights_bytes
 
 
@@ -193,9 +187,7 @@ def as_option(size: int) -> str:
 
 
 def what_to_raise(held: int, largest: int, same_size: bool) -> str:
-    """Returns advice, in words, if each lane must hold `held` records of at most `largest` bytes, and room
-    for one more.
-    """
+    """Returns advice for lanes that must hold `held` records of `largest` bytes, and room for one more."""
     try:
         size = as_option(lane_bytes_holding(held, largest, same_size=same_size))
     except ValueError as too_many:

@@ -1,9 +1,4 @@
-"""Memory for large arrays that is used again once nobody refers to it:
-pages that are there already cost nothing to touch.
-
-A fresh page costs many times what copying into it does. Knows sizes and references;
-knows nothing of what the arrays hold.
-"""
+"""Reused memory for large arrays: touching a fresh page costs many times what copying into it does."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -34,7 +29,7 @@ cdef class Block
 
 
 cdef class Pool:
-    """Blocks that nobody refers to any more, oldest first. Any thread that holds the GIL."""
+    """Blocks without a reference, oldest first. Any thread that holds the GIL."""
 
     cdef spare_block _spare[MOST_SPARE]
     cdef Py_ssize_t _count
@@ -55,10 +50,7 @@ cdef class Pool:
         self._forget(size)
 
     def empty(self, shape, dtype):
-        """An array with undefined values, as np.empty.
-
-        Its memory comes back here with the last reference to it or to a view of it.
-        """
+        """An array with undefined values; its memory comes back with the last reference to it or a view."""
         cdef Block block
         cdef size_t size
         need = dtype.itemsize
@@ -113,9 +105,7 @@ cdef class Pool:
 
 @cython.no_gc  # in no cycle: it refers to its pool, which refers to nothing
 cdef class Block:
-    """Memory of one array. The array and all its views refer to this; it ends with the last of them,
-    and only then is the memory spare.
-    """
+    """Memory of one array, spare again once the array and all its views are gone."""
 
     cdef Pool pool
     cdef void* base

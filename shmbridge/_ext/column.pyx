@@ -1,6 +1,6 @@
-"""One column of a record under way, measured: how many rows of what length, and where its values come from.
+"""One column of a record under way: how many rows of what length, and where its values come from.
 
-Knows numbers, not values: those are pack.pyx's. Where in the record it will lie is plan.pyx's.
+pack.pyx writes the values, plan.pyx places them.
 """
 
 cimport cython

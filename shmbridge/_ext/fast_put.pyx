@@ -1,8 +1,8 @@
 """The grammar of `put`: the forms that a group's columns may have, and the plan of the group's record.
 
 C reads rows that are lists, tuples, 1-D arrays, CPU tensors or None; (flat array, lengths); 2-D arrays; rows
-of rows; one number a row. A Converter (shmbridge.put.convert) turns every other value into one of these, and finds
-the words for what is wrong. pack.pyx packs the values.
+of rows; one number a row. A Converter (shmbridge.put.convert) turns every other value into one of these, and
+makes the errors. pack.pyx packs the values.
 """
 
 cimport numpy as cnp
@@ -77,7 +77,7 @@ cdef class ColumnForms:
         self._score, self._extra = by_key["score"], by_key["extra"]
 
     def plan(self, group, Stamp stamp not None, source=None, bint fold_masks=True):
-        """The plan of a group's record. Without `fold_masks`, Atropos' masks are stored beside loss_mask.
+        """The plan of a group's record. Without `fold_masks`, masks are stored beside loss_mask.
 
         Raises InvalidRecord; BadValue; BeyondLayout.
         """
@@ -183,10 +183,7 @@ cdef class ColumnForms:
 
 
 cdef class FastPut:
-    """The whole of a `put` where nothing is uncommon: plans, claims, writes, publishes. Never blocks.
-
-    For the producer's thread.
-    """
+    """A whole `put` of a common group: plans, claims, writes, publishes. Never blocks; producer's thread."""
 
     cdef ColumnForms _forms
     cdef LaneWriter _writer
@@ -207,7 +204,7 @@ cdef class FastPut:
         """
         cdef Plan plan
         cdef Stamp given
-        if self._writer.is_hindered():
+        if self._writer.is_blocked():
             return None
         given = self.make_stamp(group_id, number, version)
         if given is None:
@@ -311,7 +308,9 @@ cdef int64_t empty_row(PackedColumn tokens, PackedColumn score) noexcept:
 
 cdef inline PackedColumn read(Form form, value, group, uint32_t rows, converter):
     """A column in whatever form; None for side data that is not one value a row, and so no column."""
-    cdef PackedColumn column = common(form, value)
+    cdef PackedColumn column = empty(form, value)
+    if column is None:
+        column = values_of(form, value)
     if column is None:
         value = converter.convert(form, value, group, rows)
         if value is None or type(value) is PackedColumn:
@@ -320,12 +319,6 @@ cdef inline PackedColumn read(Form form, value, group, uint32_t rows, converter)
         if column is None:
             raise TypeError(f"column {form.name!r} was converted to what C does not read: {value!r:.80}")
     return column
-
-
-cdef inline PackedColumn common(Form form, value):
-    """A column in a form that is read in C, or None."""
-    cdef PackedColumn column = empty(form, value)
-    return values_of(form, value) if column is None else column
 
 
 cdef inline PackedColumn empty(Form form, value):

@@ -1,8 +1,6 @@
-"""Leased records as the arrays of one batch: sizes first,
-then every column copied in one pass that holds no GIL.
+"""Leased records as the arrays of one batch: sizes first, then all columns in one pass without the GIL.
 
-Knows column tables and arrays, over the C core in gather.h; knows nothing of groups, layouts' names,
-text or maps. A Gather is for one thread.
+Over the C core in gather.h. Text and maps are batch.py's. A Gather is for one thread.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -68,11 +66,9 @@ cdef inline void* data_of(object array) noexcept:
 
 
 cdef class Gather:
-    """The rows of many records, about to be copied: `add` allocates a column's arrays,
-    `copy` fills all of them at once.
+    """The rows of many records: `add` allocates a column's arrays, `copy` fills all of them at once.
 
-    Holds the records' leases, whoever releases them, until close()
-    or the end of a `with` block. One thread at a time.
+    Holds the records' leases, also released ones, until close() or the end of a `with` block.
     """
 
     cdef readonly object lengths      # int32[rows]: tokens of each row
@@ -190,9 +186,7 @@ cdef class Gather:
                 i += 1
 
     def columns(self):
-        """(record, number in its lane's column table) of each column with values, where it is first seen;
-        a name may come once per table.
-        """
+        """(record, number in its lane's column table) of each column with values, once per table."""
         cdef Py_ssize_t i
         cdef uint32_t at
         cdef const directory_entry* directory
@@ -258,10 +252,7 @@ cdef class Gather:
         return present, values, lengths, inner
 
     cdef object _numbers(self, bytes name, int kind, uint32_t item, bint per_record):
-        """The column's number in each table, int32[tables], -1 where it is not.
-
-        What is copied by them must be of this type in all.
-        """
+        """The column's number in each table, int32[tables], -1 where it is not; of one type in all."""
         numbers = np.empty(len(self._tables), INT32)
         cdef int32_t* to = <int32_t*>data_of(numbers)
         cdef LaneReader reader
@@ -300,9 +291,7 @@ cdef class Gather:
 
 
 def positions(lengths not None, bint padded, pool not None):
-    """0, 1, 2, ... for each row of int32 `lengths`: int32, one row after another, or (rows,
-    longest) with zeros on the right.
-    """
+    """0, 1, 2, ... per row, int32: rows one after another, or (rows, longest) padded with zeros."""
     lengths = np.ascontiguousarray(lengths, np.int32)
     cdef uint64_t rows = len(lengths), longest = lengths.max(initial=0) if padded else 0
     to = pool.empty([rows, longest] if padded else [int(lengths.sum())], INT32)

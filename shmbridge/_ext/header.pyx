@@ -1,8 +1,6 @@
-"""Identity and counters of a lane, and the words of a control segment:
-what others may read without taking part.
+"""Identity and counters of a lane, and the words of a control segment, for any reader.
 
-Knows bytes of headers; knows nothing of claims, leases or locks. The protocol itself is lane_write.h and
-lane_read.h.
+The protocol of claims and leases is lane_write.h and lane_read.h.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -49,10 +47,7 @@ def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
 def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None,
                 uint32_t column_count, uint32_t pid, uint64_t pid_namespace, bytes producer_id not None,
                 bytes env_name not None):
-    """Writes the header of an empty, locked, reserved lane segment; magic last.
-
-    Called once, by its producer.
-    """
+    """Writes the header of an empty, locked, reserved lane, magic last. For its producer."""
     cdef lane_header* header = <lane_header*>lane.base
     ring_at, slots_at, released_at, data_at, total = lane_geometry(data_bytes, slot_count)
     if lane.size < total or column_count > MAX_COLUMNS or len(columns) != column_count * sizeof(column_def):
@@ -77,10 +72,7 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
 
 
 def read_lane(Mapping lane not None):
-    """What a lane's header says, as a dict; None while it has no magic.
-
-    Copies; validates nothing but sizes.
-    """
+    """Copies what a lane's header says into a dict; None while it has no magic. Validates only sizes."""
     cdef lane_header* header = <lane_header*>lane.base
     cdef uint64_t magic
     if lane.size < PAGE + MAX_COLUMNS * sizeof(column_def):
@@ -122,9 +114,7 @@ def lane_counters(Mapping lane not None):
 
 
 def undelivered(Mapping lane not None):
-    """Number of committed, un-released records of a lane nobody writes any more;
-    0 for one that never became ready.
-    """
+    """Number of committed, un-released records of a lane without a writer; 0 if it was never ready."""
     return len(unreleased(lane))
 
 
@@ -161,7 +151,7 @@ def releases(Mapping lane not None):
     (0, 0) before it is ready.
 
     What its slots show is None if in none of eight looks at all of them the lane stood still: it is busy, and
-    the next call may tell. The two are equal whenever nobody commits or releases; after a hub's death the
+    the next call may tell. The two are equal whenever the lane is at rest; after a hub's death the
     count may be one behind until the next hub adopts the lane. Anything else is a record that was lost, or
     released past the count. LaneCorrupt if the header cannot be true. Anyone, at any time.
     """
@@ -320,10 +310,7 @@ cdef class Control:
         return word - 1
 
     def raise_weights_floor(self, int64_t version):
-        """Stores the floor if it is lower.
-
-        Under the writer's lock of the weights segment that has the name.
-        """
+        """Stores the floor if it is lower. Under the writer's lock of the named weights segment."""
         if load_acquire64(&self.words().weights_floor) < <uint64_t>version + 1:  # SYNC(weights-floor)
             store_release64(&self.words().weights_floor, <uint64_t>version + 1)  # SYNC(weights-floor)
         fault_hit(b"weights.floor_raised")

@@ -1,8 +1,7 @@
-"""The lanes of a hub in turn: one record of each, then the next of each. Knows readers;
-which lanes there are, and why, is lanes.py's.
+"""The lanes of a hub in turn: one record of each, then the next of each. lanes.py says which lanes.
 
-Taking is for the hub's thread. The death watch's thread adds and removes lanes meanwhile:
-between two records at most, since the GIL is held.
+Taking is for the hub's thread. The death watch's thread adds and removes lanes between two records at most,
+since the GIL is held.
 """
 
 from libc.stdint cimport uint8_t, uint32_t
@@ -18,9 +17,9 @@ from shmbridge._ext.header import LaneCorrupt
 cdef class LanePoller:
     """Takes records of type `cls` from many lanes, fairly. Never blocks.
 
-    A lane whose words cannot be true is told to `on_corrupt(reader, why)` at once, and left out from then on.
-    Before the next record is taken, `on_lost(call, looked_at)` hears of a first lease that ended without a
-    word; what it raises comes from there.
+    Calls `on_corrupt(reader, why)` at once for a lane whose words cannot be true, and takes no more from it.
+    Calls `on_lost(call, looked_at)`, which may raise, for the first lease that ended without release, before
+    it takes the next record.
     """
 
     cdef type _cls
@@ -68,7 +67,7 @@ cdef class LanePoller:
         return self._control is None
 
     @property
-    def overtaken(self) -> bool:
+    def has_new_lanes(self) -> bool:
         """Whether lanes have arrived since `arrivals` was noted."""
         return self.is_open() and load_seq32(&self._words.arrivals) != self.arrivals  # SYNC(bell)
 
@@ -80,7 +79,7 @@ cdef class LanePoller:
                 (anyway or load_seq32(&self._words.arrivals) == self.arrivals))  # SYNC(bell)
 
     def say_lost(self):
-        """Tells `on_lost` what it was not told yet."""
+        """Reports the first lost leases to `on_lost`."""
         for call, looked_at in self.drops.take_unsaid():
             if self._on_lost is not None:
                 self._on_lost(call, looked_at)

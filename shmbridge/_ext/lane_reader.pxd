@@ -41,11 +41,10 @@ cdef extern from "lane_read.h" nogil:
 
 
 cdef class Drops:
-    # leases lost before anybody had looked: their records are handed out again
-    cdef readonly uint64_t returned
-    cdef readonly uint64_t dropped   # leases lost after: their records stay un-released
-    cdef bint unsaid                 # somebody is to be told of a first one
-    cdef int _first_returned         # the Call that had handed it out, or NEVER, or TOLD
+    cdef readonly uint64_t returned  # leases lost unread: their records are handed out again
+    cdef readonly uint64_t dropped   # leases lost after a look: their records stay un-released
+    cdef bint unsaid                 # a first one is not reported yet
+    cdef int _first_returned         # the Call that handed it out, or NEVER, or REPORTED
     cdef int _first_dropped
 
     cdef void note(self, uint8_t by, bint looked_at) noexcept
@@ -53,7 +52,7 @@ cdef class Drops:
 
 cdef class LaneReader:
     cdef readonly Mapping lane
-    cdef public Drops drops          # None: nobody counts what is dropped
+    cdef public Drops drops          # None: drops are not counted
     # what views hold on to through their lane: the control mapping with the hub lock
     cdef object _keep
     cdef lane_reader _reader
@@ -70,7 +69,6 @@ cdef class LaneReader:
 
     cdef int end_lease(self, Lease lease) except -1
     cdef void end_use(self, uint32_t index, uint64_t generation, uint32_t discard_of) noexcept
-    cdef void count_in_lane(self, uint32_t reason, uint64_t count) noexcept
     cdef void lose_lease(self, Lease lease) noexcept
     cdef object next_lease(self, type cls)
     cdef Lease lease(self, type cls, const lane_found* found)
@@ -98,8 +96,7 @@ cdef class Lease:
     cdef uint32_t _group_id_bytes
     cdef const uint8_t* _extent
     cdef uint32_t _exports
-    # by whoever it was handed to: lost without release, it is not handed out as if nothing had been
-    cdef public bint looked_at
+    cdef public bint looked_at       # by its user: if it is lost without release, it stays un-released
     cdef public uint8_t handed_out_by  # a Call
     cdef bint _released              # asked for; the lease ends with the last export
     cdef uint32_t _discard_of        # 1 + the reason for which it is discarded, 0: it is not

@@ -1,8 +1,6 @@
-"""Leases of a lane's records as Python objects, over the C core in lane_read.h.
+"""Leases of a lane's records as Python objects, over the C core in lane_read.h: who may read, and how long.
 
-Knows lifetimes: who may read a lane's memory, and until when. Knows nothing of headers' identity
-(header.pyx), names, locks, or Python values of columns. A LaneReader is for the holder of the hub lock, one
-thread at a time; a Lease may end on any thread.
+A LaneReader is for the holder of the hub lock, one thread at a time; a Lease may end on any thread.
 """
 
 cimport cython
@@ -12,7 +10,7 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
-from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, load_seq32, shm_u64, store_relaxed64
+from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, shm_u64, store_relaxed64
 from shmbridge._ext.faults cimport fault_hit
 from shmbridge._ext.futex cimport ring_bell
 from shmbridge._ext.layout cimport DISCARD_REASONS, column_def, control_header, directory_entry, slot
@@ -23,15 +21,15 @@ from shmbridge._ext.header import LaneCorrupt
 
 cdef enum:
     NEVER = -1
-    TOLD = -2
+    REPORTED = -2
 
 
 cdef class Drops:
-    """Counts the leases that ended without a word, over all lanes of a hub or a rank,
-    and keeps what is to be said of the first ones.
+    """Counts the leases that ended without release, over all lanes of a hub or a rank, and keeps the calls
+    that handed the first ones out.
 
-    Noted while an object is destroyed, so that nothing of Python may run:
-    whoever takes the next record says it.
+    `note` runs while an object is destroyed, where no Python code may run: the next call that takes a record
+    reports them.
     """
 
     def __cinit__(self):
@@ -46,17 +44,15 @@ cdef class Drops:
             self._first_returned, self.unsaid = by, True
 
     def take_unsaid(self):
-        """What nobody was told yet: a list of (number of the Call that handed the record out,
-        whether it was looked at); it is told now.
-        """
+        """The first leases that are not reported yet: (number of their Call, whether they were looked at)."""
         self.unsaid = False
         unsaid = []
         if self._first_returned >= 0:
             unsaid.append((self._first_returned, False))
-            self._first_returned = TOLD
+            self._first_returned = REPORTED
         if self._first_dropped >= 0:
             unsaid.append((self._first_dropped, True))
-            self._first_dropped = TOLD
+            self._first_dropped = REPORTED
         return unsaid
 
 
@@ -119,26 +115,17 @@ cdef class LaneReader:
         return lane_undelivered(&self._reader) if self.lane.alive() else 0
 
     @property
-    def space_waiting(self) -> bool:
-        """Whether the producer sleeps for want of room; a hint."""
-        return self.lane.alive() and load_seq32(&self._reader.header.space_waiting) != 0  # SYNC(space-wake)
-
-    @property
     def wanted_bytes(self) -> int:
         """What the producer's last claim asked for in vain; 0 if it succeeded. A hint."""
         return load_relaxed64(&self._reader.header.wanted_bytes) if self.lane.alive() else 0
 
     @property
     def quarantined(self) -> int:
-        """0 unless this hub or an earlier one has quarantined the lane;
-        else how many records were given up with it, 1 at least.
-        """
+        """0, or how many records this hub or an earlier one gave up when it quarantined the lane."""
         return load_relaxed64(&self._reader.header.quarantined) if self.lane.alive() else 0
 
     def has_room_for(self, uint64_t size):
-        """Whether a record of `size` bytes fits beside the committed, un-released ones: a free slot,
-        and a gap in the data area.
-        """
+        """Whether there is a free slot, and a gap of `size` bytes beside the un-released records."""
         cdef uint64_t at = 0, generation, start, taken, data = self._reader.geometry.data_bytes
         cdef uint32_t i
         extents = []
@@ -213,16 +200,15 @@ cdef class LaneReader:
         return 0
 
     cdef void end_use(self, uint32_t index, uint64_t generation, uint32_t discard_of) noexcept:
-        """Releases, then counts the discard: a hub that is
-        killed before its release has discarded nothing.
-        """
+        """Releases, then counts the discard: a hub killed before its release has discarded nothing."""
+        cdef shm_u64* discards = self._reader.header.discarded_total
         lane_release(&self._reader, index, generation)
-        if discard_of:
-            self.count_in_lane(discard_of - 1, 1)
+        if discard_of:  # Lease.discard has checked it
+            store_relaxed64(&discards[discard_of - 1], load_relaxed64(&discards[discard_of - 1]) + 1)
 
     cdef void lose_lease(self, Lease lease) noexcept:
-        """The lease's object is gone, and nobody has released it. Looked at, the record stays un-released;
-        else it is handed out next, unless its lane has been quarantined meanwhile.
+        """The lease's object is destroyed without release. A record that was looked at stays un-released, as
+        in a quarantined lane; any other is handed out next.
         """
         cdef bint stays = lease.looked_at or self.untrusted
         self.held -= 1
@@ -239,7 +225,7 @@ cdef class LaneReader:
 
     @property
     def dropped(self) -> int:
-        """Records that were looked at and are un-released, though nobody holds a lease."""
+        """Records that were looked at and are un-released and not leased."""
         return self._reader.dropped_count
 
     def take_back_dropped(self):
@@ -273,15 +259,9 @@ cdef class LaneReader:
         if self.lane.alive():
             ring_bell(&self._reader.header.space_bell)
 
-    cdef void count_in_lane(self, uint32_t reason, uint64_t count) noexcept:
-        cdef shm_u64* words = self._reader.header.discarded_total
-        if reason < DISCARD_REASONS:
-            store_relaxed64(&words[reason], load_relaxed64(&words[reason]) + count)
-
     def quarantine(self, uint64_t count):
-        """Nothing of the lane is believed any more; `count` records, or as many as an earlier hub gave up,
-        are never released. Done once: one word says both: no thread, no handler and no later hub sees the
-        half of it.
+        """Trusts nothing of the lane from now on; `count` records, or as many as an earlier hub gave up, are
+        never released. Done once, by one store: no thread, handler or later hub sees half of it.
         """
         if self.untrusted or not self.lane.alive():
             return
@@ -295,9 +275,8 @@ cdef class LaneReader:
 cdef class Lease:
     """One record held in place: its memory does not change until the lease ends.
 
-    It ends with the last of release() and the last view of its buffer; any thread may do either. Ending is
-    one idempotent store. The loss of the object releases nothing: see LaneReader.lose_lease.
-    shmbridge.record.record.Record derives from it.
+    It ends once release() was called and the last view of its buffer is gone; any thread may do either.
+    Ending is one idempotent store. The loss of the object releases nothing: see LaneReader.lose_lease.
     """
 
     def __cinit__(self):
@@ -319,10 +298,7 @@ cdef class Lease:
             self._end()
 
     def discard(self, uint32_t reason):
-        """release() of a record that nobody is to train with: counted under `reason` when the lease ends.
-
-        Not twice.
-        """
+        """Releases a record unread; counted once under `reason`, when the lease ends."""
         if reason >= DISCARD_REASONS:
             raise ValueError(f"discard reason {reason}, there are {DISCARD_REASONS}")
         if not self._released:

@@ -1,7 +1,5 @@
-"""A producer's claims on its lane as Python objects, over the C core in lane_write.h.
-
-Knows lifetimes: who may write a lane's memory, and until when. Knows nothing of headers' identity
-(header.pyx), names, locks, or Python values of columns. For one thread at a time.
+"""A producer's claims on its lane as Python objects, over the C core in lane_write.h: who may write, and how
+long. For one thread at a time.
 """
 
 cimport cython
@@ -28,7 +26,7 @@ cdef inline int64_t coarse_ns() noexcept nogil:
 
 
 class ClaimLost(RuntimeError):
-    """The claim that is to be written to is not open any more, or another one is."""
+    """The claim to be written to is over, or another one is open."""
 
 
 cdef class LaneWriter:
@@ -88,17 +86,17 @@ cdef class LaneWriter:
         return coarse_ns() >= self._look_at_ns
 
     def looked(self, double again_s):
-        """They are; time to look again comes in so many seconds."""
+        """Notes that they were checked; the next check is due in so many seconds."""
         self._look_at_ns = coarse_ns() + <int64_t>(again_s * 1e9)
 
     @property
-    def hindered(self) -> bool:
-        """Whether to look closer before a claim: it is time to, another is open, the lane is quarantined,
-        the bridge draining or paused.
+    def blocked(self) -> bool:
+        """Whether a claim needs the full checks first: they are due, another claim is open, the lane is
+        quarantined, or the bridge is draining or paused.
         """
-        return self.is_hindered()
+        return self.is_blocked()
 
-    cdef bint is_hindered(self) noexcept:
+    cdef bint is_blocked(self) noexcept:
         cdef control_header* hub
         if self._writer.claimed >= 0 or not self._lane.alive() or coarse_ns() >= self._look_at_ns:
             return True
@@ -134,7 +132,7 @@ cdef class LaneWriter:
         return memoryview(self._lane)[at:at + self._writer.claim_bytes]
 
     def abort(self):
-        """Gives the open claim back, whosever it is; no shared word has been touched."""
+        """Gives back the open claim, if any; no shared word has been touched."""
         self.give_back(self._writer.claim_number)
 
     def commit(self, *, uint32_t rows, uint32_t columns, uint32_t index_bytes, uint16_t group_id_bytes,
@@ -154,8 +152,7 @@ cdef class LaneWriter:
         return lane_commit(&self._writer, stamp)
 
     def wait_space(self, int64_t timeout_ns):
-        """Sleeps until something was released since the last claim, the
-        bell has rung since the last wait, or the timeout is over.
+        """Sleeps until a release since the last claim, a ring since the last wait, or the timeout.
 
         Returns nanoseconds slept. Releases the GIL. A tick that finds work counts in `late_wakes`.
         """
@@ -212,10 +209,7 @@ cdef class Claim:
         self._writer = writer
 
     def begin(self, uint64_t size):
-        """Reserves a slot and `size` bytes; False if the lane has no room now.
-
-        ClaimLost if another claim is open.
-        """
+        """Reserves a slot and `size` bytes; False if there is no room. ClaimLost if another claim is open."""
         if not self._writer.begin(size):
             return False
         self._number = self._writer._writer.claim_number

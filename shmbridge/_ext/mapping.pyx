@@ -1,5 +1,4 @@
-"""One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes
-mean; shmbridge.segments.segment makes them.
+"""One mapped segment and its descriptor, and in what pages it lies.
 
 The descriptor carries the segment's locks: a lock lasts as long as its Mapping. The kernel counts a mapping
 as a descriptor. So a process whose program closes all descriptors, as daemons do, keeps its locks; and
@@ -69,7 +68,7 @@ cdef class Descriptor:
         return -1 if self._kept and self._born != fork_generation() else self._fd
 
     def close(self):
-        """Closes it, if nobody has."""
+        """Closes it. Idempotent."""
         self.end()
 
     cdef void end(self) noexcept:
@@ -85,9 +84,7 @@ cdef class Descriptor:
 
 
 cdef void* map_aligned(int fd, size_t size, int protection, off_t at) noexcept nogil:
-    """mmap at an address that huge pages can be mapped at, if it is large enough for one;
-    anywhere if address space is short.
-    """
+    """mmap at an address fit for huge pages, if it is large enough; anywhere if address space is short."""
     cdef uint8_t* room
     cdef uint8_t* base
     cdef void* there
@@ -114,7 +111,7 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
     segment.
 
     Best effort: ends at the first that the kernel refuses (before Linux 6.1 all), or that took more than
-    `most_ns` of processor time to be found. Memory that nobody has reserved yet is reserved by that. Blocks;
+    `most_ns` of processor time to be found. It also reserves memory that was not reserved. Blocks;
     releases the GIL.
     """
     cdef size_t whole = size & ~(<size_t>HUGE_PAGE - 1), done = 0
@@ -184,11 +181,9 @@ cdef class Mapping:
         return self._born != fork_generation()
 
     def protect(self, size_t at):
-        """Has the bytes from `at` on be readable only, here; a write there is a fault from now on,
-        and no buffer is writable any more.
+        """Makes the bytes from `at`, rounded up to a page, read-only here, and all buffers. Raises OSError.
 
-        `at` is rounded up to the system's page. OSError if the kernel refuses. Locks,
-        forks and huge pages are as before.
+        Locks, forks and huge pages are as before.
         """
         cdef size_t page = sysconf(_SC_PAGESIZE)
         at = (at + page - 1) // page * page
@@ -198,9 +193,7 @@ cdef class Mapping:
             self._readonly, self._protected = True, True
 
     def make_writable(self):
-        """Has all of it be writable here, for a device that registers no other memory; buffers stay as they
-        are. OSError if the kernel refuses.
-        """
+        """Makes all of it writable here, for a device; buffers stay as they are. OSError if refused."""
         if self.alive() and mprotect(self.base, self.size, PROT_READ | PROT_WRITE):
             raise OSError(errno, f"{self.size} bytes cannot be made writable")
         self._protected = False
@@ -211,19 +204,13 @@ cdef class Mapping:
         return not self._protected
 
     def populate(self):
-        """Has every page mapped now, so that no first write to it is a fault.
-
-        Blocks; does nothing before Linux 5.14.
-        """
+        """Maps every page now, so that no first write is a fault. Blocks; no-op before Linux 5.14."""
         if self.alive():
             with nogil:
                 madvise(self.base, self.size, MADV_POPULATE_WRITE)
 
     def lock(self):
-        """Keeps the pages from being swapped out, if RLIMIT_MEMLOCK allows; returns whether it did.
-
-        Blocks; maps every page.
-        """
+        """Locks the pages in memory if RLIMIT_MEMLOCK allows; returns whether it did. Blocks; maps all."""
         cdef bint locked = False
         if self.alive():
             with nogil:

@@ -1,7 +1,4 @@
-"""Values into a lane: lists and arrays straight into the claimed memory, each checked against its column.
-
-Knows columns and dtypes; knows nothing of records or lanes. What does not fit is a BadValue, with its place.
-"""
+"""Packs lists and arrays into the claimed memory, each value checked against its column: BadValue."""
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE

@@ -33,7 +33,7 @@ cdef class Plan:
     cdef readonly uint64_t extent_bytes
     cdef readonly object sequence    # of the committed record; None before
     cdef public bint done            # committed, or counted as dropped
-    cdef public object source        # what it was made of, to make it anew
+    cdef public object source        # what it was made of, to make it again
     cdef bint has_nulls              # some row of some column is None
     cdef slot _slot
     cdef PackedColumn _versions            # token_versions, or None
@@ -50,6 +50,7 @@ cdef class Plan:
     cdef int claim_and_write(self, LaneWriter writer) except -1
     cdef int write_all(self, LaneWriter writer, uint64_t number) except -1
     cdef bint is_per_row(self, PackedColumn column) noexcept
+    cdef int publish(self, LaneWriter writer, uint64_t number, const uint8_t* base) except -1
     cdef int check_steps(self, const uint8_t* base) except -1
     cdef int check_prompts(self, const uint8_t* base) except -1
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1

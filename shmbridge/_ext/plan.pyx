@@ -175,6 +175,10 @@ cdef class Plan:
                 write_values(column, base + column.values_at * ALIGNMENT, is_cold)
         self.write_checks(base)
         lane_copies_done(is_cold)
+        return self.publish(writer, number, base)
+
+    cdef int publish(self, LaneWriter writer, uint64_t number, const uint8_t* base) except -1:
+        """Checks what depends on several columns, then publishes the claim."""
         self.check_steps(base)
         self.check_prompts(base)
         self.stamp_by_tokens(base)
@@ -193,11 +197,7 @@ cdef class Plan:
         for column in self.columns:
             check_column(column, base + column.values_at * ALIGNMENT)
         self.write_checks(base)
-        self.check_steps(base)
-        self.check_prompts(base)
-        self.stamp_by_tokens(base)
-        self.sequence = claim._writer.publish(claim._number, &self._slot)
-        self.done = True
+        self.publish(claim._writer, claim._number, base)
 
     cdef int write_checks(self, uint8_t* base) except -1:
         """The checks of the rows that carry some, of the values as they lie there now."""

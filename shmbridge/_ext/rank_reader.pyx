@@ -1,7 +1,6 @@
 """A learner rank's leases: records that the hub's manifests name, read in place without the hub lock.
 
-Knows which of its leases live, end or get lost; the hub hears of that by messages. For one thread at a time,
-except that a Lease may end on any thread.
+For one thread at a time, except that a Lease may end on any thread.
 """
 
 cimport cython
@@ -16,10 +15,7 @@ from shmbridge._ext.header import LaneCorrupt
 
 @cython.no_gc_clear
 cdef class RankReader(LaneReader):
-    """A learner rank's look at one lane: reads what a manifest names, writes nothing.
-
-    Its leases end in this process only.
-    """
+    """A learner rank's reader of one lane; writes nothing, so that leases end in this process only."""
 
     def __init__(self, Mapping lane not None, object keep):
         self._looks, self._lost = set(), {}  # nothing is adopted: that is for the hub
@@ -29,26 +25,21 @@ cdef class RankReader(LaneReader):
         return look in self._looks
 
     def lost(self, uint64_t look):
-        """None while the lease of that number lives or once it was released; else,
-        whether its record was looked at.
-        """
+        """None while the lease lives or once it was released; else whether its record was looked at."""
         return self._lost.get(look)
 
     def excuse(self, uint64_t look):
-        """A lost lease counts as if nobody had looked at its record."""
+        """Makes a lost lease count as unread."""
         if look in self._lost:
             self._lost[look] = False
 
     def forget(self, uint64_t look):
-        """Nothing is known of a lost lease any more: its record is looked at again, or left to others."""
+        """Forgets a lost lease: its record is leased again, or left to the successor."""
         self._looks.discard(look)
         self._lost.pop(look, None)
 
     def look(self, type cls, uint32_t index, uint64_t sequence, uint64_t generation, bint redelivered):
-        """The record that the hub said is in slot `index`, as an instance of `cls`.
-
-        LaneCorrupt if another is there.
-        """
+        """The record that a manifest places in slot `index`, as a `cls`. LaneCorrupt if another is there."""
         cdef lane_found found
         cdef complaint why
         cdef Lease lease

@@ -1,9 +1,7 @@
-"""What a leased record says: its metadata, and its columns as arrays over the lane's own memory,
-each by one call and without Python.
+"""What a leased record says: its metadata, and its columns as arrays over the lane's own memory, in C.
 
-Knows the private copy of a record's index, which index_check has passed, and what LaneReader.describe was
-told of the lane. Knows nothing of text, maps, Arrow, nor of errors' words: Record in shmbridge/record/record.py
-derives from LeasedRecord and says those.
+Reads the private copy of the index, which index_check has passed, and what LaneReader.describe was given.
+Text, maps and errors are those of Record in shmbridge/record/record.py.
 """
 
 import numpy as np
@@ -196,7 +194,7 @@ cdef class Ragged:
 cdef class RecordMeta:
     """Where a record came from and when.
 
-    Times are CLOCK_MONOTONIC nanoseconds; versions are -1 where nobody stamped one.
+    Times are CLOCK_MONOTONIC nanoseconds; versions are -1 where none was stamped.
     """
 
     cdef readonly str producer_id
@@ -331,11 +329,9 @@ cdef class LeasedRecord(Lease):
         return self.validity(self.there(name))
 
     def row_checks(self, name):
-        """uint64[rows], a copy: the check of each row's values (shmbridge.record.row_checks), 0 for a row without;
-        None if the column has none.
+        """uint64[rows], a copy: each row's check (shmbridge.record.row_checks), 0 for none; or None.
 
-        A row that has not one value per token has a check, which is 0 here:
-        no reader trains with such a row's values.
+        A row of other than one value per token gives 0: no reader trains with its values.
         """
         cdef const directory_entry* entry = self.find(name)
         cdef const directory_entry* tokens = self.find("tokens")
@@ -355,7 +351,7 @@ cdef class LeasedRecord(Lease):
         wanted = <const uint32_t*>(PyBytes_AS_STRING(self.index) + tokens.lengths_at * <uint64_t>ALIGNMENT)
         copy = cnp.PyArray_ZEROS(1, &shape, cnp.NPY_UINT64, 0)
         to = <uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>copy)
-        # else no row has the column: nobody knows which of its rows belongs to which trajectory
+        # else no row has the column: which of its rows belongs to which trajectory is unknown
         if entry.entries == self.rows:
             for row in range(self.rows):
                 if lengths[row] == wanted[row]:

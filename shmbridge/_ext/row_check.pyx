@@ -1,7 +1,4 @@
-"""The check of one row's values in one column, as a producer stores it beside them.
-
-Knows bytes and a column's name.
-"""
+"""The check of one row's values in one column, as a producer stores it beside them."""
 
 from cpython.buffer cimport PyBUF_ANY_CONTIGUOUS, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t, uint64_t

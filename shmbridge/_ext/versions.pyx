@@ -1,6 +1,4 @@
-"""The shared words of a weights segment: which slot holds the newest complete version,
-and how far a filling is. Knows no tensors and no locks.
-"""
+"""The shared words of a weights segment: its newest complete version, and the progress of a filling."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 cimport numpy as cnp
@@ -79,12 +77,12 @@ cdef class Versions:
         store_release64(&self._header.magic, WEIGHTS_MAGIC)  # SYNC(weights-ready)
 
     def enter(self, uint32_t pid):
-        """Says who writes from now on, so that whoever is refused can be told."""
+        """Names the writer, for the error of a second one."""
         self._header.writer_pid = pid
 
     @property
     def writer_pid(self) -> int:
-        """Of whoever wrote last, alive or not; 0 if nobody said."""
+        """Pid of the last writer, alive or not; 0 if there was none."""
         return self._header.writer_pid
 
     @property
@@ -95,9 +93,7 @@ cdef class Versions:
 
     @property
     def ready(self) -> bool:
-        """Whether the segment is whole, of this build's layout, and what its header says of it can be;
-        to be asked before all else.
-        """
+        """Whether the segment is whole, of this layout, and its header possible. Check this first."""
         cdef uint64_t size = self.mapping.size, table_bytes, tensors, data_at, slot_bytes
         # SYNC(weights-ready)
         if (load_acquire64(&self._header.magic) != WEIGHTS_MAGIC or
@@ -138,9 +134,7 @@ cdef class Versions:
 
     @property
     def latest(self):
-        """(version, slot) of the newest complete version; None before the first,
-        or if no slot holds what the word says, or none can.
-        """
+        """(version, slot) of the newest complete version; None before the first, or for impossible words."""
         cdef uint64_t word = load_seq64(&self._header.latest), before  # SYNC(weights-commit)
         while WEIGHTS_SLOTS <= word < (END + 1) * WEIGHTS_SLOTS:
             # SYNC(weights-slot)
@@ -180,10 +174,7 @@ cdef class Versions:
         store_release64(self._stamps(slot) + tensor, 0)  # SYNC(weights-stamps)
 
     def commit(self, uint32_t slot, int64_t version, stamps not None):
-        """Publishes the filled slot; uint64[tensors], as `stamps` gives them.
-
-        Call `ring` once the slot can be held.
-        """
+        """Publishes the filled slot with its uint64[tensors] stamps; call `ring` once it can be held."""
         cdef uint64_t[::1] changed = stamps
         cdef shm_u64* words = self._stamps(slot)
         cdef uint64_t i
@@ -202,14 +193,13 @@ cdef class Versions:
         fault_hit(b"weights.committed")
 
     def ring(self):
-        """Wakes who waits for a version."""
+        """Wakes readers that wait for a version."""
         ring_bell(&self._header.bell)
 
     def next_filling(self, uint32_t slot, bint with_parts):
-        """Begins a filling of the slot that no earlier ticket is for, with no byte written; its word,
-        for tickets if parts are let in.
+        """Begins a filling of the slot, with no byte written; returns its word, for tickets of parts.
 
-        Under the parts' lock, held alone.
+        Under the exclusive parts' lock. No earlier ticket fits it.
         """
         cdef uint64_t word = load_seq64(&self._header.filling), i  # SYNC(weights-filling)
         for i in range(self._tensors):
@@ -226,10 +216,7 @@ cdef class Versions:
         fault_hit(b"weights.parts_refused")
 
     def lets_in(self, uint64_t word):
-        """Whether the filling of this word is under way and takes parts.
-
-        Under the parts' lock, held with others.
-        """
+        """Whether this filling is under way and takes parts. Under the shared parts' lock."""
         return word % 2 == 1 and load_seq64(&self._header.filling) == word  # SYNC(weights-filling)
 
     def add_written(self, uint32_t tensor, uint64_t size):
@@ -252,9 +239,7 @@ cdef class Versions:
         return load_seq32(&self._header.bell)  # SYNC(bell)
 
     def wait_bell(self, uint32_t seen, int64_t timeout_ns):
-        """Sleeps until the bell is another than `seen`, at most `timeout_ns`, or a signal;
-        whether nobody rang for all that time.
-        """
+        """Sleeps until the bell is not `seen`, a signal, or the timeout; returns whether it did not ring."""
         if not self.mapping.alive():
             raise BufferError("the segment was mapped before fork: attach again in this process")
         with nogil:

@@ -1,5 +1,4 @@
-"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects. Knows words,
-not records, nor event loops.
+"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects.
 
 A producer's wait for space is LaneWriter.wait_space.
 """
@@ -49,14 +48,14 @@ cdef enum:
 cdef class HubWait:
     """Waits until a watched lane has a record, a lane arrives, or the doorbell rings.
 
-    `wait` sleeps, one thread at a time; between `arm` and `disarm` an
-    event loop is told by `relay` instead, and the two may overlap.
+    `wait` sleeps, one thread at a time. Between `arm` and `disarm`, `relay` wakes an event loop instead. Both
+    may run at once.
     """
 
     cdef Mapping _control
     cdef control_header* _words
     cdef hub_watch _watch
-    cdef list _readers               # whose words _watch looks at; None while nobody waits
+    cdef list _readers               # whose words _watch reads; None while no thread waits
     cdef uint32_t _capacity
     cdef int64_t _spin_ns
     cdef PyThread_type_lock _one_sleeper  # hub_sleeping and _watch have one owner at a time
@@ -106,20 +105,20 @@ cdef class HubWait:
         return 0
 
     cdef void _look_away(self) noexcept:
-        """Lets go of lanes that nobody waits for: a dead one's memory is not to be kept."""
+        """Drops the lanes, so that the memory of a dead one is not kept."""
         if not self._armed:
             self._watch.count = 0
             self._readers = None
 
     cdef int _own(self) except -1:
-        """Becomes the one sleeper, after whoever is it now has been woken."""
+        """Becomes the one sleeper, after waking the present one."""
         if not self._control.alive():
             raise BufferError("the bridge was attached before fork")
         cdef int owned = PyThread_acquire_lock(self._one_sleeper, NOWAIT_LOCK)
         if owned:
             return 0
         with nogil:
-            # rung again and again: who is about to sleep may not have looked at the bell yet
+            # ring repeatedly: a thread about to sleep may not have read the bell yet
             while not owned:
                 ring_bell(&self._words.doorbell)
                 owned = PyThread_acquire_lock_timed(self._one_sleeper, RING_AGAIN_US, 0) == PY_LOCK_ACQUIRED
@@ -144,7 +143,7 @@ cdef class HubWait:
                     self.sleeps += 1
                     work = hub_sleep(&self._watch, self._words, timeout_ns, &late)
                 self._watch.heard = load_seq32(&self._words.doorbell)  # SYNC(bell)
-            if self._armed:  # hub_sleep has cleared the flag: set again, and looked again by whoever armed it
+            if self._armed:  # hub_sleep has cleared the flag: set it again, and wake the loop to look again
                 hub_arm(&self._watch, self._words, &self._seen)
                 eventfd_write(self._event, 1)
             self._look_away()
@@ -155,10 +154,9 @@ cdef class HubWait:
         return bool(work)
 
     def arm(self, list readers not None, uint32_t arrivals):
-        """From now on the relay is rung for what `wait` waits for; True if it is there already,
-        or the relay has ended. Never sleeps.
+        """Has the relay ring for what `wait` waits for; True if it is there already, or the relay has ended.
 
-        For each, one `disarm`.
+        Never sleeps. Each call needs one `disarm`.
         """
         cdef int work
         self._own()
@@ -176,9 +174,7 @@ cdef class HubWait:
         return bool(work)
 
     def disarm(self, bint tick_over=False):
-        """Takes one `arm` back. With `tick_over`: nobody rang for a whole tick,
-        so work that is there now came late.
-        """
+        """Undoes one `arm`. `tick_over`: the bell was silent for a whole tick, so present work came late."""
         if not self._control.alive():
             return
         self._own()
@@ -196,15 +192,12 @@ cdef class HubWait:
             PyThread_release_lock(self._one_sleeper)
 
     def relay(self, int event):
-        """Writes to the eventfd whenever the doorbell rings, until `stop_relay`.
-
-        Blocks, with the GIL released: for a thread of its own.
-        """
+        """Writes to the eventfd at each ring, until `stop_relay`. Blocks without the GIL: for a thread."""
         with nogil:
             hub_relay(self._words, self._relay_from, &self._stop, event)
 
     def start_relay(self, int event):
-        """What rings from now on is for `relay(event)`, whenever its thread begins. No other runs."""
+        """Prepares `relay(event)` for every ring from now on, whenever its thread begins. No other runs."""
         store_relaxed64(&self._stop, 0)
         self._event, self._relay_from = event, load_seq32(&self._words.doorbell)  # SYNC(bell)
 

@@ -1,8 +1,6 @@
-"""The off-policy limit: how many groups may be under way at a time, so that training is at most N steps
-off-policy.
+"""The off-policy limit: the most groups under way, so that training is at most N steps off-policy.
 
-Pure counting. docs/explanation/staleness.md has the rule, its proof, and its assumptions. Used by the hub's
-admission and state, and by batching/former.py.
+Pure counting. docs/explanation/staleness.md has the rule, its proof, and its assumptions.
 """
 
 from collections.abc import Mapping
@@ -13,26 +11,20 @@ PROMISE_NS = 1_000_000_000  # how long a granted ticket is reserved for a produc
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyLimit:
-    """At most (max_off_policy_steps + 1) * groups_per_step groups are under way: being generated, waiting, or
-    being trained with.
-    """
+    """At most (max_off_policy_steps + 1) * groups_per_step groups are generated, waiting, or trained with."""
 
     max_off_policy_steps: int
     groups_per_step: int
 
     def groups(self, unpublished: int = 0) -> int:
-        """Returns that number, less the steps by which the weights in training are ahead of the published
-        ones.
-        """
+        """Returns that number, less the steps by which the weights in training are ahead of the published."""
         return (self.max_off_policy_steps + 1 - unpublished) * self.groups_per_step
 
 
 def limit_of(
     max_off_policy_steps: int | None, groups_per_step: int | None, policy: str
 ) -> OffPolicyLimit | None:
-    """Returns the limit a consumer is asked to keep; None for none. Raises ValueError if it cannot be
-    kept.
-    """
+    """Returns the limit a consumer is to keep, or None. Raises ValueError if it cannot be kept."""
     if max_off_policy_steps is None:
         if groups_per_step is not None:
             raise ValueError(
@@ -54,9 +46,7 @@ def limit_of(
 
 @dataclass(slots=True)
 class Promises:
-    """Granted tickets that their lanes do not show yet: per lane, how many it will hold, and until when the
-    promise counts.
-    """
+    """Granted tickets that their lanes do not show yet: per lane, how many it will hold, and until when."""
 
     _by_lane: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -65,9 +55,7 @@ class Promises:
         self._by_lane[lane] = tickets, now_ns + PROMISE_NS
 
     def void(self, lane: str) -> None:
-        """Voids the lane's promise. Its producer asks again, so it has no answer and will not use a late
-        one.
-        """
+        """Voids the lane's promise: its producer asks again, so it will not use a late answer."""
         self._by_lane.pop(lane, None)
 
     def running(self, held: Mapping[str, int], now_ns: int) -> int:

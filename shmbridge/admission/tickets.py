@@ -1,18 +1,19 @@
-"""Tickets: permission to begin a group, asked of the hub before a group is generated that would be too stale
-when trained with.
+"""Tickets: permission to begin a group, asked of the hub so that it will not be too stale when trained with.
 
 A ticket is a locked byte of the producer's own lane: the kernel frees it however the producer ends, and
-every later hub can count it. The hub decides who gets a ticket (limit.py). Owned by the producer.
+every later hub can count it. The hub decides who gets a ticket (limit.py).
 """
 
 import asyncio
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from shmbridge._ext import header, lane_writer
 from shmbridge._ext.mapping import Mapping
+from shmbridge.config import deadline_of
 from shmbridge.errors import ClaimOpen, NoConsumer, NotAdmitted, ShmBridgeError
 from shmbridge.put import refusals
 from shmbridge.segments import locks
@@ -31,9 +32,7 @@ _LAST_S = 0.5  # for the answer to the last question, which gives the reason
 
 
 class Ticket(OneProcess):
-    """Permission to generate one group.
-
-    A context manager: put the group inside it, so that the group is always counted.
+    """Permission to generate one group. A context manager: put the group inside it, so that it is counted.
 
     Generation begins under `policy_version`; pass it as `put(policy_version=)`. The ticket ends with the
     block, with `end()`, when it is dropped, or with its producer. For the threads of its producer.
@@ -125,13 +124,16 @@ class Tickets:
 
     def begin_group(self, timeout_s: float | None) -> Ticket:
         """See Producer.begin_group."""
-        deadline = _deadline(timeout_s)
+        deadline = deadline_of(timeout_s)
         if self._asking.locked():
             raise self._asks_already()
         try:
             with self._asking:
                 self._check_may_ask()
-                self._client = self._client or self._new_client()
+                if self._client is None:
+                    from shmbridge.control.client import ControlClient
+
+                    self._client = ControlClient(self._bridge, role="producer", name=self._producer_id)
                 return self._ask_until(self._client, deadline, timeout_s)
         except ShmBridgeError:
             raise
@@ -145,9 +147,10 @@ class Tickets:
         asked_ns = time.monotonic_ns()
         while True:
             left_s = deadline - time.monotonic()
-            answer = _ask(
-                client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S
-            )
+            question = self._question(wait=left_s > 0)
+            answer: Answer | None = None
+            with suppress(NoConsumer):  # no consumer, or no room: asked again below
+                answer = client.request(question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
             if (ticket := self._taken(answer, asked_ns)) is not None:
                 return ticket
             self._check_may_ask()
@@ -156,7 +159,7 @@ class Tickets:
 
     async def begin_group_async(self, timeout_s: float | None) -> Ticket:
         """See Producer.begin_group_async."""
-        deadline = _deadline(timeout_s)
+        deadline = deadline_of(timeout_s)
         self._check_may_ask()
         client, turn = self._client_of_this_loop()
         waits = asyncio.timeout(timeout_s)
@@ -183,7 +186,9 @@ class Tickets:
                 self._check_may_ask()
                 left_s = deadline - time.monotonic()
                 question = self._question(wait=left_s > 0)
-                answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+                answer: Answer | None = None
+                with suppress(NoConsumer):
+                    answer = await client.request(question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
                 if (ticket := self._taken(answer, asked_ns)) is not None:
                     return ticket
                 if left_s <= 0:
@@ -192,7 +197,8 @@ class Tickets:
     def _close_if_over(self) -> None:
         """Closes the sockets if the producer has closed and left them to the thread that was using them."""
         if self._held.over and not self._asking.locked():
-            self._close_clients()
+            self._close_async_client()
+            self._close_client()
 
     def _question(self, *, wait: bool) -> "BeginGroup":
         from shmbridge.control import messages
@@ -248,11 +254,6 @@ class Tickets:
     def _not_admitted(self, timeout_s: float | None, answer: "Answer | None") -> NotAdmitted | NoConsumer:
         return refusals.not_admitted(self._producer_id, self._control, answer, self._held.count, timeout_s)
 
-    def _new_client(self) -> "ControlClient":
-        from shmbridge.control.client import ControlClient
-
-        return ControlClient(self._bridge, role="producer", name=self._producer_id)
-
     def _client_of_this_loop(self) -> "tuple[AsyncControlClient, asyncio.Lock]":
         from shmbridge.control.client import AsyncControlClient
 
@@ -270,39 +271,12 @@ class Tickets:
             self._async_client[1].close()
             self._async_client = None
 
-    def _close_clients(self) -> None:
-        self._close_async_client()
-        self._close_client()
-
     def _close_client(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
     def end(self) -> None:
-        """Ends all tickets and grants no more. Idempotent.
-
-        Called when the producer closes. A thread or task that still asks closes the sockets; no other may.
-        """
+        """Ends all tickets for good. Idempotent. A thread that still asks closes the sockets itself."""
         self._held.end()
         self._close_if_over()
-
-
-def _deadline(timeout_s: float | None) -> float:
-    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _ask(client: "ControlClient", question: "BeginGroup", timeout_s: float) -> "Answer | None":
-    try:
-        return client.request(question, timeout_s)
-    except NoConsumer:  # no consumer, or no room: the caller retries
-        return None
-
-
-async def _ask_async(
-    client: "AsyncControlClient", question: "BeginGroup", timeout_s: float
-) -> "Answer | None":
-    try:
-        return await client.request(question, timeout_s)
-    except NoConsumer:
-        return None

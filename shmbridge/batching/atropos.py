@@ -1,7 +1,6 @@
-"""Policy "atropos" for a consumer's groups: upstream's queue, filled from lanes, with the environments of the
-control plane.
+"""Policy "atropos" for a consumer's groups: upstream's queue (atropos/queue.py), filled from lanes.
 
-The rules are in atropos/queue.py. Not thread-safe, except `by_env` and the calls that scheduler.py names.
+Not thread-safe, except `by_env` and the calls that scheduler.py names.
 """
 
 from collections import Counter
@@ -20,7 +19,7 @@ class AtroposScheduler:
 
     def __init__(self, shares: Callable[[], Mapping[str, EnvWeight]]) -> None:
         self._shares = shares
-        self._heeded: dict[int, EnvWeight] = {}
+        self._applied: dict[int, EnvWeight] = {}
         self._seen: Mapping[str, EnvWeight] | None = None
         self._queue: AtroposQueue[Group] = AtroposQueue(0)
         self._by_producer: Counter[str] = Counter()  # groups neither in a formed batch nor buffered
@@ -62,7 +61,7 @@ class AtroposScheduler:
 
     def add(self, group: Group) -> None:
         """See Scheduler."""
-        self._heed_shares()
+        self._apply_shares()
         for queued in self._queue.add(group, group.rows, group.env_id).queued:
             self._by_producer[queued.producer_id] += 1
 
@@ -76,7 +75,7 @@ class AtroposScheduler:
 
     def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
         """See Scheduler; upstream has no shorter last batch."""
-        self._heed_shares()
+        self._apply_shares()
         self._queue.batch_size = want.size
         self._by_producer.subtract(group.producer_id for group in self._queue.form())
         self._by_env = self._queue.by_env()
@@ -92,15 +91,15 @@ class AtroposScheduler:
     def _recount(self) -> None:
         self._by_producer = Counter(group.producer_id for group in self._queue.queued())
 
-    def _heed_shares(self) -> None:
+    def _apply_shares(self) -> None:
         shares = self._shares()
         if shares is self._seen:
             return
         self._seen = shares
         asked = {share.env_id: share for share in shares.values()}
         for env_id, share in asked.items():
-            if self._heeded.get(env_id) != share:
+            if self._applied.get(env_id) != share:
                 self._queue.register(share)
-        for env_id in self._heeded.keys() - asked.keys():
+        for env_id in self._applied.keys() - asked.keys():
             self._queue.disconnect(env_id)
-        self._heeded = asked
+        self._applied = asked

@@ -169,9 +169,7 @@ class RoundRobin:
             flow.deficit = max(flow.deficit, -self._earned(flow))
 
     def line_up(self, flows: Iterable[Flow]) -> None:
-        """Repairs the order after an exception ended a call half-way: each flow with groups waits once, in
-        the known order as far as possible.
-        """
+        """Repairs the order after an exception ended a call half-way: each flow with groups waits once."""
         for flow in (known := dict.fromkeys([*self.flows, *flows])):
             flow.replace(flow.queue)
         self._waiting = deque(flow for flow in known if flow.queue)

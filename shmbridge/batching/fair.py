@@ -1,5 +1,4 @@
-"""Policy "fair": oldest first within an environment, token-fair over environments by weight, with guaranteed
-minimum shares.
+"""Policy "fair": oldest first in an environment, token-fair over environments by weight, minimum shares.
 
 Not thread-safe, except for the calls that scheduler.py names.
 """
@@ -36,7 +35,7 @@ class FairScheduler:
         if not allocation_wait_s >= 0:
             raise ValueError(f"allocation_wait_s={allocation_wait_s}: at least 0")
         self._shares, self._is_live, self._allocation_wait_s = shares, is_live, allocation_wait_s
-        self._heeded: Mapping[str, EnvWeight] | None = None
+        self._applied: Mapping[str, EnvWeight] | None = None
         self._allocated: list[tuple[Flow, float]] = []
         self._flows: dict[str, Flow] = {}
         self._round_robin = RoundRobin()
@@ -72,7 +71,6 @@ class FairScheduler:
         return lanes > 1 and len(self._shares()) > 0
 
     # -- coming in
-    # --------------------------------------------------------------------------------------------------------
 
     def add(self, group: Group) -> None:
         """See Scheduler; O(1)."""
@@ -103,7 +101,7 @@ class FairScheduler:
         flow = self._flows.get(producer_id)
         if flow is None:
             if len(self._flows) >= _MOST_FLOWS:
-                known = self._heeded or {}
+                known = self._applied or {}
                 self._flows = {
                     name: each for name, each in self._flows.items() if each.count or name in known
                 }
@@ -113,7 +111,7 @@ class FairScheduler:
 
     def recount(self) -> None:
         """See Scheduler."""
-        self._heeded = None  # so that the shares are applied again
+        self._applied = None  # so that the shares are applied again
         self._round_robin.line_up(self._flows.values())
         self._count = self._rows = 0
         for flow in self._flows.values():
@@ -136,14 +134,13 @@ class FairScheduler:
         return removed
 
     # -- choosing
-    # --------------------------------------------------------------------------------------------------------
 
     def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
         """See Scheduler. O(1) per group chosen, and O(environments) per batch."""
         enough = (self._rows if want.by_rows else self._count) >= want.size or (
             last and want.by_rows and self._count > 0
         )
-        self._heed_shares()
+        self._apply_shares()
         needs = self._needs(want)
         if not enough or (needs and not last and self._waits(needs, want, now_s)):
             if not enough:
@@ -224,13 +221,12 @@ class FairScheduler:
             self._missed += short and self._is_live(flow.producer_id)
 
     # -- guaranteed shares
-    # --------------------------------------------------------------------------------------------------------
 
-    def _heed_shares(self) -> None:
+    def _apply_shares(self) -> None:
         shares = self._shares()
-        if shares is self._heeded:
+        if shares is self._applied:
             return
-        self._heeded = shares
+        self._applied = shares
         for producer_id, share in shares.items():
             self._flow(producer_id).weight = max(share.weight, MIN_ENV_WEIGHT)
         self._round_robin.heaviest = max((flow.weight for flow in self._flows.values()), default=1.0)
@@ -246,9 +242,7 @@ class FairScheduler:
         return [(flow, need) for flow, need in needs if need]
 
     def _waits(self, needs: list[tuple[Flow, int]], want: Want, now_s: float) -> bool:
-        """Returns whether the batch is delayed for a living producer that has not put its guaranteed share
-        yet.
-        """
+        """Returns whether the batch waits for the guaranteed share of a living producer."""
         if all(
             (flow.rows if want.by_rows else flow.count) >= need or not self._is_live(flow.producer_id)
             for flow, need in needs
@@ -260,10 +254,7 @@ class FairScheduler:
 
 
 class _Chosen:
-    """A batch being formed.
-
-    `left` is the room left: below 0 if its only group is larger than the batch.
-    """
+    """A batch being formed; `left` is the room left, below 0 if its only group is too large."""
 
     __slots__ = ("_by_producer", "_by_rows", "groups", "left")
 

@@ -1,8 +1,4 @@
-"""From records to batches: assembles groups, discards stale ones, queues the rest, forms the next batch.
-
-Takes records from the lanes; a scheduler chooses the groups. Used by the consumer, its iterations and the
-server of learner ranks.
-"""
+"""From records to batches: assembles groups, discards stale ones, queues the rest, forms the next batch."""
 
 import itertools
 import logging
@@ -29,7 +25,7 @@ from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
 from shmbridge.record.unreleased import Call
-from shmbridge.segments.closing import Closing, is_mine, then_close
+from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.discard_reasons import Discard
 
 if TYPE_CHECKING:
@@ -44,9 +40,7 @@ _EVERYTHING = 1 << 31
 
 
 class BatchFormer:
-    """Turns the lanes' records into the groups of a batch.
-
-    One thread forms at a time; see `choose`.
+    """Turns the lanes' records into the groups of a batch. One thread forms at a time; see `choose`.
 
     One lock guards everything queued. A record is in one place only: if an exception comes while it moves
     from one place to the next, its lease is lost, and the record comes again.
@@ -96,13 +90,7 @@ class BatchFormer:
         self._chosen = Chosen()  # under the lock
         self._lags = StalenessHistogram()
 
-    @property
-    def lock_is_mine(self) -> bool:
-        """Whether this thread holds the lock."""
-        return is_mine(self._lock)
-
     # -- the queues; any thread
-    # -----------------------------------------------------------------------------------------------
 
     def queued(self, producer_id: str | None) -> int:
         """Returns the number of groups that were taken from lanes and are in no batch yet."""
@@ -114,10 +102,9 @@ class BatchFormer:
         return len(self._complete) + len(self._partial) + len(self._whole) + len(back)
 
     def committed(self) -> int | None:
-        """Returns the number of committed groups whose step is not over; a fragment not yet read counts as
-        one.
+        """Returns the committed groups whose step is not over; None while they move.
 
-        None while groups are being moved.
+        A fragment not yet read counts as one.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -141,14 +128,11 @@ class BatchFormer:
         self._batches_formed += batches
 
     def stats(self) -> dict[str, float]:
-        """Returns the counters: batches, screened groups, those of the scheduler, staleness of all batches'
-        groups.
-        """
+        """Returns the counters: batches, screened groups, the scheduler's, staleness."""
         counted = {"batches_total": self._batches_formed, "screened_total": self._screened}
         return {**counted, **self._complete.stats(), **self._lags.stats()}
 
     # -- steps; any thread
-    # --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, groups: list[Group]) -> bool:
         """Starts a batch's step: counts how stale its groups are, and ends the step before it.
@@ -190,12 +174,9 @@ class BatchFormer:
             self._chosen = Chosen()
 
     # -- the request
-    # --------------------------------------------------------------------------------------------------------
 
     def most_stale(self, max_staleness: int | None) -> int | None:
-        """Returns the staleness that a batch may have; the default under an off-policy limit is that
-        limit.
-        """
+        """Returns the staleness that a batch may have: the off-policy limit, if there is one, by default."""
         limit = self._state.limit
         return limit.max_off_policy_steps if max_staleness is None and limit is not None else max_staleness
 
@@ -224,7 +205,6 @@ class BatchFormer:
         return any(is_stale(group.oldest_version, current, max_staleness) for group in groups)
 
     # -- forming
-    # --------------------------------------------------------------------------------------------------------
 
     def choose(
         self, request: BatchRequest, stop: Flag | threading.Event, deadline_s: float = float("inf")
@@ -265,9 +245,7 @@ class BatchFormer:
             self._waiting.wait(max(until_s - now, 0.0))
 
     def _begin_change(self) -> None:
-        """Starts a change of the queues, under the lock; first repairs what an exception left of the last
-        change.
-        """
+        """Starts a change of the queues, under the lock; first repairs an interrupted change."""
         if self._changing:
             self._complete.recount()
             self._whole.extend(self._partial.completed())
@@ -280,9 +258,7 @@ class BatchFormer:
             self._complete.put_back(groups)
 
     def _try(self, size: Want, max_staleness: int | None) -> tuple[list[Group] | None, bool]:
-        """Returns the groups of a batch, if there is one, and whether any record was taken from the lanes for
-        it.
-        """
+        """Returns the groups of a batch, or None, and whether any record was taken from the lanes for it."""
         everything = self._complete.look_ahead(len(self._lanes))
         took = everything and self._take_records(_EVERYTHING, max_staleness)
         chosen = self._take(size, time.monotonic(), last=False)
@@ -350,9 +326,7 @@ class BatchFormer:
             hand_out([group], Call.BATCHES, looked_at=False)
 
     def _cut_stale(self, max_staleness: int | None) -> None:
-        """Discards stale groups. Checks every group only if the oldest may be stale; new groups are checked
-        on arrival.
-        """
+        """Discards stale groups. Checks all only if the oldest may be stale: arrivals are checked already."""
         if max_staleness is None:
             self._is_cut, self._not_cut = False, []
             return
@@ -368,19 +342,14 @@ class BatchFormer:
             self._is_cut = True
 
     # -- a batch that can never be filled
-    # -----------------------------------------------------------------------------------------
 
     def held_by_caller(self, batch: Batch) -> None:
-        """Notes a batch handed out under hold="caller": while its holder waits for another, it frees no
-        room.
-        """
+        """Notes a batch handed out under hold="caller", which frees no room while its holder waits."""
         with self._lock:
             self._handed.add(batch)
 
     def _check_stuck(self, size: Want) -> None:
-        """Raises BatchTooBig if the batch can never be filled: every record in the lanes is held by this
-        consumer.
-        """
+        """Raises BatchTooBig if this consumer holds every record in the lanes: no more can come."""
         with self._lock:
             here = [*self._complete, *self._partial, *itertools.chain(*self._back)]
             elsewhere = sum(len(handed.records) for handed in self._handed) if self.somebody_waits else 0
@@ -391,11 +360,9 @@ class BatchFormer:
         raise too_big(size, here, complete=complete, partial=partial, elsewhere=elsewhere, stuck=stuck)
 
     # -- what comes back, and the end
-    # ---------------------------------------------------------------------------------------------
 
     def put_back(self, groups: list[Group]) -> None:
-        """Returns unread groups of a batch to the queue, before all others; after close(), to the next
-        consumer.
+        """Returns unread groups to the queue, before all others; after close(), to the next consumer.
 
         Any thread. An interrupted call may be repeated: a group that is queued already is not queued twice.
         """

@@ -1,7 +1,4 @@
-"""Groups in a batch whose step is not over: they count against the off-policy limit. Pure counting.
-
-Used by former.py; the limit is in admission/limit.py.
-"""
+"""Groups in a batch whose step is not over: they count against the off-policy limit of admission/limit.py."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,4 @@
-"""Iterations over batches: formed ahead or on request, and released step by step.
-
-former.py chooses the groups of a batch. Used by the consumer.
-"""
+"""Iterations over batches: formed ahead or on request, and released step by step."""
 
 import functools
 import logging
@@ -15,7 +12,7 @@ from shmbridge.batching.former import BatchFormer
 from shmbridge.batching.prefetch import Flag, Prefetcher
 from shmbridge.batching.queue import GroupQueue
 from shmbridge.batching.request import BatchRequest
-from shmbridge.config import check_timeout
+from shmbridge.config import check_timeout, deadline_of
 from shmbridge.errors import BatchTooBig, ConsumerEmpty, IterationOver
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
@@ -109,7 +106,7 @@ class Iterations:
         try:
             if ahead is not None:
                 return ahead.next(timeout_s)
-            deadline_s = _deadline(timeout_s)
+            deadline_s = deadline_of(timeout_s)
             batch = self._form(request, Flag(), deadline_s)
             if (
                 batch is not None
@@ -156,9 +153,7 @@ class Iterations:
     def _at_fault(
         self, error: BaseException, chosen: list[Group], request: BatchRequest
     ) -> list[tuple[Group, Exception]]:
-        """Returns the unreadable groups, if they caused the error; puts all groups back if the search is
-        interrupted.
-        """
+        """Returns the unreadable groups that caused the error; puts all back if the search is interrupted."""
         if not isinstance(error, Exception) or isinstance(error, (MemoryError, BatchTooBig)):
             return []
         try:
@@ -170,7 +165,7 @@ class Iterations:
 
     def take_groups(self, request: BatchRequest) -> list[Group] | None:
         """See Consumer.take_groups."""
-        deadline_s = _deadline(check_timeout(request.timeout_s))
+        deadline_s = deadline_of(check_timeout(request.timeout_s))
         self._state.check_process()
         self.stop_prefetch()
         self._former.begin_again()
@@ -184,7 +179,7 @@ class Iterations:
             self._former.count_batch()
         return chosen
 
-    # -- prefetch --------------------------------------------------------------------------------------------
+    # -- prefetch
 
     def _prefetch(self, request: BatchRequest) -> Prefetcher | None:
         if not request.prefetch:
@@ -210,7 +205,3 @@ class Iterations:
         self._state.ring()
         self.stop_prefetch()
         forget_spare_memory()
-
-
-def _deadline(timeout_s: float | None) -> float:
-    return float("inf") if timeout_s is None else time.monotonic() + timeout_s

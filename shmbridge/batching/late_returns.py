@@ -1,7 +1,4 @@
-"""Groups returned to a closed consumer: the next consumer gets them, and the last return frees the bridge.
-
-Used by former.py.
-"""
+"""Groups returned to a closed consumer: the next consumer gets them, and the last return frees the bridge."""
 
 import weakref
 from collections.abc import Iterable

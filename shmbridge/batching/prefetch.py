@@ -1,12 +1,8 @@
 """Forms batches ahead of the iteration, in a separate thread.
 
-Used by iteration.py.
-
 A signal handler may raise in any method, or call `stop` while another method runs. So there is no Python lock
-here, only queues in C and flags. A batch lost in transit is destroyed, and its records are handed out
-again.
-
-For the same reason the thread is a Joined (segments/helper_threads.py).
+here, only queues in C and flags, and the thread is a Joined (segments/helper_threads.py). A batch lost in
+transit is destroyed, and its records are handed out again.
 """
 
 import contextlib
@@ -45,9 +41,7 @@ class Prefetcher:
         self._thread = Joined(self._form_ahead, "shmbridge-prefetch")
 
     def start(self) -> None:
-        """Has the thread started, without waiting. The code that will stop it must hold this object by
-        then.
-        """
+        """Starts the thread, without waiting. The code that will stop it must hold this object by then."""
         self._thread.begin(self._ready.put)  # an error goes to the thread in next()
 
     def _form_ahead(self) -> None:

@@ -1,8 +1,4 @@
-"""Groups that are committed and in no batch yet, counted by producer.
-
-Used by the consumer, its control server, and, as `Consumer.queue`, by programs that serve batches to others.
-Any thread.
-"""
+"""Groups that are committed and in no batch yet, counted by producer. Any thread."""
 
 import time
 from collections import Counter
@@ -45,9 +41,7 @@ class GroupQueue:
         return waiting + self._taken(producer_id)
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """Returns, per producer id, whether a living process holds its lane, and its groups. One pass over
-        the lanes.
-        """
+        """Returns, per producer id, whether its process lives, and its groups. One pass over the lanes."""
         waiting, live = Counter[str](), set()
         for lane in self._lanes:
             waiting[lane.producer_id] += lane.waiting

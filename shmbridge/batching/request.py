@@ -1,6 +1,6 @@
 """The request for batches: their size, form and largest staleness, checked once and passed on whole."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from shmbridge.batch import Batch, Hold, Layout, MakeBatch, as_batch
@@ -13,9 +13,7 @@ _MOST_PREFETCHED = 1024
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The arguments of Consumer.batches; `max_staleness` is at most what the consumer's off-policy limit
-    allows.
-    """
+    """The arguments of Consumer.batches; `max_staleness` includes the off-policy limit."""
 
     size: Want
     layout: Layout = "packed"
@@ -25,25 +23,15 @@ class BatchRequest:
     prefetch: int = 0
     timeout_s: float | None = None
 
-    @classmethod
-    def checked(
-        cls,
-        size: Want,
-        *,
-        layout: Layout,
-        make: MakeBatch | None,
-        max_staleness: int | None,
-        hold: Hold,
-        prefetch: int,
-        timeout_s: float | None,
-    ) -> Self:
-        """Returns a checked request for an iteration. Raises BadArgument or ValueError."""
-        prefetch, timeout_s = check_count("prefetch", prefetch, 0, _MOST_PREFETCHED), check_timeout(timeout_s)
+    def checked(self) -> Self:
+        """Returns the request for an iteration, with plain numbers. Raises BadArgument or ValueError."""
+        prefetch = check_count("prefetch", self.prefetch, 0, _MOST_PREFETCHED)
+        timeout_s, max_staleness = check_timeout(self.timeout_s), self.max_staleness
         if min(max_staleness or 0, timeout_s or 0) < 0:
             raise ValueError(f"max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
-        check_choice("layout", layout, ("padded", "packed"))
-        check_choice("hold", hold, ("step", "gather", "caller"))
-        return cls(size, layout, make, max_staleness, hold, prefetch, timeout_s)
+        check_choice("layout", self.layout, ("padded", "packed"))
+        check_choice("hold", self.hold, ("step", "gather", "caller"))
+        return replace(self, prefetch=prefetch, timeout_s=timeout_s)
 
     def batch_of(self, groups: list[Group]) -> Batch:
         """Returns the groups as a batch. Raises TypeError if `make` returns no batch."""

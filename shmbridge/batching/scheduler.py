@@ -27,9 +27,7 @@ class Scheduler(Protocol):
 
     @property
     def waits_until_s(self) -> float:
-        """time.monotonic() at which a batch is formed without the groups it still waits for; infinite if it
-        waits for none in particular.
-        """
+        """time.monotonic() until which a batch waits for certain groups; infinite if it waits for none."""
 
     @property
     def formed(self) -> int | None:

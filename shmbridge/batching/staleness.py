@@ -1,6 +1,4 @@
-"""How stale a record is, whether that exceeds a limit, and a bounded histogram. Pure arithmetic on
-versions.
-"""
+"""How stale a record is, whether that exceeds a limit, and a bounded histogram."""
 
 from collections.abc import Iterable
 
@@ -15,9 +13,7 @@ def staleness(stamped: int, current: int) -> int:
 
 
 def is_stale(stamped: int, current: int, max_staleness: int | None) -> bool:
-    """Returns whether a record exceeds the limit. Without a limit none does; an unstamped record never
-    does.
-    """
+    """Returns whether a record exceeds the limit; None is no limit, and an unstamped record never does."""
     return max_staleness is not None and staleness(stamped, current) > max_staleness
 
 
@@ -30,10 +26,7 @@ def staleness_of(stamped: int, current: int) -> str:
 
 
 class StalenessHistogram:
-    """A histogram of the staleness of groups when their batch was handed out.
-
-    One thread counts; any thread may read.
-    """
+    """A histogram of groups' staleness at the hand-out of their batch. One thread counts; any may read."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(LAGS, 0)
@@ -48,8 +41,6 @@ class StalenessHistogram:
             self._largest = max(self._largest, staleness(version, current))
 
     def stats(self) -> dict[str, float]:
-        """Returns `staleness_groups_total{lag}`, the largest staleness, and the groups stamped with an
-        unpublished version.
-        """
+        """Returns `staleness_groups_total{lag}`, the largest staleness, and groups of future versions."""
         lags = {f"staleness_groups_total{{{lag}}}": count for lag, count in self._counts.items()}
         return {**lags, "staleness_max": self._largest, "policy_version_ahead_total": self._ahead}

@@ -1,7 +1,4 @@
-"""The error for a batch that can never be filled, with the numbers and a hint which setting to raise.
-
-Used by former.py.
-"""
+"""The error for a batch that can never be filled, with the numbers and a hint which setting to raise."""
 
 from shmbridge import sizing
 from shmbridge.batching.batch_size import Want
@@ -14,9 +11,7 @@ from shmbridge.record.groups import Group
 def too_big(
     size: Want, here: list[Group], *, complete: int, partial: int, elsewhere: int, stuck: Stuck
 ) -> BatchTooBig:
-    """Returns the error. `here`: groups queued for the batch; `elsewhere`: records its taker holds of earlier
-    batches.
-    """
+    """Returns the error. `here`: groups queued; `elsewhere`: records its taker holds of earlier batches."""
     sizes = [record.extent_bytes for group in here for record in group.records]
     fragments = max((-(-len(group.records) * group.size // group.rows) for group in here), default=1)
     largest = max([*sizes, stuck.wanted_bytes])

@@ -38,9 +38,7 @@ class LoopBell:
             raise
 
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
-        """Returns when there may be work, or after `left_s` or one tick; a cancelled wait leaves nothing
-        behind.
-        """
+        """Returns when there may be work, or after `left_s` or one tick. May be cancelled."""
         with self._closing:
             if self._ends:
                 return
@@ -112,9 +110,7 @@ class LoopBell:
 
 
 def _relay(wait: HubWait, event: Descriptor) -> None:
-    """Runs the relay thread. It keeps the descriptor, so that its number is not reused while it is written
-    to.
-    """
+    """Runs the relay thread, which keeps the descriptor: its number is not reused while it is written to."""
     wait.relay(event.fd)
 
 

@@ -33,9 +33,7 @@ class ControlPlane:
             self._server.look_again()
 
     def env_shares(self) -> Mapping[str, EnvWeight]:
-        """Returns the shares requested by the registered environments, by producer id; an immutable
-        snapshot.
-        """
+        """Returns the shares that environments requested, by producer id; an immutable snapshot."""
         return self._server.shares if self._server is not None else {}
 
     def close(self) -> None:

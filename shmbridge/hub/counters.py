@@ -6,9 +6,7 @@ from shmbridge.segments.placement import MemoryUse
 
 
 def lane_counters(lanes: LaneSet, waiting: Waiting, memory: MemoryUse) -> dict[str, float]:
-    """Returns the counters of all lanes, present and removed, from their own words. Never blocks; any
-    thread.
-    """
+    """Returns the counters of all lanes, present and removed. Never blocks; any thread."""
     total = lanes.counters()
     reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
     return {

@@ -1,8 +1,4 @@
-"""One lane on the consumer's side: its records to take, its counters, and whether its words are still
-trusted.
-
-Used by lanes.py, which finds the lanes.
-"""
+"""One lane on the consumer's side: its records to take, its counters, and its quarantine."""
 
 import logging
 from collections import Counter
@@ -18,9 +14,7 @@ _LOOKS = 8
 
 
 class HubLane:
-    """One adopted lane: its reader, the facts common to its records, whether its producer is dead, and
-    whether the lane is quarantined.
-    """
+    """One adopted lane: its reader, what its records share, whether its producer is dead, its quarantine."""
 
     __slots__ = ("_last_counters", "dead", "lane", "name", "reader", "size")
 
@@ -34,9 +28,7 @@ class HubLane:
 
     @property
     def corrupt(self) -> bool:
-        """Whether the lane is quarantined: its words cannot be true, and nothing is taken from it any
-        more.
-        """
+        """Whether the lane is quarantined: its words cannot be true, and no record is taken from it."""
         return self.reader.untrusted
 
     @property
@@ -51,9 +43,7 @@ class HubLane:
 
     @property
     def held(self) -> int:
-        """Records taken whose memory is not free yet: leased, or with a release deferred for a rank of an
-        earlier hub.
-        """
+        """Records that are leased, or whose release is deferred for a rank of an earlier hub."""
         return self.reader.held + self.reader.put_off
 
     @property
@@ -62,7 +52,7 @@ class HubLane:
         return self.reader.dropped
 
     @property
-    def starves(self) -> bool:
+    def waits_for_space(self) -> bool:
         """Whether its producer waits for room, and there is none yet."""
         wanted = self.reader.wanted_bytes
         if wanted == 0 or self.held + self.dropped == 0 or self.reader.has_room_for(wanted):
@@ -77,20 +67,16 @@ class HubLane:
         try:
             return self.reader.take(Record)
         except header.LaneCorrupt as wrong:
-            self.distrust(str(wrong))  # as text: a logger that keeps the exception would keep frames
+            self.quarantine(str(wrong))  # as text: a logger that keeps the exception would keep frames
             return None
 
-    def distrust(self, why: str) -> None:
-        """Quarantines the lane and says why, once."""
+    def quarantine(self, why: str) -> None:
+        """Takes nothing from the lane any more; counts its lost records and says why, once."""
         if self._last_counters is None:
-            self.quarantine()
+            waiting = self.reader.waiting  # this value and the next may be garbage
+            unreleased = self.reader.undelivered - self.held - self.dropped
+            self._give_up(max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
             log.error("lane of producer %s is quarantined: %s", self.producer_id, why)
-
-    def quarantine(self) -> None:
-        """Takes nothing from the lane any more; counts its lost records and freezes its counters."""
-        waiting = self.reader.waiting  # this value and the next may be garbage
-        unreleased = self.reader.undelivered - self.held - self.dropped
-        self._give_up(max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
 
     def _give_up(self, lost: int) -> None:
         """Counts `lost` records as lost with the lane. From here on its words change no counter."""
@@ -98,9 +84,7 @@ class HubLane:
         self._last_counters = self.counters()
 
     def _look(self) -> tuple[dict[str, Any], int]:
-        """Returns the lane's words and the number of records that can be taken; consistent unless the
-        producer commits between every two reads.
-        """
+        """Returns the lane's words and its number of records to take; consistent unless it never rests."""
         for _ in range(_LOOKS):
             words, waiting = header.lane_counters(self.reader.lane), self.waiting
             if header.lane_counters(self.reader.lane)["tail"] == words["tail"]:

@@ -34,9 +34,7 @@ _THREADS = 5  # death watch, control plane and its socket library's two, prefetc
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Lanes filled by the leased or dropped records of one reader, so that nothing more can come; `live` of
-    them have a living producer.
-    """
+    """Lanes filled by leased or dropped records, so that nothing more can come; `live` producers live."""
 
     lanes: int
     live: int
@@ -70,10 +68,10 @@ class LaneSet:
         self._gone: Counter[str] = Counter()  # counters of removed lanes
         self._counting = closing.lock()  # moves a lane's counters from _lanes to _gone
         self._crowded = False  # there are more lanes than `limit`
-        self._hindered = False  # a limit of this process kept a lane from being opened
+        self._blocked = False  # a limit of this process kept a lane from being opened
         self._ranks_before = False
         self._adopting = closing.lock()
-        self._watch = DeathWatch(self._on_death, self._look_round)
+        self._watch = DeathWatch(self._on_death, self._tick)
 
     def __iter__(self) -> Iterator[HubLane]:
         """Iterates over a snapshot: the death watch may remove lanes."""
@@ -83,12 +81,9 @@ class LaneSet:
         return len(self._lanes)
 
     # -- adopting
-    # --------------------------------------------------------------------------------------------------------
 
     def adopt(self, *, strict: bool = False) -> None:
-        """Adopts every new lane there is room for, oldest first.
-
-        Dead lanes whose records are all taken need no room.
+        """Adopts every new lane there is room for, oldest first; dead lanes without records need none.
 
         A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
         If this process has no descriptor or address space left for a lane, the death watch tries again.
@@ -105,7 +100,7 @@ class LaneSet:
             self.turns.arrivals = arrivals
 
     def _adopt(self, strict: bool) -> None:
-        room, crowded, hindered = self._room(), 0, ""
+        room, crowded, blocked = self._room(), 0, ""
         found: list[tuple[int, str, Mapping, dict[str, Any]]] = []
         try:
             names = segment.lane_names(self.bridge)
@@ -128,11 +123,11 @@ class LaneSet:
             )
             if limit is None:
                 raise
-            hindered = str(limit)
+            blocked = str(limit)
         for _, name, mapping, info in found:
             self._adopt_one(name, mapping, info, strict)
         del found
-        self._say_what_waits(crowded, hindered)
+        self._say_what_waits(crowded, blocked)
 
     def _room(self) -> int:
         """Returns how many more lanes may be adopted."""
@@ -145,18 +140,11 @@ class LaneSet:
         """
         try:
             mapping = segment.open_mapping(name, minimum=header.control_bytes)
-        except ShmPermission as foreign:
-            self._refuse(name, str(foreign))
-            return None
-        info = self._header(name, mapping) if mapping is not None else None
-        return None if mapping is None or info is None else (mapping, info)
-
-    def _header(self, name: str, mapping: Mapping) -> dict[str, Any] | None:
-        try:
-            return header.read_lane(mapping)
-        except header.LaneCorrupt as wrong:
+            info = None if mapping is None else header.read_lane(mapping)
+        except (ShmPermission, header.LaneCorrupt) as wrong:
             self._refuse(name, str(wrong))
             return None
+        return None if mapping is None or info is None else (mapping, info)
 
     def _lock(self, name: str, mapping: Mapping) -> bool:
         """Takes the lane's reader lock; returns False if another consumer holds it.
@@ -207,10 +195,7 @@ class LaneSet:
         self._settle()
 
     def _settle(self) -> None:
-        """Starts taking from just opened lanes and watches their producers.
-
-        Idempotent: the next adoption repeats it.
-        """
+        """Takes from just opened lanes from now on, and watches their producers. Idempotent."""
         for name, (adopted, pid, namespace) in list(self._unsettled.items()):
             self._lanes[name] = adopted
             if not adopted.corrupt:
@@ -224,7 +209,7 @@ class LaneSet:
         self.refused.add(name)
         log.error("lane %s is refused: %s", name, why)
 
-    def _say_what_waits(self, crowded: int, hindered: str) -> None:
+    def _say_what_waits(self, crowded: int, blocked: str) -> None:
         if crowded and not self._crowded:
             log.warning(
                 "%d environments of bridge %r wait for a lane: the consumer takes from %d at once -> raise "
@@ -235,41 +220,35 @@ class LaneSet:
                 self.limit,
                 self.bridge,
             )
-        if hindered and not self._hindered:
+        if blocked and not self._blocked:
             log.error(
                 "bridge %r has %d lanes, and at least one more that waits: %s",
                 self.bridge,
                 len(self._lanes),
-                hindered,
+                blocked,
             )
-        self._crowded, self._hindered = crowded > 0, bool(hindered)
+        self._crowded, self._blocked = crowded > 0, bool(blocked)
 
     @property
-    def _unlisted(self) -> bool:
+    def _has_new_lanes(self) -> bool:
         """Whether lanes have arrived that are not adopted yet."""
-        return self.turns.overtaken
+        return self.turns.has_new_lanes
 
     @property
     def some_wait(self) -> bool:
         """Whether a lane is known that could not be adopted yet."""
-        return self._crowded or self._hindered
+        return self._crowded or self._blocked
 
     # -- taking
-    # --------------------------------------------------------------------------------------------------------
 
     def take(self, call: Call) -> Record | None:
         """Returns the next record, taking lanes in turn; None if no lane has one."""
-        if self._unlisted:
-            self.adopt()
-        record = self.turns.take(True, call)
-        if record is None and self._crowded and self._room():
-            self.adopt()
-            record = self.turns.take(True, call)
-        return record
+        records = self.poll(1, call)
+        return records[0] if records else None
 
     def poll(self, most: int, call: Call = Call.POLL) -> list[Record]:
         """Returns up to `most` records that are there now, taking lanes in turn."""
-        if self._unlisted:
+        if self._has_new_lanes:
             self.adopt()
         records = self.turns.poll(most, True, call)
         if not records and most > 0 and self._crowded and self._room():
@@ -284,7 +263,7 @@ class LaneSet:
     def _on_corrupt(self, reader: lane_reader.LaneReader, why: str) -> None:
         for lane in self:
             if lane.reader is reader:
-                lane.distrust(why)
+                lane.quarantine(why)
 
     def take_backlog(self) -> Iterator[Record]:
         """Yields the records that were committed and un-released when these lanes were adopted."""
@@ -294,17 +273,12 @@ class LaneSet:
                     break  # the lane's words claimed more records than there are
                 yield record
 
-    def readers(self) -> list[lane_reader.LaneReader]:
-        """Returns the readers of the lanes to wait for."""
-        return self.turns.readers()
-
     def ring_all(self) -> None:
         """Wakes every producer that waits for room or for the end of a pause."""
         for lane in self:
             lane.reader.ring()
 
     # -- deaths
-    # --------------------------------------------------------------------------------------------------------
 
     def _on_death(self, name: str) -> None:
         """The producer's lock is free: nothing more will be committed."""
@@ -313,37 +287,32 @@ class LaneSet:
             lane.dead = True
             self._control.ring()
 
-    def _look_round(self) -> bool:
-        """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing any
-        more.
+    def _tick(self) -> bool:
+        """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing.
 
         Returns whether any dead lane, or a rank of an earlier hub, is left for later.
         """
-        if self._unlisted or self._hindered or self._taken or (self._crowded and self._room()):
+        if self._has_new_lanes or self._blocked or self._taken or (self._crowded and self._room()):
             known = len(self._lanes)
             self.adopt()
             if len(self._lanes) != known:
                 # The consumer may sleep, and nothing else wakes it for the new lanes.
                 self._control.ring()
         if self._ranks_before:
-            self._heed_ranks_before()
+            self._apply_ranks_before()
         left = self._ranks_before
         for lane in self:
             if lane.dead:
-                left |= bool(lane.waiting or lane.held or lane.dropped or not self._bury(lane))
+                left |= bool(lane.waiting or lane.held or lane.dropped or not self._remove_dead(lane))
         return left
 
     def look_for_ranks(self) -> None:
-        """Called once this hub's epoch has begun: defers releases from now on while a rank of an earlier hub
-        lives.
-        """
-        self._heed_ranks_before()
+        """Defers releases while a rank of an earlier hub lives; called once this hub's epoch has begun."""
+        self._apply_ranks_before()
         self._watch.nudge()
 
-    def _heed_ranks_before(self) -> None:
-        """Defers releases of redelivered records while a rank of an earlier hub lives; does them once none
-        does.
-        """
+    def _apply_ranks_before(self) -> None:
+        """Defers releases of redelivered records while a rank of an earlier hub lives; does them after."""
         with self._adopting:
             self._ranks_before = membership.ranks_before(self._control)
             for lane in self:
@@ -352,7 +321,7 @@ class LaneSet:
                 else:
                     lane.reader.release_put_off()
 
-    def _bury(self, lane: HubLane) -> bool:
+    def _remove_dead(self, lane: HubLane) -> bool:
         counters = lane.counters()
         try:
             removed, reason, _ = membership.remove_lane(lane.name, with_records=lane.corrupt)
@@ -391,14 +360,10 @@ class LaneSet:
     @property
     def nothing_left(self) -> bool:
         """Whether nothing can be taken, and no lane waits to be adopted."""
-        return not self._unlisted and not self.some_wait and not any(lane.waiting for lane in self)
+        return not (self._has_new_lanes or self.some_wait) and not any(lane.waiting for lane in self)
 
     def tickets(self) -> dict[str, int]:
-        """Returns how many groups each living lane's producer has begun and not put; one system call per
-        lane.
-
-        Any thread.
-        """
+        """Returns per living lane the groups begun and not put; one system call per lane. Any thread."""
         return {
             lane.name: locks.tickets_held(lane.reader.lane.fd)
             for lane in self
@@ -406,7 +371,6 @@ class LaneSet:
         }
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> int:
@@ -419,9 +383,7 @@ class LaneSet:
         return sum(lane.held for lane in self)
 
     def dropped_words(self) -> str:
-        """Returns an error message's words about dropped records that still occupy room; "" if there are
-        none.
-        """
+        """Returns an error message's words about dropped records that occupy room; "" for none."""
         count = sum(lane.dropped for lane in self)
         return (
             f"; {count} records were dropped without release and keep their room: take_back_dropped()"
@@ -430,14 +392,12 @@ class LaneSet:
         )
 
     def stuck(self, held_here: int) -> Stuck | None:
-        """Returns the full lanes, if none can bring anything more until one of the caller's `held_here`
-        records is released; else None.
-        """
+        """Returns the full lanes if only a release of the caller's `held_here` makes room; else None."""
         held = self.held  # read first: a later release shows as room in the lanes
         lanes = [lane for lane in self if not lane.corrupt]
         if all(lane.dead for lane in lanes):
             return None
-        if any(lane.waiting or not (lane.dead or lane.starves) for lane in lanes):
+        if any(lane.waiting or not (lane.dead or lane.waits_for_space) for lane in lanes):
             return None
         if held > held_here:  # leases held elsewhere will end and make room
             return None
@@ -464,24 +424,18 @@ class LaneSet:
         return total
 
     def abandon(self) -> None:
-        """Makes leases still held end without release, whenever they end: the next consumer gets those
-        records again.
-        """
+        """Ends leases without release from now on: the next consumer gets those records again."""
         for lane in self:
             lane.reader.abandoned = True
 
     def unlock(self) -> None:
-        """Gives every lane to the next consumer, even while views of this one live: they can release nothing
-        any more.
-        """
+        """Gives every lane to the next consumer, also while views live: they can release nothing any more."""
         for lane in self:
             if not lane.reader.lane.forked:
                 locks.unlock(lane.reader.lane.fd, LockByte.READER)
 
     def close(self) -> int:
-        """Ends the death watch and drops all lanes; returns how many records are still leased.
-
-        Views keep their lane.
+        """Ends the death watch and drops all lanes but those of views; returns how many records are leased.
 
         A deferred release is no longer done: the next consumer gets the record again.
         """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from shmbridge._ext import header
-from shmbridge.admission.limit import PROMISE_NS, OffPolicyLimit, Promises
+from shmbridge.admission.limit import PROMISE_NS, Promises
 from shmbridge.control import messages
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
@@ -17,9 +17,7 @@ _FULL_FOR_NS = 10_000_000
 
 
 class Admission:
-    """Admits groups. `committed` counts the committed groups whose step is not over; None while they are
-    moved.
-    """
+    """Admits groups. `committed` counts committed groups whose step is not over; None while they move."""
 
     def __init__(self, state: HubState, lanes: LaneSet, committed: Callable[[], int | None]) -> None:
         self._state, self._lanes, self._committed = state, lanes, committed
@@ -54,7 +52,7 @@ class Admission:
             if committed is None or request.lane not in held:
                 return None
             # After the count, so that a step that has just ended is included.
-            most = self._most_groups(self._state.limit)
+            most = self._state.limit.groups(self._state.unpublished)
             if running + committed >= most:
                 self._full = now_ns + _FULL_FOR_NS, steps
                 return None if request.wait else messages.Full(most, running, committed)
@@ -65,15 +63,11 @@ class Admission:
         # Read the version last: it is no older than the count.
         return messages.MayBegin(self._state.hub_epoch, self._state.policy_version, until_ns)
 
-    def _most_groups(self, limit: OffPolicyLimit) -> int:
-        """Returns how many groups may be under way now."""
-        return limit.groups(self._state.unpublished)
-
     def stats(self) -> dict[str, float]:
         """Returns the counters, flat. Any thread."""
         limit = self._state.limit
         return {
-            **({} if limit is None else {"groups_limit": self._most_groups(limit)}),
+            **({} if limit is None else {"groups_limit": limit.groups(self._state.unpublished)}),
             "groups_running": sum(self._lanes.tickets().values()),
             "groups_begun_total": self._begun,
         }

@@ -57,7 +57,7 @@ class HubState:
         self._training_version = -1
         self.steps_ended = 0
 
-    # -- whether it is open ----------------------------------------------------------------------------------
+    # -- whether it is open
 
     @property
     def words(self) -> header.Control:
@@ -110,7 +110,7 @@ class HubState:
         """Makes this process the hub that every participant sees."""
         self.hub_epoch = self.words.begin_epoch(os.getpid(), locks.pid_namespace(), columns)
 
-    # -- the run ---------------------------------------------------------------------------------------------
+    # -- the run
 
     @property
     def run(self) -> Run | None:
@@ -127,7 +127,7 @@ class HubState:
         run, steps_before = self._announced
         return (run.starting_step if run else 0) + steps - steps_before
 
-    # -- versions --------------------------------------------------------------------------------------------
+    # -- versions
 
     @property
     def policy_version(self) -> int:
@@ -172,7 +172,7 @@ class HubState:
             )
         self._training_version = version
 
-    # -- pause and drain -------------------------------------------------------------------------------------
+    # -- pause and drain
 
     @property
     def paused(self) -> bool:
@@ -197,7 +197,5 @@ class HubState:
         self.words.ring()
 
     def say_finished(self) -> None:
-        """Marks the bridge as drained with every learner rank done; ranks can read it after this hub's
-        end.
-        """
+        """Marks the bridge as drained and read by every learner rank; ranks see it after this hub's end."""
         self.words.finish()

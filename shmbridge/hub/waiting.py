@@ -1,7 +1,4 @@
-"""How a hub waits: for a record, sleeping or in an event loop, and for the end of a drain.
-
-Used by the consumer and by the batch former.
-"""
+"""How a hub waits: for a record, sleeping or in an event loop, and for the end of a drain."""
 
 import asyncio
 import time
@@ -29,13 +26,13 @@ class Waiting:
         # Read before the lanes: a lane adopted in between ends the wait.
         arrivals = self._lanes.turns.arrivals
         if (sleep := self._sleep) is not None:
-            sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
+            sleep.wait(self._lanes.turns.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
 
     async def wait_async(self, left_s: float = _LONGEST_WAIT_S) -> None:
         """`wait` for an event loop."""
         if (bell := self._loop_bell or self._hang_loop_bell()) is not None:
             arrivals = self._lanes.turns.arrivals  # as in wait
-            await bell.wait(self._lanes.readers(), arrivals, left_s)
+            await bell.wait(self._lanes.turns.readers(), arrivals, left_s)
 
     @then_close
     def _hang_loop_bell(self) -> LoopBell | None:
@@ -46,9 +43,7 @@ class Waiting:
             return self._loop_bell
 
     def drained(self) -> bool:
-        """Returns whether the bridge is draining and nothing is left. First gives a put under way time to
-        commit.
-        """
+        """Returns whether the bridge drains and nothing is left, after a pause in which puts can commit."""
         if not self._state.draining:
             return False
         time.sleep(_DRAIN_GRACE_S)

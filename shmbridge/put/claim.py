@@ -1,6 +1,4 @@
-"""An open claim: the lane's own memory, to be written in place inside a `with` block. Made by
-Producer.claim.
-"""
+"""An open claim of Producer.claim: the lane's own memory, written in place inside a `with` block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +11,10 @@ from shmbridge.errors import ClaimOpen
 
 
 class Slot(Claim):
-    """`slot[column]` is a writable flat view in the lane, valid until the `with` block ends; `sequence` is
-    set at the commit.
+    """`slot[column]` is a writable flat view in the lane until the `with` block ends; then `sequence` is set.
 
     An exception in the block aborts the claim; leaving the block a second time does nothing. For the
-    producer's thread. Do not write to an array kept beyond the block: its memory then belongs to the
-    consumer.
+    producer's thread. Do not write to an array after the block: its memory is the consumer's then.
     """
 
     def __init__(self, writer: LaneWriter, plan: Plan, publish: Callable[["Slot"], None]) -> None:

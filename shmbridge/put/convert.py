@@ -1,7 +1,6 @@
 """Converts the uncommon values that `put` takes to the forms that C reads, column by column.
 
-Handles tensors, arrays of any layout, maps, text, JSON, Arrow. ColumnForms (_ext/fast_put.pyx) has the
-grammar of a group and calls a Converter; group_errors.py makes the errors.
+ColumnForms (_ext/fast_put.pyx) has the grammar of a group and calls a Converter.
 """
 
 import json
@@ -16,7 +15,7 @@ import numpy as np
 from shmbridge._ext.column import Form, PackedColumn
 from shmbridge._ext.pack import BadValue, row_of
 from shmbridge.errors import InvalidRecord
-from shmbridge.put import group_errors
+from shmbridge.put import group_errors, hints
 from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 
@@ -54,9 +53,7 @@ class Converter:
         )
 
     def convert(self, form: Form, value: Any, group: Any, rows: int) -> Any:
-        """Returns a value in a form that C reads, or its column; None for side data that is not one value a
-        row.
-        """
+        """Returns a value in a form that C reads, or its column; None for side data not one value a row."""
         column = self.table[form.name]
         if _is_empty(value):
             return PackedColumn(form, tag=Tag.EMPTY_MAP if isinstance(value, Mapping) else Tag.EMPTY_LIST)
@@ -64,11 +61,13 @@ class Converter:
             of_atropos = isinstance(group, Mapping) and any(mark in group for mark in _ATROPOS_MARKS)
             return self._json(form, column, value, rows, self._foreign or of_atropos)
         if is_nested(value):
-            raise group_errors.not_to_convert(column, "nested tensor", "unbind()")
+            raise group_errors.not_rows(column, "nested tensor", f"pass {form.name}.unbind()")
         if column.kind is not Kind.SCALAR and type(value).__module__.split(".")[0] == "pyarrow":
-            raise group_errors.not_to_convert(column, f"pyarrow.{type(value).__name__}", "to_pylist()")
+            what = f"pyarrow.{type(value).__name__}"
+            raise group_errors.not_rows(column, what, f"pass {form.name}.to_pylist()")
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-            raise group_errors.not_rows(column, value)
+            hint = hints.for_whole(form.name, column.type_name, value)
+            raise group_errors.not_rows(column, type(value).__name__, hint)
         try:
             if column.kind is Kind.MAP:
                 return _maps(form, column, value)
@@ -125,9 +124,7 @@ class Converter:
         return _texts(form, column, texts)
 
     def _as_text(self, name: str, row: int, value: Any, of_atropos: bool) -> bytes | str:
-        """Returns a value as JSON. A string in an Atropos column is a value, as in its client; elsewhere it
-        is JSON already.
-        """
+        """Returns a value as JSON. A string is JSON already, but a value in an Atropos column."""
         if isinstance(value, (str, bytes)) and not of_atropos:
             return _checked_json(name, row, value)
         try:
@@ -164,9 +161,7 @@ def is_nested(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Returns whether it is (flat array, lengths): a 1-D array and whole numbers. Two float arrays are two
-    rows.
-    """
+    """Returns whether it is (flat array, lengths): a 1-D array and whole numbers, not two float arrays."""
     if not (
         isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1
     ):

@@ -42,7 +42,7 @@ def _written(column: str, group: Any) -> str:
     return next((alias for alias, name in ALIASES.items() if name == column and alias in names), column)
 
 
-# -- the whole group --------------------------------------------------------------------------------------
+# -- the whole group
 
 
 def no_tokens(group: Mapping[str, Any]) -> InvalidRecord:
@@ -80,16 +80,7 @@ def second(name: str, key: str) -> InvalidRecord:
     return InvalidRecord(f"column {name!r} is given twice: as {name!r} and as {key!r}", column=name)
 
 
-# -- one column -------------------------------------------------------------------------------------------
-
-
-def not_rows(column: Column, value: Any) -> InvalidRecord:
-    """A single value in place of rows."""
-    return InvalidRecord(
-        f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}",
-        hint=hints.for_whole(column.name, column.type_name, value),
-        column=column.name,
-    )
+# -- one column
 
 
 def not_of_type(column: Column, wrong: Exception, hint: str = "") -> InvalidRecord:
@@ -99,11 +90,11 @@ def not_of_type(column: Column, wrong: Exception, hint: str = "") -> InvalidReco
     )
 
 
-def not_to_convert(column: Column, what: str, call: str) -> InvalidRecord:
-    """Rows that the caller must convert first, by the given `call`."""
+def not_rows(column: Column, what: str, hint: str) -> InvalidRecord:
+    """A value in place of rows."""
     return InvalidRecord(
         f"column {column.name!r} takes rows of {column.type_name}, not a {what}",
-        hint=f"pass {column.name}.{call}",
+        hint=hint,
         column=column.name,
     )
 

@@ -38,9 +38,7 @@ def column_meant(given: str) -> str:
 
 
 def for_value(column: str, written: str, type_name: str, value: object, reason: str) -> str:
-    """Returns the hint for one value: `column` is its standard name, `written` the caller's key, `reason` the
-    packer's.
-    """
+    """Returns the hint for a value. `written`: the caller's name of `column`; `reason`: the packer's."""
     is_rows = type_name.startswith("list<")
     if "masked" in reason:
         return f"put plain values: {written}.filled(0) where that is meant, or None for a whole row"

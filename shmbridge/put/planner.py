@@ -19,7 +19,8 @@ from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.put.convert import Converter, checked_lengths
-from shmbridge.put.group_errors import as_invalid, as_written
+from shmbridge.put.group_errors import as_invalid as as_invalid
+from shmbridge.put.group_errors import as_written
 from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
@@ -148,18 +149,12 @@ class RecordPlanner:
         self.look(dict.fromkeys(lengths, True))
         return self._fitting(plan)
 
-    def refusal(self, bad: BadValue, group: Any) -> InvalidRecord:
-        """Returns the public error for a value that the packer refused, with the caller's column names;
-        `group` is the argument of put, None if unknown.
-        """
-        return as_invalid(bad, self.table, group)
-
     def _planned(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
         forms = self._foreign_forms if foreign else self.forms
         try:
             plan = forms.plan(group, stamp, (group, foreign), fold_masks)
         except BadValue as bad:
-            raise self.refusal(bad, group) from None
+            raise as_invalid(bad, self.table, group) from None
         except InvalidRecord as wrong:
             raise as_written(wrong, group) from wrong.__cause__
         except BeyondLayout as wrong:
@@ -184,10 +179,7 @@ class RecordPlanner:
 
 
 class Fragments:
-    """Partly put groups of this producer, to refuse fragments that contradict each other.
-
-    For one thread.
-    """
+    """The partly put groups of one producer, to refuse fragments that contradict each other."""
 
     def __init__(self) -> None:
         self._partial: dict[bytes, tuple[int, int]] = {}  # id -> group_size, rows committed

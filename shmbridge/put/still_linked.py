@@ -1,7 +1,4 @@
-"""Checks whether a producer's lane and its control segment were removed by force.
-
-Used by the producer.
-"""
+"""Checks whether a producer's lane and its control segment were removed by force."""
 
 import logging
 

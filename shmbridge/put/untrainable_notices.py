@@ -1,7 +1,4 @@
-"""Warnings in a producer's log, once each, about groups that a learner cannot train with as they are.
-
-Changes and refuses nothing. Used by planner.py and convert.py.
-"""
+"""Warnings in a producer's log, once each, about groups that a learner cannot train with as they are."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -98,9 +95,7 @@ def _is_filled(value: Any) -> bool:
 
 
 def _settings(group: Mapping[str, Any], key: str) -> Iterator[Any]:
-    """Yields a group's values of a sampling setting, from its column and from Atropos' settings of rows, of
-    the record and of the group.
-    """
+    """Yields a group's values of a sampling setting, of its column and of all of Atropos' settings."""
     if key == "temperature" and (column := group.get(key)) is not None:
         yield from column.tolist() if hasattr(column, "tolist") else _rows(column)
     for settings in (

@@ -18,9 +18,9 @@ Looks = list[tuple[RankReader, int]]  # reader, number of the look
 class RankShare:
     """One rank's share of one batch: `groups` of records held in place, and the `manifest` that named them.
 
-    A context manager, which releases the share unless it is left by an exception. The hub is told once all
-    its records are released and no view of them is left. A share dropped without release comes again from
-    next_share if it was not read; else see Rank.take_back_dropped.
+    A context manager, which releases the share unless it is left by an exception. The rank reports it done
+    once all its records are released and no view of them is left. A share dropped without release comes again
+    from next_share if it was not read; else see Rank.take_back_dropped.
     """
 
     def __init__(self, manifest: "Manifest", groups: list[Group]) -> None:
@@ -50,9 +50,7 @@ class RankShare:
 
 
 def lost_of(held: Looks) -> list[bool | None]:
-    """Returns, for each lease that was not released, None while it lives, else whether its record was looked
-    at.
-    """
+    """Returns per un-released lease None while it lives, else whether its record was looked at."""
     return [reader.lost(look) for reader, look in held if reader.holds(look)]
 
 

@@ -1,5 +1,4 @@
-"""The hub's side of learner ranks: forms batches ahead, hands out shares, and keeps their leases until all
-readers are done.
+"""The hub's side of learner ranks: forms batches ahead, deals shares out, keeps leases until all are read.
 
 Locks show which ranks live; share_book.py assigns groups to ranks. The other side is rank.py. Why a rank's
 memory does not change while it reads, even when a hub or a rank dies: docs/adr/0002-ranks.md.
@@ -14,7 +13,7 @@ from shmbridge._ext import header
 from shmbridge.batching.former import BatchFormer
 from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.staleness import is_stale
-from shmbridge.config import check_count
+from shmbridge.config import check_count, deadline_of
 from shmbridge.control.messages import (
     BAD_VALUE,
     NO_MORE_BATCHES,
@@ -47,10 +46,7 @@ DeadRank = Literal["wait", "spread"]
 
 
 class RankServer:
-    """Deals a consumer's batches out to learner ranks, in a separate thread.
-
-    Made by Consumer.serve_ranks.
-    """
+    """Deals a consumer's batches out to learner ranks, in a separate thread. Made by Consumer.serve_ranks."""
 
     def __init__(
         self,
@@ -100,7 +96,6 @@ class RankServer:
             raise
 
     # -- forming batches
-    # --------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -164,9 +159,7 @@ class RankServer:
                 self._withdrawn = self._drained = False
 
     def _takers(self) -> list[int]:
-        """Returns the ranks that a new batch is for: all, including those not here yet; without the dead ones
-        if their work is spread.
-        """
+        """Returns the ranks that a new batch is for: all, without dead ones if their work is spread."""
         everybody = set(range(self.world_size))
         return sorted((everybody - self._dead if self._dead_rank == "spread" else everybody) or everybody)
 
@@ -175,7 +168,6 @@ class RankServer:
         return [rank for rank in range(self.world_size) if locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
 
     # -- answering, in the control plane's thread
-    # -------------------------------------------------------------------------------------
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
         """Returns the rank's next share; None while there is none. Never blocks."""
@@ -305,7 +297,6 @@ class RankServer:
         )
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------
 
     @property
     @then_close
@@ -335,7 +326,7 @@ class RankServer:
         Returns False on timeout, or if no more can come: the consumer was closed, or a batch could not be
         formed (its log says why). Any thread.
         """
-        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_of(timeout_s)
         with self._change:
             while not (self._is_idle() or self._failed or self._stop.is_set() or self._closing.ending):
                 left = deadline - time.monotonic()

@@ -1,7 +1,4 @@
-"""Shares: which learner rank reads which groups of a batch, and which ranks are not done yet.
-
-Used by server.py, under its lock.
-"""
+"""Shares: which learner rank reads which groups of a batch, and which ranks are not done yet."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,8 +10,7 @@ Mode = Literal["sharded", "broadcast"]
 
 
 def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
-    """Deals whole groups out: counts differ by one at most, token sums by as little as that allows; oldest
-    first within a share.
+    """Deals whole groups out, in equal counts (to one) and then about equal tokens; oldest first in a share.
 
     Longest group first, each to the rank with the fewest tokens that still needs a group (the LPT rule of R.
     L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, with a limit on the count).
@@ -55,11 +51,10 @@ class Step:
 
 @dataclass(slots=True)
 class Share:
-    """Groups that the same ranks read.
+    """Groups that the same ranks read: `readers` are the ranks not done yet.
 
-    `readers` are the ranks not done yet; `issued` maps a rank to the incarnation that got the share last.
-
-    `read`: some rank is done with it. Until then the share is never over.
+    `issued` maps a rank to the incarnation that got the share last. Until `read`, when some rank is done with
+    it, the share is never over.
     """
 
     number: int
@@ -109,8 +104,7 @@ class ShareBook:
         self._next_share += 1
 
     def next_for(self, rank: int, member: int, after: int) -> Share | None:
-        """Returns the first share after number `after` that the rank is to read, now issued to `member`; a
-        lost answer is repeated.
+        """Returns the rank's first share after number `after`, now issued to `member`; repeats a lost answer.
 
         Issues nothing to an incarnation that has a successor: its question was under way when it died.
         """
@@ -129,12 +123,9 @@ class ShareBook:
         return None
 
     def done(self, rank: int, member: int, numbers: Iterable[int]) -> list[Group]:
-        """Marks these shares as done by the rank; returns the groups that no rank reads any more.
+        """Marks these shares as done by the rank; returns the groups that no rank reads any more. Idempotent.
 
-        Idempotent.
-
-        Only a reader may do so, and only the incarnation that the share was last issued to: another one may
-        still be reading it.
+        Only for the incarnation that a share was last issued to: another one may still be reading it.
         """
         finished: list[Group] = []
         for share in [self._shares[number] for number in numbers if number in self._shares]:
@@ -173,9 +164,7 @@ class ShareBook:
         self._next_share += 1
 
     def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
-        """Withdraws the batches of which nothing was issued and some group is unfit; returns their groups,
-        oldest first.
-        """
+        """Withdraws unissued batches with an unfit group; returns their groups, oldest first."""
         steps = {share.step.number: share.step for share in self if not share.step.issued}
         unfit_steps = {number: step for number, step in steps.items() if any(map(unfit, step.groups))}
         self._shares = {
@@ -184,9 +173,7 @@ class ShareBook:
         return [group for step in unfit_steps.values() for group in step.groups]
 
     def _end_if_read(self, share: Share) -> list[Group]:
-        """Ends a share that is read and has no readers left; the only way out for groups that were dealt
-        out.
-        """
+        """Ends a share that was read and has no readers left: the only end of groups dealt out."""
         if share.readers or not share.read:
             return []
         del self._shares[share.number]

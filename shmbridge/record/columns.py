@@ -1,6 +1,4 @@
-"""Columns of a record, and the protocol by which an export reads a record. Used by record.py and the
-exports.
-"""
+"""Columns of a record, and the protocol by which an export reads a record."""
 
 from typing import Any, Protocol
 

@@ -1,8 +1,4 @@
-"""Assembles trajectory groups from records: the fragments of one group, put by one producer, become whole
-again.
-
-Reads records' metadata only. Used by the batch former.
-"""
+"""Assembles the fragments of a group, put by one producer, from records; reads only their metadata."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -106,9 +102,7 @@ class GroupAssembler:
             yield self._partial.pop(key)
 
     def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
-        """Removes and yields contradictory groups, and partial ones older than the timeout unless their
-        producer has more records waiting.
-        """
+        """Removes and yields contradictory groups, and old ones unless their producer has records waiting."""
         late = [
             key
             for key, group in self._partial.items()

@@ -1,8 +1,4 @@
-"""A committed trajectory group (or a fragment of one) as its reader sees it: zero-copy columns, Arrow,
-Atropos.
-
-Made by the lanes' readers.
-"""
+"""A committed trajectory group (or a fragment) as its reader sees it: zero-copy columns, Arrow, Atropos."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,18 +69,16 @@ class Record(OneProcess, LeasedRecord):
 
     @property
     def lane_memory(self) -> memoryview:
-        """The whole segment of its lane, read-only, to register memory with a device; it keeps the mapping
-        alive.
+        """The whole segment of its lane, read-only, to register with a device; keeps the mapping, no lease.
 
-        It holds no lease. BufferError in a child of fork.
+        BufferError in a child of fork.
         """
         return memoryview(self.reader.lane).toreadonly()
 
     def map_lane_writable(self) -> None:
-        """Maps its lane's data writable in this process, for a device that cannot register read-only memory;
-        logged, and shown by `inspect`.
+        """Maps its lane's data writable here, for a device that cannot register read-only memory; logs it.
 
-        Never blocks. Raises OSError if the kernel refuses.
+        Shown by `inspect`. Never blocks. Raises OSError if the kernel refuses.
         """
         segment.map_data_writable(self.reader.lane, self.lane_name)
 
@@ -120,9 +114,7 @@ class Record(OneProcess, LeasedRecord):
         return record_batch(self)
 
     def to_scored_data(self) -> dict[str, Any]:
-        """Returns the Atropos ScoredDataGroup this record came from, as a new dict; per-token floats are
-        rounded to float32.
-        """
+        """Returns the Atropos ScoredDataGroup this came from, a new dict; per-token floats are float32."""
         from shmbridge.record.scored_data import scored_data
 
         return scored_data(self)

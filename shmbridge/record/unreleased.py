@@ -1,7 +1,4 @@
-"""The calls that hand records out, and the warning about a record that was handed out and never released.
-
-`_ext.lane_reader.Drops` counts such leases.
-"""
+"""The calls that hand records out, and the warning about a record that was handed out and never released."""
 
 import logging
 import queue
@@ -63,11 +60,7 @@ _INSTEAD = {
 
 
 def say_lost(where: str, number: int, looked_at: bool) -> None:
-    """Warns about the first lease that was dropped without release: which call handed it out, and what to
-    write instead; as a ResourceWarning, and in the log.
-
-    Raises ResourceWarning where warnings are errors.
-    """
+    """Warns of the first lease dropped without release, by log and ResourceWarning (raised if an error)."""
     call, instead = _INSTEAD[Call(number)]
     if looked_at:
         what = (

@@ -576,7 +576,7 @@ MUTATIONS = (
         5,
         "a discarded record is not counted",
         LEASES,
-        "        if reason < DISCARD_REASONS:",
+        "        if discard_of:  # Lease.discard has checked it",
         "        if False:",
         "tests/transport/batching/test_batching.py tests/transport/test_consumer.py",
     ),

@@ -223,7 +223,7 @@ def test_a_producer_whose_lane_is_quarantined_is_told(producer, limited) -> None
     consumer = limited(0, 1)
     producer.put(group())
     for lane in consumer._lanes:
-        lane.distrust("a test says so")
+        lane.quarantine("a test says so")
     with pytest.raises(shmbridge.LaneQuarantined):
         producer.begin_group(timeout_s=5)
 

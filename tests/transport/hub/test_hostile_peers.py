@@ -256,12 +256,12 @@ def test_a_starving_lane_with_words_that_cannot_be_starves(make_producer, make_c
     with pytest.raises(shmbridge.LaneFull):
         producer.put({"tokens": [[1] * 8000]})
     lane = next(iter(consumer._lanes))
-    assert lane.starves
+    assert lane.waits_for_space
     _, slots, *_ = header.lane_geometry(producer.lane_bytes, 64)
     memory = bytes(memoryview(segment.open_mapping(producer.lane_name)))[:TABLE_AT]
     place = slots + 16 if at == "slot" else memory.index(struct.pack("<Q", lane.reader.wanted_bytes))
     scribble(producer.lane_name, place, raw)
-    assert lane.starves
+    assert lane.waits_for_space
     assert len(held) == 2
 
 

@@ -68,11 +68,11 @@ def after(monkeypatch: pytest.MonkeyPatch, of: type, name: str, then: Callable[[
 
 
 def test_a_lane_adopted_between_two_looks_is_not_overlooked(make_producer, consumer, monkeypatch) -> None:
-    adopts, go_on, adopt, unlisted = (
+    adopts, go_on, adopt, has_new = (
         threading.Event(),
         threading.Event(),
         LaneSet._adopt_one,
-        LaneSet._unlisted,
+        LaneSet._has_new_lanes,
     )
 
     def slowly(*args) -> None:
@@ -83,14 +83,14 @@ def test_a_lane_adopted_between_two_looks_is_not_overlooked(make_producer, consu
     def once_adopted(lanes: LaneSet) -> bool:
         if threading.current_thread() is threading.main_thread():
             go_on.set()
-            wait_until(lambda: not lanes.turns.overtaken)
-        return unlisted.fget(lanes)
+            wait_until(lambda: not lanes.turns.has_new_lanes)
+        return has_new.fget(lanes)
 
     monkeypatch.setattr(LaneSet, "_adopt_one", slowly)
     producer = make_producer()
     assert adopts.wait(10)
     producer.put(group())
-    monkeypatch.setattr(LaneSet, "_unlisted", property(once_adopted))
+    monkeypatch.setattr(LaneSet, "_has_new_lanes", property(once_adopted))
     assert consumer.get(timeout_s=0).meta.sequence == 0
 
 
@@ -297,7 +297,7 @@ def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(
     putting = Meanwhile(lambda: [producer.put(records) for _ in range(4)])
     putting()
     batches = consumer.batches(groups=2, hold="caller", timeout_s=10)
-    first, letting_go, starves = next(batches), threading.Event(), HubLane.starves
+    first, letting_go, starves = next(batches), threading.Event(), HubLane.waits_for_space
 
     def starved(lane: HubLane) -> bool:
         if answer := starves.fget(lane):
@@ -305,7 +305,7 @@ def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(
             letting_go.set()
         return answer
 
-    monkeypatch.setattr(HubLane, "starves", property(starved))
+    monkeypatch.setattr(HubLane, "waits_for_space", property(starved))
     assert letting_go.wait(10)
     next(batches).release()
     batches.close()

@@ -21,6 +21,7 @@ import pytest
 import shmbridge
 from shmbridge import errors
 from shmbridge.hub.lanes import LaneSet
+from shmbridge.segments.closing import is_mine
 
 PUT = 4
 PATIENCE_S = 1.0
@@ -482,7 +483,7 @@ def test_a_handler_closes_while_a_batch_is_formed(
     held, real = [], hub._former._chosen.begin_step
 
     def begin_step(groups) -> None:
-        held.append(hub._former.lock_is_mine)
+        held.append(is_mine(hub._former._lock))
         signal.raise_signal(signal.SIGUSR1)
 
     try:
