@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from shmbridge._ext import header
-from shmbridge.segments import membership, segment
+from shmbridge.segments import inventory, segment
 
 _PATIENCE_S = 3.0
 _TICK_S = 0.01
@@ -27,7 +27,7 @@ def unaccounted(bridge: str, patience_s: float = _PATIENCE_S) -> dict[str, int]:
     left: dict[str, int | None] = dict.fromkeys(segment.lane_names(bridge), 0)
     until_s = time.monotonic() + patience_s
     while left:
-        fates = {name: membership.lane_fate(name) for name in left}
+        fates = {name: inventory.lane_info(name) for name in left}
         left = {
             name: fate.unaccounted
             for name, fate in fates.items()
