@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from shmbridge.bench.groups import Form, Group, Shape
+from shmbridge.bench.groups import Form, Group, Shape, flat_columns
 from shmbridge.bench.machine import CORES, LANE_BYTES, Cores
 
 READ_TIMEOUT_S = 30.0  # for one group: after that somebody is dead
@@ -78,11 +78,11 @@ class Writer:
         self.plan = plan
 
     def prepare(self, groups: list[Group]) -> list[Any]:
-        """What `write_one` will be given, once for each group.
+        """What `write_one` will be given, once for each group: its columns as flat arrays.
 
-        Not timed: for the form in which a user of this transport would have it.
+        Not timed: a contender overrides it with the form in which a user of that transport would have groups.
         """
-        return groups
+        return [flat_columns(group) for group in groups]
 
     def write_one(self, group: Any) -> None:
         """Hands over one group. Blocks while the reader has not kept up."""

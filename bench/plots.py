@@ -3,8 +3,10 @@
 Needs matplotlib; knows no JSON file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shmbridge.bench.figures import Figures
@@ -35,6 +37,12 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "lines.solid_capstyle": "round",
 }
+
+
+# lines of a latency plot
+_FIRST = {"linewidth": 2.0, "linestyle": "-"}
+_LAST = {"linewidth": 1.2, "linestyle": (0, (4, 2))}
+_OTHER = {"linewidth": 1.6, "linestyle": (0, (1, 1))}
 
 
 def throughput(rows: Sequence[Figures], labels: Mapping[str, str], path: Path, *, note: str = "") -> None:
@@ -123,7 +131,11 @@ def latency(samples_us: Mapping[str, Sequence[float]], path: Path, *, note: str 
     for name in samples_us:
         cases.setdefault(name.rpartition(": ")[0] or name, []).append(name)
     colors = zip(cases.values(), _colors(len(cases), OURS), strict=True)
-    drawn = [(name, color, _line_of(name, names)) for names, color in colors for name in names]
+    drawn = [
+        (name, color, _FIRST if name == names[0] else _LAST if name == names[-1] else _OTHER)
+        for names, color in colors
+        for name in names
+    ]
     with _figure(
         path,
         "Latency",
@@ -174,56 +186,30 @@ def cpu_per_token(cpu_s_per_million_tokens: Mapping[str, float], path: Path, *, 
         _plain_ticks(axes.xaxis)
 
 
-def _line_of(name: str, names: Sequence[str]) -> dict[str, Any]:
-    return _THICK if name == names[0] else _DASHED if name == names[-1] else _DOTTED
-
-
-_THICK = {"linewidth": 2.0, "linestyle": "-"}
-_DASHED = {"linewidth": 1.2, "linestyle": (0, (4, 2))}
-_DOTTED = {"linewidth": 1.6, "linestyle": (0, (1, 1))}
-
-
-# -- how they look
-# ------------------------------------------------------------------------------------------------------------
-
-
-class _figure:
+@contextmanager
+def _figure(path: Path, title: str, below: str, height: float = 4.6) -> Iterator[Any]:
     """One pair of axes with a title and a line below it; saved at the end of the block, in the format of the
     path's suffix.
     """
+    import matplotlib as mpl
 
-    def __init__(self, path: Path, title: str, below: str, height: float = 4.6) -> None:
-        self._path, self._title, self._below, self._height = path, title, below, height
+    mpl.use("Agg")
+    from matplotlib import pyplot
 
-    def __enter__(self) -> Any:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-
-        self._context = mpl.rc_context(STYLE)
-        self._context.__enter__()
+    with mpl.rc_context(STYLE):
         # labels may stand outside: the saved box grows with them
-        self._figure, axes = pyplot.subplots(figsize=(8.2, self._height))
-        axes.set_title(self._title, loc="left", fontsize=14, fontweight="bold", pad=26)
-        axes.text(
-            0, 1.03, self._below, transform=axes.transAxes, fontsize=9, color=PALE, va="bottom", ha="left"
-        )
-        return axes
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        from matplotlib import pyplot
-
-        if error is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._figure.savefig(
-                self._path,
-                bbox_inches="tight",
-                pad_inches=0.2,
-                metadata={"Date": None} if self._path.suffix == ".svg" else None,
+        figure, axes = pyplot.subplots(figsize=(8.2, height))
+        try:
+            axes.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=26)
+            axes.text(
+                0, 1.03, below, transform=axes.transAxes, fontsize=9, color=PALE, va="bottom", ha="left"
             )
-        pyplot.close(self._figure)
-        self._context.__exit__(None, None, None)
+            yield axes
+            path.parent.mkdir(parents=True, exist_ok=True)
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, bbox_inches="tight", pad_inches=0.2, metadata=metadata)
+        finally:
+            pyplot.close(figure)
 
 
 def _join(*parts: str) -> str:
@@ -241,8 +227,6 @@ def _sorted(rows: Sequence[Figures]) -> list[Figures]:
 
 def _by_size(rows: Sequence[Figures], value: Any) -> tuple[list[int], list[float]]:
     """Sizes and the median of the value at each."""
-    from statistics import median
-
     sizes = sorted({int(row["group_bytes"]) for row in rows})
     return sizes, [median(value(row) for row in rows if row["group_bytes"] == size) for size in sizes]
 

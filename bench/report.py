@@ -100,25 +100,15 @@ def markdown(kept: dict[str, Any], rows: Sequence[Figures], pictures: Sequence[s
         ),
     ]
     absent = kept["not_installed"].items()
-    page += (
-        [
-            (
-                "Not installed, so not measured: "
-                f"{', '.join(f'{_label(name)} ({needs})' for name, needs in absent)}."
-            )
-        ]
-        if absent
-        else []
-    )
+    if absent:
+        lacking = ", ".join(f"{_label(name)} ({needs})" for name, needs in absent)
+        page.append(f"Not installed, so not measured: {lacking}.")
     page += [f"![{_title(name)}]({name})" for name in pictures]
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
         page += [f"## {TITLES.get(group, group[:1].upper() + group[1:])}", _table(mine)]
-        page += (
-            ["More producers than cores: they share them."]
-            if any(row.get("producers_share_cores") for row in mine)
-            else []
-        )
+        if any(row.get("producers_share_cores") for row in mine):
+            page.append("More producers than cores: they share them.")
     return "\n\n".join(filter(None, page)) + "\n"
 
 
@@ -166,7 +156,7 @@ def table_of_measure(rows: Sequence[Figures]) -> str:
         ("consumer CPU", lambda row: f"{row['consumer_cpu_us_per_group']:,.4g} µs"),
         ("CPU per M tokens", lambda row: f"{row['cpu_s_per_million_tokens']:.4g} s"),
     ]
-    return _lines([head for head, _ in columns], [[cell(row) for _, cell in columns] for row in rows], left=1)
+    return _lines([head for head, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
 
 
 def _table(rows: Sequence[Figures]) -> str:
@@ -178,25 +168,19 @@ def _table(rows: Sequence[Figures]) -> str:
         parts.append(table_of_measure(measured))
     if timed:
         heads = ["", "samples", "p50", "p90", "p99", "p99.9", "most"]
-        parts.append(
-            _lines(
-                heads,
-                [
-                    [row["label"], f"{len(row['samples_us']):,}", *_percentiles(row["samples_us"])]
-                    for row in timed
-                ],
-                left=1,
-            )
-        )
+        cells = [
+            [row["label"], f"{len(row['samples_us']):,}", *_percentiles(row["samples_us"])] for row in timed
+        ]
+        parts.append(_lines(heads, cells))
     for names in dict.fromkeys(tuple(_facts(row)) for row in others):
         alike = [row for row in others if tuple(_facts(row)) == names]
         cells = [[row["label"], *map(_value, _facts(row).values())] for row in alike]
         if len(names) > WIDEST:  # facts below each other
             columns = zip(*(cell[1:] for cell in cells), strict=True)
             shown = [[_fact(name), *values] for name, values in zip(names, columns, strict=True)]
-            parts.append(_lines(["", *(row["label"] for row in alike)], shown, left=1))
-            continue
-        parts.append(_lines(["", *map(_fact, names)], cells, left=1))
+            parts.append(_lines(["", *(row["label"] for row in alike)], shown))
+        else:
+            parts.append(_lines(["", *map(_fact, names)], cells))
     return "\n\n".join(parts)
 
 
@@ -227,8 +211,8 @@ def _percentiles(samples: Sequence[float]) -> list[str]:
     ]
 
 
-def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> str:
-    rule = ["---"] * left + ["---:"] * (len(heads) - left)
+def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [heads, rule, *cells])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from shmbridge.bench import contract
 from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
-from shmbridge.bench.groups import Array, Group, flat_columns
+from shmbridge.bench.groups import Array
 
 NAME = "multiprocessing.Queue"
 NEEDS = ()
@@ -39,9 +39,6 @@ class Writer(contract.Writer):
     def __init__(self, address: Any, plan: Plan) -> None:
         super().__init__(address, plan)
         self._queue = address
-
-    def prepare(self, groups: list[Group]) -> list[list[Array]]:
-        return [flat_columns(group) for group in groups]
 
     def write_one(self, group: list[Array]) -> None:
         self._queue.put(group, timeout=READ_TIMEOUT_S)

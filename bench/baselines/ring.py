@@ -89,6 +89,9 @@ class Writer(contract.Writer):
             address["bridge"], env_name=plan.form, lane_bytes=plan.lane_bytes, schema=_schema(plan.checksum)
         )
 
+    def prepare(self, groups: list[Group]) -> list[Group]:
+        return groups
+
     def write_one(self, group: Group) -> None:
         if self._check is not None:
             check = sum(self._check(group[name][0]) for name in self.plan.shape.columns)

@@ -13,7 +13,7 @@ from typing import Any
 from shmbridge.bench import contract
 from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
-from shmbridge.bench.groups import Array, Group, flat_columns
+from shmbridge.bench.groups import Array
 
 NAME = "torch.multiprocessing"
 NEEDS = ("torch",)
@@ -51,9 +51,6 @@ class Writer(contract.Writer):
 
         torch.set_num_threads(1)
         self._queue, self._tensor = address, torch.from_numpy
-
-    def prepare(self, groups: list[Group]) -> list[list[Array]]:
-        return [flat_columns(group) for group in groups]
 
     def write_one(self, group: list[Array]) -> None:
         self._queue.put([self._tensor(column) for column in group], timeout=READ_TIMEOUT_S)

@@ -13,7 +13,7 @@ import zmq
 from shmbridge.bench import contract
 from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
-from shmbridge.bench.groups import Array, Group, flat_columns
+from shmbridge.bench.groups import Array
 
 NAME = "pyzmq ipc"
 NEEDS = ("zmq",)
@@ -48,9 +48,6 @@ class Writer(contract.Writer):
         super().__init__(address, plan)
         self._context, self._socket = _socket(zmq.PUSH, zmq.SNDHWM, plan)
         self._socket.connect(address["endpoint"])
-
-    def prepare(self, groups: list[Group]) -> list[list[Array]]:
-        return [flat_columns(group) for group in groups]
 
     def write_one(self, group: list[Array]) -> None:
         self._socket.send_multipart(group, copy=False)

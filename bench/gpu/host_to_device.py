@@ -22,70 +22,64 @@ ROUNDS = 10
 _PAGE = 4096
 
 
+class _Copies:
+    """Copies of RECORDS records to the device, and their figures."""
+
+    def __init__(self, options: Any) -> None:
+        self.figures, self.clock = Figures(options.out, options.seconds), Clock(options.device)
+        self.tokens = TOKENS[options.size]
+        self.size = RECORDS * self.tokens * 4
+        self._target = torch.empty(RECORDS, self.tokens, dtype=torch.int32, device=options.device)
+
+    def measure(self, what: str, sources: list[torch.Tensor]) -> None:
+        """Adds a figure of copies of one record each."""
+        self.add(what, lambda: self.copy(sources), RECORDS)
+
+    def add(self, what: str, work: Callable[[], object], copies: int) -> None:
+        """Adds a figure of all bytes in so many copies."""
+        rate = gib_per_s(self.size, self.clock.seconds(work, ROUNDS))
+        self.figures.add(what, gib_s=rate, copies=copies, mib=self.size >> 20)
+
+    def copy(self, sources: list[torch.Tensor]) -> None:
+        for row, source in zip(self._target, sources, strict=True):
+            row.copy_(source, non_blocking=True)
+
+
 def main() -> int:
     """0 if everything that this machine can do was measured."""
     options = arguments(__doc__ or "")
-    figures, clock = Figures(options.out, options.seconds), Clock(options.device)
-    tokens = TOKENS[options.size]
-    size = RECORDS * tokens * 4
-    target = torch.empty(RECORDS, tokens, dtype=torch.int32, device=options.device)
-
-    def copy_from(sources: list[torch.Tensor]) -> Callable[[], None]:
-        def copy() -> None:
-            for row, source in zip(target, sources, strict=True):
-                row.copy_(source, non_blocking=True)
-
-        return copy
-
-    pageable = [torch.full((tokens,), number, dtype=torch.int32) for number in range(RECORDS)]
-    figures.add(
-        "pageable memory",
-        gib_s=gib_per_s(size, clock.seconds(copy_from(pageable), ROUNDS)),
-        copies=RECORDS,
-        mib=size >> 20,
-    )
+    copies = _Copies(options)
+    pageable = [torch.full((copies.tokens,), number, dtype=torch.int32) for number in range(RECORDS)]
+    copies.measure("pageable memory", pageable)
     if options.device == "cuda":
-        pinned = [source.pin_memory() for source in pageable]
-        figures.add(
-            "pinned memory",
-            gib_s=gib_per_s(size, clock.seconds(copy_from(pinned), ROUNDS)),
-            copies=RECORDS,
-            mib=size >> 20,
-        )
-    _bridge_rows(options.device, tokens, size, figures, clock, copy_from)
+        copies.measure("pinned memory", [source.pin_memory() for source in pageable])
+    _bridge_rows(options.device, copies)
     return 0
 
 
-def _bridge_rows(
-    device: str, tokens: int, size: int, figures: Figures, clock: Clock, copy_from: Callable[..., Any]
-) -> None:
+def _bridge_rows(device: str, copies: _Copies) -> None:
     """From lanes as they are, from registered lanes, and from a batch's own arrays, registered."""
     import shmbridge
     from shmbridge.bench.gpu.preflight import has_ofd_locks
     from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes
 
     if not has_ofd_locks():
-        figures.add("lanes and batches: not measured, a bridge needs OFD locks")
+        copies.figures.add("lanes and batches: not measured, a bridge needs OFD locks")
         return
     driver = CudaDriver() if device == "cuda" else None
     bridge = f"gpu-copies-{os.getpid()}"
     try:
         with (
             shmbridge.Consumer(bridge) as consumer,
-            shmbridge.Producer(bridge, lane_bytes=2 * size) as producer,
+            shmbridge.Producer(bridge, lane_bytes=2 * copies.size) as producer,
         ):
             for number in range(RECORDS):
-                producer.put({"tokens": [np.full(tokens, number, np.int32)]})
+                producer.put({"tokens": [np.full(copies.tokens, number, np.int32)]})
             groups = consumer.take_groups(groups=RECORDS, timeout_s=30.0)
             assert groups is not None
             records = [record for group in groups for record in group.records]
             views = [_over(record["tokens"].values) for record in records]
-            figures.add(
-                "lane, not registered",
-                gib_s=gib_per_s(size, clock.seconds(copy_from(views), ROUNDS)),
-                copies=RECORDS,
-                mib=size >> 20,
-            )
+            copies.measure("lane, not registered", views)
             if driver is not None:
                 lanes = PinnedLanes(driver)
                 lanes.pin(records[0])
@@ -93,51 +87,32 @@ def _bridge_rows(
                     [_over(part) for part in lanes.cut(record, record["tokens"].values)] for record in records
                 ]
                 what = "lane, registered" if lanes.bytes else "lane, registration refused (see the log)"
-                seconds = clock.seconds(lambda: _copy_pieces(pieces), ROUNDS)
-                figures.add(
-                    what, gib_s=gib_per_s(size, seconds), copies=sum(map(len, pieces)), mib=size >> 20
-                )
+                copies.add(what, lambda: _copy_pieces(pieces), sum(map(len, pieces)))
                 torch.cuda.synchronize()
                 lanes.close()
                 pieces.clear()
             batch = shmbridge.Batch(groups, "packed")
-            _batch_rows(batch, tokens, size, driver, figures, clock, copy_from)
+            _batch_rows(batch, driver, copies)
             batch.release()
             views.clear()
     finally:
         shmbridge.clean(bridge, dry_run=False)
 
 
-def _batch_rows(
-    batch: Any,
-    tokens: int,
-    size: int,
-    driver: Any,
-    figures: Figures,
-    clock: Clock,
-    copy_from: Callable[..., Any],
-) -> None:
+def _batch_rows(batch: Any, driver: Any, copies: _Copies) -> None:
     gathered = batch.tokens
-    sources = list(torch.from_numpy(gathered).view(RECORDS, tokens))
-    figures.add(
-        "batch, not registered",
-        gib_s=gib_per_s(size, clock.seconds(copy_from(sources), ROUNDS)),
-        copies=RECORDS,
-        mib=size >> 20,
-    )
+    sources = list(torch.from_numpy(gathered).view(RECORDS, copies.tokens))
+    copies.measure("batch, not registered", sources)
     if driver is None:
         return
     address = gathered.ctypes.data
     length = -(-gathered.nbytes // _PAGE) * _PAGE
     refused = driver.register(address, length) if address % _PAGE == 0 else -1
     what = f"batch, registration refused ({refused})" if refused else "batch, registered"
-    figures.add(
-        what, gib_s=gib_per_s(size, clock.seconds(copy_from(sources), ROUNDS)), copies=RECORDS, mib=size >> 20
-    )
+    copies.measure(what, sources)
     if not refused:
-        figures.add(
-            "batch, registered: its copies beside a matrix product", hidden=_hidden(copy_from(sources))
-        )
+        hidden = _hidden(lambda: copies.copy(sources))
+        copies.figures.add("batch, registered: its copies beside a matrix product", hidden=hidden)
         torch.cuda.synchronize()
         driver.unregister(address)
 

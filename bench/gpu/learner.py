@@ -55,22 +55,17 @@ def make_model(folder: Path, size: str, seed: int = 0) -> Path:
 
 
 @contextmanager
-def running(bridge: str, model: Path, run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m shmbridge.consumers.grpo` on a bridge; killed at the end of the block, and its bridge
-    cleaned.
+def running(
+    bridge: str, model: Path, run_dir: Path, device: str, groups: int, group_size: int, *flags: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m shmbridge.consumers.grpo` on a bridge, in bfloat16 and without end; killed at the end of the
+    block, and its bridge cleaned.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "shmbridge.consumers.grpo",
-        "--bridge",
-        bridge,
-        "--model",
-        str(model),
-        "--run-dir",
-        str(run_dir),
-    ]
-    process = subprocess.Popen([*command, "--save-every", "100000", *flags], stdout=sys.stderr)
+    command = [sys.executable, "-m", "shmbridge.consumers.grpo", "--bridge", bridge, "--model", str(model)]
+    command += ["--run-dir", str(run_dir), "--steps", "100000", "--save-every", "100000"]
+    command += ["--device", device, "--precision", "bfloat16", "--lr", "1e-6"]
+    command += ["--groups", str(groups), "--group-size", str(group_size), *flags]
+    process = subprocess.Popen(command, stdout=sys.stderr)
     try:
         yield process
     finally:

@@ -77,21 +77,11 @@ def _seen_by_learner(
     model: Path, run_dir: Path, groups: list[dict[str, Any]], options: Any, until: float
 ) -> dict[str, Any]:
     bridge = f"gpu-mismatch-{os.getpid()}"
-    flags = [
-        "--steps",
-        "100000",
-        "--groups",
-        str(GROUPS),
-        "--group-size",
-        str(ROWS[options.size]),
-        "--device",
-        options.device,
-        "--precision",
-        "bfloat16",
-        "--lr",
-        "1e-6",
-    ]
-    with learner.running(bridge, model, run_dir, *flags) as process, shmbridge.Producer(bridge) as producer:
+    rows = ROWS[options.size]
+    with (
+        learner.running(bridge, model, run_dir, options.device, GROUPS, rows) as process,
+        shmbridge.Producer(bridge) as producer,
+    ):
         learner.wait_for_version(producer, process, until)
         first = learner.feed(
             producer, process, run_dir / "metrics.jsonl", 1, lambda n: groups[n % GROUPS], until

@@ -116,20 +116,9 @@ def _install(names: list[str], wheels: Path, environment: dict[str, str]) -> Non
     follows.
     """
     for name in names:
-        pip = [
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--upgrade",
-            "--target",
-            str(SITE),
-        ]
-        subprocess.run(
-            [sys.executable, *pip, "--find-links", str(wheels), name], env=environment, check=False
-        )
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+        places = ["--target", str(SITE), "--find-links", str(wheels)]
+        subprocess.run([*pip, *places, name], env=environment, check=False)
 
 
 def _build(machine: dict[str, Any], environment: dict[str, str], results: dict[str, Any]) -> bool:
@@ -153,26 +142,11 @@ def _part(
     print(f"make gpu: {name}, at most {most_s:.0f} s", flush=True)
     out = WORK / f"{module}.json"
     out.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        f"shmbridge.bench.gpu.{module}",
-        "--device",
-        device,
-        "--size",
-        size,
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, "-m", f"shmbridge.bench.gpu.{module}"]
+    command += ["--device", device, "--size", size, "--out", str(out), "--seconds", str(most_s * 0.8)]
     begun = time.monotonic()
     with open(WORK / f"{module}.log", "w+") as log:
-        process = subprocess.Popen(
-            [*command, "--seconds", str(most_s * 0.8)],
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-            stderr=log,
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stderr=log)
         try:
             code = process.wait(most_s)
             state = "done" if code == 0 else f"failed with {code}"

@@ -18,20 +18,9 @@ def main() -> int:
     options = arguments(__doc__ or "")
     report = options.out.with_suffix(".xml")
     environment = {**os.environ, "SHMBRIDGE_TEST_DEVICE": options.device}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "junit_family=xunit2",
-        f"--junitxml={report}",
-    ]
-    done = subprocess.run(
-        [*command, str(_ROOT / "tests" / "gpu")], cwd=_ROOT, env=environment, stdout=sys.stderr, check=False
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(_ROOT / "tests" / "gpu")]
+    command += ["-o", "junit_family=xunit2", f"--junitxml={report}"]
+    done = subprocess.run(command, cwd=_ROOT, env=environment, stdout=sys.stderr, check=False)
     figures = Figures(options.out, options.seconds)
     cases = list(ElementTree.parse(report).iter("testcase"))
     outcomes = [_outcome(case) for case in cases]

@@ -49,24 +49,9 @@ def main() -> int:
 def _steps(options: Any, model: Path, run_dir: Path, layout: str, until: float) -> dict[str, Any]:
     bridge = f"gpu-training-{os.getpid()}-{layout}"
     groups, rows = BATCH[options.size]
-    flags = [
-        "--steps",
-        "100000",
-        "--groups",
-        str(groups),
-        "--group-size",
-        str(rows),
-        "--batch-layout",
-        layout,
-        "--device",
-        options.device,
-        "--precision",
-        "bfloat16",
-        "--lr",
-        "1e-6",
-    ]
+    flags = "--batch-layout", layout
     with (
-        learner.running(bridge, model, run_dir, *flags) as process,
+        learner.running(bridge, model, run_dir, options.device, groups, rows, *flags) as process,
         shmbridge.Producer(bridge, lane_bytes="64M") as producer,
     ):
         lines = learner.feed(

@@ -53,6 +53,12 @@ class EnvLink:
 
     Opening reserves the lane, which takes milliseconds for each MiB at worst; nothing else here blocks the
     event loop.
+
+    Attributes:
+        run: what the consumer trains, as last reported; another one after a change of consumer.
+        env_id: the environment's number, -1 before it has one; another one where the bridge was made again
+            and the old one was taken.
+        closed: left, or about to be.
     """
 
     def __init__(self, options: LinkOptions, env_name: str) -> None:
@@ -62,11 +68,11 @@ class EnvLink:
         self._control = self._client()
         self._hold = _Hold(options.bridge, self._lane)
         self._registered: Register | None = None
-        self._env_id = -1
+        self.env_id = -1
         self._hub_epoch = 0
-        self._run: Run | None = None
+        self.run: Run | None = None
         self._status: dict[str, Any] = {}
-        self.closed = False  # or about to be
+        self.closed = False
 
     def _client(self) -> AsyncControlClient:
         return AsyncControlClient(self._bridge, role="env", name=self._env_name)
@@ -76,8 +82,8 @@ class EnvLink:
     async def wandb_info(self) -> dict[str, str]:
         """Where to log. Returns once a consumer has announced its run."""
         await self._until(self._ask_run)
-        assert self._run is not None
-        return {"group": self._run.wandb_group, "project": self._run.wandb_project}
+        assert self.run is not None
+        return {"group": self.run.wandb_group, "project": self.run.wandb_project}
 
     async def register(self, wish: Mapping[str, Any]) -> dict[str, Any]:
         """Asks to be admitted. Returns once a consumer has announced its run, and has admitted."""
@@ -90,20 +96,20 @@ class EnvLink:
             producer_id=self._lane.producer_id,
         )
         await self._until(self._ask_admission)
-        assert self._run is not None
+        assert self.run is not None
         return {
             "status": "success",
-            "env_id": self._env_id,
+            "env_id": self.env_id,
             "wandb_name": self._registered.wandb_name,
-            "checkpoint_dir": self._run.checkpoint_dir,
+            "checkpoint_dir": self.run.checkpoint_dir,
             "starting_step": self._status["current_step"],
-            "checkpoint_interval": self._run.save_checkpoint_interval,
-            "num_steps": self._run.num_steps,
+            "checkpoint_interval": self.run.save_checkpoint_interval,
+            "num_steps": self.run.num_steps,
         }
 
     async def info(self) -> dict[str, int]:
         """Returns the batch size and the longest trajectory in tokens; -1 if unknown."""
-        run = self._run
+        run = self.run
         return {
             "batch_size": run.batch_size if run else -1,
             "max_token_len": run.max_token_len if run else -1,
@@ -118,7 +124,7 @@ class EnvLink:
         try:
             if await self._missing_lane() or not await self._still_admitted():
                 return self._status
-            answer = await self._control.request(StatusRequest(self._env_id), ASK_S)
+            answer = await self._control.request(StatusRequest(self.env_id), ASK_S)
         except NoConsumer:
             self._hold.begin("no consumer answers")
         except ShmBridgeError as refused:  # an error of the consumer must not end the environment
@@ -161,18 +167,6 @@ class EnvLink:
         """Whether no new rollouts may begin: there is no consumer, or it asked for none."""
         return bool(self._hold.reason)
 
-    @property
-    def run(self) -> Run | None:
-        """What the consumer trains, as last heard; another one after a change of consumer."""
-        return self._run
-
-    @property
-    def env_id(self) -> int:
-        """The environment's number, -1 before it has one; another one where the bridge was made again and the
-        old one was taken.
-        """
-        return self._env_id
-
     # --- asking -------------------------------------------------------------------------------------------
 
     async def _until(self, ask: Callable[[float], Awaitable[str]]) -> None:
@@ -203,7 +197,7 @@ class EnvLink:
         answer = await self._control.request(RunInfoRequest(), timeout_s)
         if not isinstance(answer, RunInfo) or answer.run is None:
             return "the consumer has announced no run"
-        self._run = answer.run
+        self.run = answer.run
         return ""
 
     async def _ask_admission(self, timeout_s: float) -> str:
@@ -215,7 +209,7 @@ class EnvLink:
         self._registered = msgspec.structs.replace(
             self._registered, env_id=admitted.env_id, wandb_name=admitted.wandb_name
         )
-        self._env_id, self._hub_epoch, self._run = admitted.env_id, admitted.hub_epoch, admitted.run
+        self.env_id, self._hub_epoch, self.run = admitted.env_id, admitted.hub_epoch, admitted.run
         self._status = _status(admitted.current_step)
         return ""
 
@@ -277,7 +271,7 @@ class EnvLink:
         self.closed = True
         await self._lane.flush(flush_s)
         with suppress(ShmBridgeError):  # without a consumer there is none to notify
-            await self._control.request(Goodbye(self._env_id), min(flush_s, ASK_S))
+            await self._control.request(Goodbye(self.env_id), min(flush_s, ASK_S))
         self._control.close()
         await self._lane.close()
 

@@ -239,7 +239,7 @@ class EnvLane:
             self._returned.notify_all()
         return True
 
-    def _replace(self, reason: str) -> bool:
+    def _replace(self, reason: str) -> None:
         if self.is_there:
             self._leave_behind(reason)
         try:
@@ -250,7 +250,7 @@ class EnvLane:
                 "no new lane on bridge %s, again in %.3g s: %s", self._options.bridge, self._retry_s, cannot
             )
             self._retry_s = min(2 * self._retry_s, LONGEST_PAUSE_S)
-            return False
+            return
         self.is_there, self._retry_s = True, 0.5
         log.warning(
             "environment %s goes on in a new lane of bridge %s, as %s",
@@ -258,7 +258,6 @@ class EnvLane:
             self._options.bridge,
             self.producer_id,
         )
-        return True
 
     def _leave_behind(self, reason: str) -> None:
         """Counts what the old lane held; what waits for room in it goes to the new one."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeAlias
@@ -72,7 +73,7 @@ class Attachments:
         self._base = base
         self._sends_upstream = base.BaseEnv._send_scored_data_to_api
         self._seats: WeakKeyDictionary[Any, _Seat] = WeakKeyDictionary()
-        self._class: type[Any] | None = None
+        self.attached_class: type[Any] | None = None
         self._class_options: LinkOptions | None = None
         self._class_changes, self._base_changes = Changes(), Changes()
         self._methods: dict[str, Callable[[Any], Any]] = {
@@ -85,21 +86,17 @@ class Attachments:
             "env_manager": self._runs,
         }
 
-    @property
-    def attached_class(self) -> type[Any] | None:
-        """The class that is attached, if one is."""
-        return self._class
-
     def attach_class(self, env_class: type[Any] | None, options: LinkOptions) -> None:
         """All environments of a class, those that exist and those to come."""
-        if self._class is not None:
+        if self.attached_class is not None:
             raise RuntimeError(
-                f"the environment class {self._class.__name__} is attached already: detach() first"
+                f"the environment class {self.attached_class.__name__} is attached already: detach() first"
             )
         self._answer_sessions()
-        self._class, self._class_options = env_class or self._base.BaseEnv, options
+        env_class = env_class or self._base.BaseEnv
+        self.attached_class, self._class_options = env_class, options
         for name, wrapped in self._methods.items():
-            self._class_changes.replace(self._class, name, wrapped(getattr(self._class, name)))
+            self._class_changes.replace(env_class, name, wrapped(getattr(env_class, name)))
         self._class_changes.replace(self._base.BaseEnv, "__init__", self._begins(self._base.BaseEnv.__init__))
 
     def attach_instance(self, env: Any, options: LinkOptions) -> None:
@@ -121,7 +118,7 @@ class Attachments:
     def detach_class(self) -> None:
         """Environments that start from now on use the rollout server again."""
         self._class_changes.undo()
-        self._class = self._class_options = None
+        self.attached_class = self._class_options = None
         self._leave_sessions()
 
     def detach_instance(self, env: Any) -> Departure:
@@ -156,7 +153,7 @@ class Attachments:
 
     @property
     def _in_use(self) -> bool:
-        return self._class is not None or any(seat.alone for seat in self._seats.values())
+        return self.attached_class is not None or any(seat.alone for seat in self._seats.values())
 
     def _answer_sessions(self) -> None:
         if not self._in_use:
@@ -187,7 +184,7 @@ class Attachments:
 
         @functools.wraps(original)
         def begin(env: Any, *args: Any, **kwargs: Any) -> None:
-            if self._class is None or not isinstance(env, self._class):
+            if self.attached_class is None or not isinstance(env, self.attached_class):
                 original(env, *args, **kwargs)
                 return
             bound = upstream_workarounds.with_its_own_url(original, (env, *args), kwargs)
@@ -201,11 +198,8 @@ class Attachments:
 
         @functools.wraps(original)
         async def ask(env: Any, *args: Any, **kwargs: Any) -> Any:
-            token = _asking.set(self._link(env))
-            try:
+            with _on_behalf_of(self._link(env)):
                 return await original(env, *args, **kwargs)
-            finally:
-                _asking.reset(token)
 
         return ask
 
@@ -236,11 +230,8 @@ class Attachments:
             # A rollout that outlives its environment opens no second lane: it is counted by the first.
             link = seat.link if seat is not None and seat.link is not None else self._link(env)
             if original is not self._sends_upstream:
-                token = _asking.set(link)
-                try:
+                with _on_behalf_of(link):
                     await original(env, scored_data)
-                finally:
-                    _asking.reset(token)
                 return
             groups = scored_data if isinstance(scored_data, list) else [scored_data]
             for group in groups:
@@ -286,6 +277,16 @@ def _kept(task: Any) -> Any:
     _closing.add(task)
     task.add_done_callback(_closing.discard)
     return task
+
+
+@contextmanager
+def _on_behalf_of(link: EnvLink) -> Iterator[None]:
+    """Sessions that BaseEnv opens within the block are answered by this link."""
+    token = _asking.set(link)
+    try:
+        yield
+    finally:
+        _asking.reset(token)
 
 
 async def _all(tasks: list[asyncio.Task[None]]) -> None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from shmbridge.producers.atropos.response_index import Ledger
-from shmbridge.producers.atropos.responses import answers_in
+from shmbridge.producers.atropos.responses import completions_in
 
 if TYPE_CHECKING:
     from shmbridge.producers.atropos.attribute_swaps import Changes
 
-_ledger: ContextVar[Ledger | None] = ContextVar("answers_of_the_calling_worker", default=None)
+_ledger: ContextVar[Ledger | None] = ContextVar("completions_of_the_calling_worker", default=None)
 
 # Ends of the paths that sample; what else an environment asks over HTTP is its own affair.
 _SAMPLING = ("/generate", "/completions")
@@ -28,7 +28,7 @@ _SAMPLING = ("/generate", "/completions")
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """For one worker: what it and its tasks are answered within the block goes into a new ledger."""
+    """For one worker: what it and its tasks receive within the block goes into a new ledger."""
     ledger = Ledger()
     token = _ledger.set(ledger)
     try:
@@ -64,7 +64,7 @@ def _heard_json(original: Callable[..., Any]) -> Callable[..., Any]:
         body = await original(response, *args, **options)
         ledger = _ledger.get()
         if ledger is not None and response.ok and response.url.path.rstrip("/").endswith(_SAMPLING):
-            ledger.note(answers_in(body))
+            ledger.note(completions_in(body))
         return body
 
     return json
@@ -87,7 +87,7 @@ def _heard_create(original: Callable[..., Any]) -> Callable[..., Any]:
         completion = await original(resource, *args, **options)
         if getattr(completion, "oldest_weight_version", None) is not None:
             ours.add(resource._client)
-        ledger.note(answers_in(completion))
+        ledger.note(completions_in(completion))
         return completion
 
     return create

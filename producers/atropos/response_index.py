@@ -1,7 +1,7 @@
 """The responses to one worker, looked up by tokens: by the beginning of a row, or by a run of trained tokens.
 
 Tokens are compared by sums with random weights,
-for all answers in one pass. Used by `shmbridge.producers.atropos.version_stamps`, and filled by
+for all completions in one pass. Used by `shmbridge.producers.atropos.version_stamps`, and filled by
 `shmbridge.producers.atropos.response_hooks`, both in the worker's context.
 """
 
@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shmbridge.producers.atropos.responses import Answer, Span, Tokens
+from shmbridge.producers.atropos.responses import Completion, Span, Tokens
 
-# What stands for a token's version beside versions: said to be unknown, and answers that disagree.
-NOT_KNOWN, ANSWERS_DISAGREE = -1, -2
+# What stands for a token's version beside versions: said to be unknown, and completions that disagree.
+NOT_KNOWN, VERSIONS_DISAGREE = -1, -2
 
-# An answer that was cut is known by so many of its first tokens at least; one that stands in a longer run, or
-# without its end, by so many.
+# Least tokens by which a completion that was cut is recognised by its beginning; and those of one that stands
+# in a longer run, or without its end.
 LONG, SHORT = 16, 4
 
 
 @dataclass(slots=True, eq=False)
 class Heard:
-    """An answer as it is looked up; of its prompt only the length and a sum are kept."""
+    """A completion as it is looked up; of its prompt only the length and a sum are kept."""
 
-    answer: Answer
+    completion: Completion
     start: int = -1  # the length of its prompt; -1 if it is not known
     total: int = 0  # of prompt and output
     # ambiguous: another version gave the same text or tokens
@@ -38,7 +38,7 @@ class Heard:
     @property
     def length(self) -> int:
         """Of its output, in tokens."""
-        return 0 if self.answer.output is None else len(self.answer.output)
+        return 0 if self.completion.output is None else len(self.completion.output)
 
     @property
     def end(self) -> int:
@@ -47,12 +47,12 @@ class Heard:
 
     def versions(self) -> Tokens:
         """Of its output tokens."""
-        output = self.answer.output
+        output = self.completion.output
         assert output is not None
         if self.alike:
-            return np.full(len(output), ANSWERS_DISAGREE, np.int32)
+            return np.full(len(output), VERSIONS_DISAGREE, np.int32)
         versions = np.full(len(output), NOT_KNOWN, np.int32)
-        for version, start, end in self.answer.spans:
+        for version, start, end in self.completion.spans:
             versions[start:end] = version
         return versions
 
@@ -79,7 +79,7 @@ _sums = _Sums()
 
 
 class Ledger:
-    """The answers that one worker got. For one thread: that of its event loop."""
+    """The completions that one worker got. For one thread: that of its event loop."""
 
     def __init__(self) -> None:
         self._heard: list[Heard] = []
@@ -87,44 +87,44 @@ class Ledger:
         self._index: Index | None = None
         self._contradictory = 0
 
-    def note(self, answers: Sequence[Answer]) -> None:
+    def note(self, completions: Sequence[Completion]) -> None:
         """Keeps what a server said; not after `close`."""
         if self._closed:
             return
         self._index = None
         prompt: Tokens | None = None
         of_prompt = 0
-        for answer in answers:
-            self._contradictory += answer.contradicts
-            heard = Heard(replace(answer, prompt=None))  # prompts of many turns are long
-            if answer.prompt is not None and answer.output is not None:
-                if answer.prompt is not prompt:
-                    prompt = answer.prompt
+        for completion in completions:
+            self._contradictory += completion.contradicts
+            heard = Heard(replace(completion, prompt=None))  # prompts of many turns are long
+            if completion.prompt is not None and completion.output is not None:
+                if completion.prompt is not prompt:
+                    prompt = completion.prompt
                     of_prompt = int(_sums.of(prompt).sum())
-                heard.start = len(answer.prompt)
-                heard.total = (of_prompt + int(_sums.of(answer.output, heard.start).sum())) % (1 << 64)
+                heard.start = len(completion.prompt)
+                heard.total = (of_prompt + int(_sums.of(completion.output, heard.start).sum())) % (1 << 64)
             self._heard.append(heard)
 
     def close(self) -> None:
-        """No more answers: the worker has ended."""
+        """No more completions: the worker has ended."""
         self._closed = True
 
     def index(self) -> Index | None:
-        """To look rows up by; None if no answer says anything of versions."""
+        """To look rows up by; None if no completion says anything of versions."""
         if self._index is None and any(
-            each.answer.newest is not None or each.answer.spans for each in self._heard
+            each.completion.newest is not None or each.completion.spans for each in self._heard
         ):
             self._index = Index(self._heard)
         return self._index
 
     def take_contradictory(self) -> int:
-        """How many answers were contradictory since this was last asked."""
+        """How many completions were contradictory since this was last asked."""
         count, self._contradictory = self._contradictory, 0
         return count
 
 
 class Index:
-    """Answers by their tokens."""
+    """Completions by their tokens."""
 
     def __init__(self, heard: Sequence[Heard]) -> None:
         self.heard = heard
@@ -135,20 +135,20 @@ class Index:
         _mark_alike(heard)
 
     def same(self, heard: Heard) -> list[Heard]:
-        """Answers that say of the same tokens the same as one of `fitting`: they fit wherever it does."""
+        """Completions that say of the same tokens the same as one of `fitting`: they fit wherever it does."""
         assert self._outputs is not None
         return self._outputs.same[heard]
 
     def beginnings(self, row: Tokens) -> list[Heard]:
-        """Answers whose prompt and output the row begins with, shorter rows first."""
+        """Completions whose prompt and output the row begins with, shorter rows first."""
         sums = np.cumsum(_sums.of(row))
         fitting = int(np.searchsorted(self._ends, len(row), "right"))
         same = sums[self._ends[:fitting] - 1] == self._totals[:fitting]
         return [self._placeable[at] for at in np.flatnonzero(same)]
 
     def fitting(self, run: Tokens) -> list[tuple[Heard, int]]:
-        """Answers that a run of trained tokens begins with, or is the beginning of, and how many tokens each
-        explains.
+        """Completions that a run of trained tokens begins with, or is the beginning of, and how many tokens
+        each explains.
 
         All of it, all but its last token, or all of the run. Those that explain most, and those that end one
         token before: an environment may have added an end token to one of these.
@@ -169,12 +169,12 @@ class _Outputs:
         self.same: dict[Heard, list[Heard]] = {}
         first: dict[tuple[bytes, tuple[Span, ...], bool], Heard] = {}
         for each in heard:
-            if (output := each.answer.output) is not None:
-                key = output.tobytes(), each.answer.spans, each.alike
+            if (output := each.completion.output) is not None:
+                key = output.tobytes(), each.completion.spans, each.alike
                 self.same.setdefault(first.setdefault(key, each), []).append(each)
         self._sorted = sorted(((key[0], at) for at, key in enumerate(first)))
         self._heard = list(first.values())
-        outputs = [each.answer.output for each in self._heard if each.answer.output is not None]
+        outputs = [each.completion.output for each in self._heard if each.completion.output is not None]
         self._lengths = np.array([len(output) for output in outputs], np.int64)
         shares = [_sums.of(output) for output in outputs]
         self._totals = np.array([share.sum() for share in shares], np.uint64)
@@ -208,7 +208,7 @@ class _Outputs:
 
 
 def _mark_alike(heard: Sequence[Heard]) -> None:
-    """Answers of several versions that a row can be made of equally, though its tokens are found as those of
+    """Marks completions of several versions that fit a row equally, though its tokens are found as those of
     some.
 
     Of one text, or of one that another begins with: rows that environments make of texts have the tokenizer's
@@ -218,19 +218,17 @@ def _mark_alike(heard: Sequence[Heard]) -> None:
     by_text: dict[str, list[Heard]] = defaultdict(list)
     by_output: dict[bytes, list[Heard]] = defaultdict(list)
     for each in heard:
-        if each.answer.text is not None:
-            by_text[each.answer.text.strip()].append(each)
-        if each.answer.output is not None:
-            by_output[each.answer.output.tobytes()].append(each)
+        if each.completion.text is not None:
+            by_text[each.completion.text.strip()].append(each)
+        if each.completion.output is not None:
+            by_output[each.completion.output.tobytes()].append(each)
     for several in by_output.values():
         if len({each.start >= 0 for each in several}) > 1:
             _mark_unless_of_one_version(several)
     begun: list[str] = []  # texts that the next may begin with, the longest last
     for text, several in sorted(by_text.items()):
-        if (
-            len({None if each.answer.output is None else each.answer.output.tobytes() for each in several})
-            > 1
-        ):
+        outputs = [each.completion.output for each in several]
+        if len({None if output is None else output.tobytes() for output in outputs}) > 1:
             _mark_unless_of_one_version(several)
         while begun and not text.startswith(begun[-1]):
             begun.pop()
@@ -241,7 +239,7 @@ def _mark_alike(heard: Sequence[Heard]) -> None:
 
 
 def _mark_unless_of_one_version(several: list[Heard]) -> None:
-    bounds = {(each.answer.oldest, each.answer.newest) for each in several}
+    bounds = {(each.completion.oldest, each.completion.newest) for each in several}
     if len(bounds) > 1 or any(oldest is None or oldest != newest for oldest, newest in bounds):
         for each in several:
             each.alike = True

@@ -1,7 +1,7 @@
-"""Parses the policy versions in an inference server's response into `Answer`s. It supports four formats:
+"""Parses the policy versions in an inference server's response into `Completion`s. It supports four formats:
 `/generate` as vLLM has it for Atropos, with `weight_versions`; `/inference/v1/generate` of vLLM itself; the
 OpenAI API, with `weight_version` and `oldest_weight_version`; SGLang's. Used by
-`shmbridge.producers.atropos.response_hooks`; never raises, whatever the answer is.
+`shmbridge.producers.atropos.response_hooks`; never raises, whatever the response is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END_OF_INT32 = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class Completion:
     """One sampled sequence, and what its server says of it; None: not said."""
 
     prompt: Tokens | None = None
@@ -30,28 +30,26 @@ class Answer:
     oldest: int | None = None  # no token is older
     newest: int | None = None  # no token is newer
     text: str | None = None  # as an environment that is not told tokens may tokenise it
-    contradicts: bool = False  # spans that overlap, or end after the answer does: none is believed
+    contradicts: bool = False  # spans that overlap, or end after the completion does: none is believed
 
 
-UNKNOWN = Answer()
+UNKNOWN = Completion()
 
 
-def answers_in(body: Any) -> list[Answer]:
+def completions_in(body: Any) -> list[Completion]:
     """What a decoded body says, or an object with its fields as attributes.
 
-    One of an unknown form is one answer of which nothing is known.
+    One of an unknown form is one completion of which nothing is known.
 
-    Answers without tokens are left out, and so is what only scored a prompt.
+    Completions without tokens are left out, and so is what only scored a prompt.
     """
     if isinstance(body, (list, tuple)):
-        return [
-            answer for one in body for answer in (_of_sglang(one) if isinstance(one, Mapping) else [UNKNOWN])
-        ]
+        return [_of_sglang(each) if isinstance(each, Mapping) else UNKNOWN for each in body]
     if isinstance(choices := _field(body, "choices"), (list, tuple)):
         return _of_choices(body, choices)
     if not isinstance(body, Mapping):
         return [UNKNOWN]
-    return _of_sglang(body) if "meta_info" in body else _of_generate(body)
+    return [_of_sglang(body)] if "meta_info" in body else _of_generate(body)
 
 
 def token_array(row: Any) -> Tokens | None:
@@ -77,67 +75,68 @@ def token_array(row: Any) -> Tokens | None:
 # --- forms ------------------------------------------------------------------------------------------------
 
 
-def _of_generate(body: Mapping[str, Any]) -> list[Answer]:
+def _of_generate(body: Mapping[str, Any]) -> list[Completion]:
     if body.get("prompt_logprobs") is not None:
         return []
     outputs, said = body.get("token_ids"), body.get("weight_versions")
     if not isinstance(outputs, (list, tuple)):
         return [UNKNOWN]
     newest = _version(body.get("weight_version"))
-    prompt = _prompt(body.get("prompt_token_ids"))
+    prompt = token_array(body.get("prompt_token_ids"))
     if not isinstance(said, (list, tuple)):
         said = [None] * len(outputs)
     if len(said) != len(outputs):
-        return [Answer(contradicts=True) for _ in outputs]
-    return _with_tokens(
-        [_answer(prompt, output, spans, None, newest) for output, spans in zip(outputs, said, strict=True)]
-    )
+        return [Completion(contradicts=True) for _ in outputs]
+    each = zip(outputs, said, strict=True)
+    return _with_tokens([_completion(prompt, output, spans, None, newest) for output, spans in each])
 
 
-def _of_choices(body: Any, choices: list[Any] | tuple[Any, ...]) -> list[Answer]:
+def _of_choices(body: Any, choices: list[Any] | tuple[Any, ...]) -> list[Completion]:
     oldest, newest = _version(_field(body, "oldest_weight_version")), _version(_field(body, "weight_version"))
     if newest is None:
         newest = _version(_field(_field(body, "metadata"), "weight_version"))  # SGLang's place for it
     if oldest is not None and newest is not None:
         oldest, newest = min(oldest, newest), max(oldest, newest)  # a learner may go back to a checkpoint
-    shared = _prompt(_field(body, "prompt_token_ids"))
-    answers = []
+    shared = token_array(_field(body, "prompt_token_ids"))
+    completions = []
     for choice in choices:
-        prompt = shared if shared is not None else _prompt(_field(choice, "prompt_token_ids"))
-        answer = _answer(
+        prompt = shared if shared is not None else token_array(_field(choice, "prompt_token_ids"))
+        completion = _completion(
             prompt, _field(choice, "token_ids"), _field(choice, "weight_versions"), oldest, newest
         )
-        answers.append(replace(answer, text=_text(choice)))
-    return _with_tokens(answers)
+        completions.append(replace(completion, text=_text(choice)))
+    return _with_tokens(completions)
 
 
-def _of_sglang(body: Mapping[str, Any]) -> list[Answer]:
+def _of_sglang(body: Mapping[str, Any]) -> Completion:
     """It names the version at the end, and nothing of what was sampled before an update."""
-    return [Answer(newest=_version(_field(body.get("meta_info"), "weight_version")))]
+    return Completion(newest=_version(_field(body.get("meta_info"), "weight_version")))
 
 
-def _with_tokens(answers: list[Answer]) -> list[Answer]:
-    return [answer for answer in answers if answer.output is None or len(answer.output)]
+def _with_tokens(completions: list[Completion]) -> list[Completion]:
+    return [completion for completion in completions if completion.output is None or len(completion.output)]
 
 
 # --- parts ------------------------------------------------------------------------------------------------
 
 
-def _answer(prompt: Tokens | None, output: Any, said: Any, oldest: int | None, newest: int | None) -> Answer:
-    tokens = None if output is None else token_array(output)
+def _completion(
+    prompt: Tokens | None, output: Any, said: Any, oldest: int | None, newest: int | None
+) -> Completion:
+    tokens = token_array(output)
     if said is None:
         whole = tokens is not None and oldest is not None and oldest == newest
         spans = ((oldest, 0, len(tokens)),) if whole and tokens is not None and oldest is not None else ()
-        return Answer(prompt, tokens, spans, oldest, newest)
+        return Completion(prompt, tokens, spans, oldest, newest)
     if tokens is None:
-        return Answer(prompt, None, (), oldest, newest)
+        return Completion(prompt, None, (), oldest, newest)
     checked = _spans(said, len(tokens))
     if checked is None:
-        return Answer(prompt, tokens, contradicts=True)
+        return Completion(prompt, tokens, contradicts=True)
     if sum(end - start for _, start, end in checked) < len(tokens):
-        return Answer(prompt, tokens, checked, oldest, newest)
+        return Completion(prompt, tokens, checked, oldest, newest)
     versions = [version for version, _, _ in checked]
-    return Answer(prompt, tokens, checked, min(versions, default=None), max(versions, default=None))
+    return Completion(prompt, tokens, checked, min(versions, default=None), max(versions, default=None))
 
 
 def _spans(said: Any, length: int) -> tuple[Span, ...] | None:
@@ -154,10 +153,6 @@ def _spans(said: Any, length: int) -> tuple[Span, ...] | None:
         if (version := _version(_field(each, "version"))) is not None and end > start:
             spans.append((version, start, end))
     return tuple(spans)
-
-
-def _prompt(tokens: Any) -> Tokens | None:
-    return None if tokens is None else token_array(tokens)
 
 
 def _text(choice: Any) -> str | None:

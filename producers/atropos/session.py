@@ -26,22 +26,15 @@ class RolloutSession:
         pass
 
     def get(self, url: str, *, json: Any = None) -> _Response:
-        """Asks one of the routes; the question goes out when the response is entered."""
-        return self._ask(url, json)
-
-    def post(self, url: str, *, json: Any = None) -> _Response:
-        """As `get`: the routes differ by name, not by method."""
-        return self._ask(url, json)
-
-    def _ask(self, url: str, body: Any) -> _Response:
+        """Asks one of the routes; the request is sent when the response is entered."""
         link = self._link
         routes: dict[str, Callable[[], Awaitable[Mapping[str, Any]]]] = {
             "wandb_info": link.wandb_info,
-            "register-env": lambda: link.register(body or {}),
+            "register-env": lambda: link.register(json or {}),
             "info": link.info,
             "status-env": link.status,
-            "scored_data": lambda: _sent(link, [body]),
-            "scored_data_list": lambda: _sent(link, body),
+            "scored_data": lambda: _sent(link, [json]),
+            "scored_data_list": lambda: _sent(link, json),
         }
         route = url.rpartition("/")[2]
         if route not in routes:
@@ -49,6 +42,8 @@ class RolloutSession:
                 f"BaseEnv asks for {url}, which a bridge does not answer; it answers {sorted(routes)}"
             )
         return _Response(routes[route])
+
+    post = get  # routes differ by name, not by method
 
 
 async def _sent(link: EnvLink, groups: Any) -> Mapping[str, Any]:

@@ -2,9 +2,9 @@
 
 A row carries no other origin than its tokens. The lookup first matches a row's beginning, prompt and output
 together, in one pass for all responses; then, for trained tokens still open, responses that begin where a run
-of them begins (an end token cut off or added, a prompt that was tokenised again). Where answers of different
-versions fit equally, none is taken. Used by `shmbridge.producers.atropos.control_link`, in the worker's
-context.
+of them begins (an end token cut off or added, a prompt that was tokenised again). Where completions of
+different versions fit equally, none is taken. Used by `shmbridge.producers.atropos.control_link`, in the
+worker's context.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge.producers.atropos.response_index import (
-    ANSWERS_DISAGREE,
     LONG,
     NOT_KNOWN,
     SHORT,
+    VERSIONS_DISAGREE,
     Heard,
     Index,
     Ledger,
@@ -31,14 +31,14 @@ from shmbridge.producers.atropos.responses import Tokens, token_array
 # What stands in a row of versions until it is looked up, beside what the ledger has there.
 _OPEN = -3
 
-# So many trained tokens may follow an answer of few tokens: end tokens. With more, it was the beginning of
+# So many trained tokens may follow a completion of few tokens: end tokens. With more, it was the beginning of
 # another that is not known.
 _ENDING = 2
 
 _MASKED = -100
 
-CONTRADICTORY = "answers whose spans contradict each other"
-UNCLEAR = "groups with tokens that fit answers of different versions"
+CONTRADICTORY = "completions whose spans contradict each other"
+UNCLEAR = "groups with tokens that fit completions of different versions"
 NOT_TAKEN = "groups whose own token_versions are none"
 
 
@@ -78,7 +78,7 @@ def stamp(group: Mapping[str, Any], ledger: Ledger | None, began: int, now: int)
         return stamping.by_the_group(own, taken)
     if own is not None:
         stamping.unclear[NOT_TAKEN] += 1
-    return stamping.by_answers(ledger)
+    return stamping.by_completions(ledger)
 
 
 class _Stamping:
@@ -105,7 +105,7 @@ class _Stamping:
             oldest, newest = min(oldest, self._bounds[0]), max(newest, self._bounds[1])
         return Stamp(oldest, newest, own)
 
-    def by_answers(self, ledger: Ledger | None) -> Stamp:
+    def by_completions(self, ledger: Ledger | None) -> Stamp:
         index = ledger.index() if ledger is not None else None
         if ledger is not None and (contradictory := ledger.take_contradictory()):
             self.unclear[CONTRADICTORY] += contradictory
@@ -120,7 +120,7 @@ class _Stamping:
             if not self._look_up(index, row, mask, versions):
                 complete = False
                 without += bool((versions == _OPEN).all())
-        if bool((flat == ANSWERS_DISAGREE).any()):
+        if bool((flat == VERSIONS_DISAGREE).any()):
             self.unclear[UNCLEAR] += 1
         known = flat[flat >= 0]
         flat[flat < 0] = NOT_KNOWN
@@ -131,12 +131,12 @@ class _Stamping:
     def _look_up(self, index: Index, row: Tokens, mask: Tokens | None, versions: Tokens) -> bool:
         """Finds what of a row was sampled; whether the version of every trained token is known."""
         stretches = []
-        for answers in _by_start(_believable(index.beginnings(row), mask, len(row)), mask):
-            for heard in answers:
+        for completions in _by_start(_believable(index.beginnings(row), mask, len(row)), mask):
+            for heard in completions:
                 self._place(heard, versions[heard.start :])
-            begin, end, longest = answers[0].start, answers[0].end, answers[-1].end
-            # the rest of a longer answer, or what came after a shorter one
-            versions[end:longest] = ANSWERS_DISAGREE
+            begin, end, longest = completions[0].start, completions[0].end, completions[-1].end
+            # the rest of a longer completion, or what came after a shorter one
+            versions[end:longest] = VERSIONS_DISAGREE
             stretches.append((begin, longest))
         gaps = _gaps(stretches, len(row))
         if all(_is_masked(mask, begin, end) for begin, end in gaps):
@@ -147,7 +147,7 @@ class _Stamping:
         return bool((versions[trained] >= 0).all())
 
     def _search(self, index: Index, run: Tokens, versions: Tokens) -> None:
-        """Answers one after the other, from the beginning of a run."""
+        """Completions one after the other, from the beginning of a run."""
         found: list[tuple[int, list[tuple[Heard, int]]]] = []
         at = believed = 0
         while len(run) - at >= (SHORT if at else 1) and (fits := index.fitting(run[at:])):
@@ -169,37 +169,37 @@ class _Stamping:
                 self._found.add(heard)
                 self._placed.update(index.same(heard))
         fewest, most = min(count for _, count in fits), max(count for _, count in fits)
-        if bool((versions[:fewest] == ANSWERS_DISAGREE).any()):
+        if bool((versions[:fewest] == VERSIONS_DISAGREE).any()):
             # the last token of one, or an end token behind the other
-            versions[fewest:most] = ANSWERS_DISAGREE
+            versions[fewest:most] = VERSIONS_DISAGREE
 
     def _place(self, heard: Heard, versions: Tokens) -> None:
-        """An answer's versions, as far as there is room; what another one says otherwise of a token is
+        """A completion's versions, as far as there is room; what another one says otherwise of a token is
         unclear.
         """
         said = heard.versions()[: len(versions)]
         there = versions[: len(said)]
-        there[:] = np.where((there == _OPEN) | (there == said), said, ANSWERS_DISAGREE)
+        there[:] = np.where((there == _OPEN) | (there == said), said, VERSIONS_DISAGREE)
         self._placed.add(heard)
 
     def _widened(self, index: Index, found: tuple[int, int] | None, without: int) -> tuple[int, int]:
-        """Bounds where some trained token is of unknown version: of all that the worker was answered, if that
+        """Bounds where some trained token is of unknown version: of all that the worker received, if that
         can be all there is.
 
-        A row of which nothing was found can be one of the answers that were found nowhere. Where there are
-        too few of these, or one says nothing of versions, what the learner had published when the worker
+        A row of which nothing was found can be one of the completions that were found nowhere. Where there
+        are too few of these, or one says nothing of versions, what the learner had published when the worker
         began and now are bounds as well.
         """
-        answers = [heard.answer for heard in index.heard]
+        completions = [heard.completion for heard in index.heard]
         elsewhere = sum(heard not in self._placed for heard in index.heard)
-        said = [bound for answer in answers for bound in (answer.oldest, answer.newest) if bound is not None]
-        said += [version for answer in answers for version, _, _ in answer.spans]
+        said = [bound for each in completions for bound in (each.oldest, each.newest) if bound is not None]
+        said += [version for each in completions for version, _, _ in each.spans]
         said += found or ()
         explained = without <= elsewhere
         oldest, newest = min(said), max(said)
-        if not explained or any(answer.oldest is None for answer in answers):
+        if not explained or any(each.oldest is None for each in completions):
             oldest = min(oldest, self._bounds[0])
-        if not explained or any(answer.newest is None for answer in answers):
+        if not explained or any(each.newest is None for each in completions):
             newest = max(newest, self._bounds[1])
         return oldest, newest
 
@@ -247,7 +247,7 @@ def _trained(mask: Tokens | None, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _believable(heard: list[Heard], mask: Tokens | None, length: int) -> list[Heard]:
-    """Without short ones at the end that the row goes on from: those may be how another answer begins,
+    """Without short ones at the end that the row goes on from: those may be how another completion begins,
     too.
     """
     last = max((each.start for each in heard), default=0)
@@ -263,7 +263,7 @@ def _believable(heard: list[Heard], mask: Tokens | None, length: int) -> list[He
 
 
 def _by_start(heard: list[Heard], mask: Tokens | None) -> list[list[Heard]]:
-    """Answers that begin at one place together, shorter first.
+    """Completions that begin at one place together, shorter first.
 
     Of several lengths, the one that fills its run of trained tokens; and those that do so with an end token,
     where they say otherwise.
@@ -271,14 +271,14 @@ def _by_start(heard: list[Heard], mask: Tokens | None) -> list[list[Heard]]:
     by_start: dict[int, list[Heard]] = defaultdict(list)
     for each in heard:
         by_start[each.start].append(each)
-    for start, answers in by_start.items():
-        if answers[0].end < answers[-1].end and (
-            filling := [each for each in answers if _fills_a_run(mask, start, each.end)]
+    for start, completions in by_start.items():
+        if completions[0].end < completions[-1].end and (
+            filling := [each for each in completions if _fills_a_run(mask, start, each.end)]
         ):
             said = filling[0].versions()
             others = [
                 each
-                for each in answers
+                for each in completions
                 if each.end == filling[0].end - 1 and bool((each.versions() != said[:-1]).any())
             ]
             by_start[start] = others + filling

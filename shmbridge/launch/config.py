@@ -4,7 +4,8 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -216,21 +217,17 @@ def nearest(path: str, name: str, known: list[str]) -> str:
 
 def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
     """Yields one line per key, at any depth, that its struct does not have."""
-    if isinstance(value, list):
-        of_list = [args[0] for args in map(get_args, _structs_within(annotation, lists=True)) if args]
-        for index, each in enumerate(value):
-            for inner in of_list:
-                yield from _unknown_keys(each, inner, f"{path}[{index}]")
-        return
-    if not isinstance(value, Mapping):
-        return
-    for struct in _structs_within(annotation, lists=False):
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
-        for key, inner in value.items():
-            if key in fields:
-                yield from _unknown_keys(inner, fields[key], f"{path}.{key}" if path else key)
-            else:
-                yield nearest(path, str(key), list(fields))
+    for part in get_args(annotation) if isinstance(annotation, UnionType) else [annotation]:
+        if isinstance(value, list) and get_origin(part) is list:
+            for index, each in enumerate(value):
+                yield from _unknown_keys(each, get_args(part)[0], f"{path}[{index}]")
+        elif isinstance(value, Mapping) and isinstance(part, type) and issubclass(part, Struct):
+            fields = {field.encode_name: field.type for field in msgspec.structs.fields(part)}
+            for key, inner in value.items():
+                if key in fields:
+                    yield from _unknown_keys(inner, fields[key], f"{path}.{key}" if path else key)
+                else:
+                    yield nearest(path, str(key), list(fields))
 
 
 def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
@@ -258,14 +255,6 @@ def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
         yield from _lost_in_reading(inner, where, seen)
 
 
-def _structs_within(annotation: Any, *, lists: bool) -> list[Any]:
-    """Returns the structs, or the lists, that an annotation allows."""
-    parts = get_args(annotation) if type(annotation).__name__ == "UnionType" else [annotation]
-    if lists:
-        return [part for part in parts if getattr(part, "__origin__", None) is list]
-    return [part for part in parts if isinstance(part, type) and issubclass(part, Struct)]
-
-
 def _by_path(message: str) -> str:
     """Returns msgspec's message with the path first, as in `learner.steps: expected int, got str`."""
     text, _, path = message.partition(" - at ")
@@ -283,7 +272,7 @@ def _kind(value: object) -> str:
 # --- checks beyond types ----------------------------------------------------------------------------------
 
 _ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-RESERVED = ("policy_server", "vllm", "learner", "gateway", "launch")
+SECTIONS = ("policy_server", "vllm", "learner", "gateway")
 
 
 def _check(config: Config) -> None:
@@ -300,23 +289,15 @@ def _check(config: Config) -> None:
         raise BadConfig(
             f"a bridge has one hub: of learner and gateway {both} is given", hint="give exactly one of them"
         )
-    sections: dict[str, PolicyServer | Vllm | Learner | Gateway | Environment | None]
-    sections = {
-        "policy_server": config.policy_server,
-        "vllm": config.vllm,
-        "learner": config.learner,
-        "gateway": config.gateway,
-    }
-    sections |= {
-        f"environments[{index}]": environment for index, environment in enumerate(config.environments)
-    }
+    sections = {name: getattr(config, name) for name in SECTIONS}
+    sections |= {f"environments[{index}]": each for index, each in enumerate(config.environments)}
     for path, section in sections.items():
         for name in section.env if section else ():
             if not name or "=" in name:
                 raise BadConfig(f"{path}.env: {name!r} cannot name a variable", hint="write NAME: value")
     if config.vllm:
         _check_vllm(config.vllm)
-    names: set[str] = set(RESERVED)
+    names: set[str] = {*SECTIONS, "launch"}
     for index, environment in enumerate(config.environments):
         _check_environment(environment, f"environments[{index}]", names)
 

@@ -1,5 +1,6 @@
 """Lists and cleans the shared-memory mount: list_bridges() and clean(). Never touches live segments."""
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from shmbridge.config import check_bridge_name
 from shmbridge.errors import ShmBridgeError, ShmPermission
 from shmbridge.segments import locks, membership, segment
 from shmbridge.segments.locks import LockByte
+from shmbridge.segments.membership import CleanReport as CleanReport
 
 _OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # the end of a producer's id
 
@@ -76,18 +78,6 @@ class BridgeInfo:
         return sum(lane.size_bytes for lane in self.lanes)
 
 
-@dataclass(slots=True)
-class CleanReport:
-    """What clean() removed (or would remove), what it kept and why, and the undelivered records removed or
-    kept with each lane.
-    """
-
-    dry_run: bool
-    removed: list[str] = field(default_factory=list)
-    kept: dict[str, str] = field(default_factory=dict)
-    undelivered: dict[str, int] = field(default_factory=dict)
-
-
 def list_bridges() -> list[BridgeInfo]:
     """Returns all bridges of this user's mount, by name. Never blocks, changes nothing."""
     return [_bridge(name) for name in segment.bridges()]
@@ -127,7 +117,7 @@ def _unreleased(lane: str) -> set[int] | None:
 
 
 def _bridge(name: str) -> BridgeInfo:
-    lanes = [lane for lane in map(_lane, segment.lane_names(name)) if lane is not None]
+    lanes = [lane for lane in map(lane_info, segment.lane_names(name)) if lane is not None]
     mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=header.control_bytes)
     if mapping is None:
         return BridgeInfo(name, None, False, -1, lanes, _weights(name))
@@ -166,24 +156,39 @@ def _weights(bridge: str) -> WeightsInfo | None:
     return WeightsInfo(None if latest is None else latest[0], writer, mapping.size)
 
 
-def _lane(name: str) -> LaneInfo | None:
-    fate = membership.lane_fate(name)
-    if fate is None:
+def lane_info(name: str) -> LaneInfo | None:
+    """Inspects a lane read-only; None if it is gone, or another user's."""
+    try:
+        mapping = segment.open_mapping(name, readonly=True)
+    except ShmPermission:
         return None
-    info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
+    if mapping is None:
+        return None
+    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    writable = locks.is_locked(mapping.fd, LockByte.WRITABLE_DATA)
+    info, held, dropped, records, released = None, 0, 0, 0, 0
+    shown: int | None = 0
+    with contextlib.suppress(header.LaneCorrupt):
+        info = header.read_lane(mapping)
+        held = header.undelivered(mapping)
+        if info:
+            words = header.lane_counters(mapping)
+            dropped, records = words["leases_dropped"], words["tail"]
+        released, shown = header.releases(mapping)
+    said = info or {"producer_id": "", "env_name": "", "pid": 0}
     return LaneInfo(
         name,
-        info["producer_id"],
-        info["env_name"],
-        info["pid"],
-        fate.alive,
-        fate.held,
-        fate.records,
-        fate.size,
-        fate.dropped,
-        fate.released,
-        fate.unaccounted,
-        fate.data_writable,
+        said["producer_id"],
+        said["env_name"],
+        said["pid"],
+        alive,
+        held,
+        records,
+        mapping.size,
+        dropped,
+        released,
+        unaccounted=None if shown is None else shown - released,
+        data_writable=writable,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import posix_ipc
 
 from shmbridge._ext import header
-from shmbridge._ext.mapping import Descriptor, Mapping
+from shmbridge._ext.mapping import Descriptor
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
 from shmbridge.segments import engine_folders, locks, os_limits
 from shmbridge.segments.locks import LockByte
@@ -86,7 +86,7 @@ def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
     except BaseException:
         file.close()
         with contextlib.suppress(OSError):  # created just now, in vain
-            _sweep_control(bridge, SweepReport(), dry_run=False)
+            _sweep_control(bridge, CleanReport(dry_run=False))
         raise
     try:
         control = header.Control(mapping)
@@ -164,27 +164,12 @@ def _leave_late(fd: int, bridge: str, pid: int) -> None:
 
 
 @dataclass(slots=True)
-class LaneFate:
-    """A lane seen from outside: its header, whether its producer lives, the records it holds, and how many of
-    those a hub dropped.
+class CleanReport:
+    """What clean() removed (or would remove), what it kept and why, and the undelivered records removed or
+    kept with each lane.
     """
 
-    name: str
-    alive: bool
-    held: int
-    dropped: int
-    records: int
-    info: dict[str, Any] | None
-    size: int
-    released: int  # as its hub counted them
-    unaccounted: int | None  # released beyond that, as its slots show; None: too busy to tell
-    data_writable: bool  # by a reader, for its GPU
-
-
-@dataclass(slots=True)
-class SweepReport:
-    """The removed and the kept segments, each kept one with its reason."""
-
+    dry_run: bool
     removed: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     undelivered: dict[str, int] = field(default_factory=dict)
@@ -199,29 +184,6 @@ def lane_header(name: str) -> dict[str, Any] | None:
         mapping = open_mapping(name, readonly=True)
         return None if mapping is None else header.read_lane(mapping)
     return None
-
-
-def lane_fate(name: str) -> LaneFate | None:
-    """Inspects a lane read-only; None if it is gone, or another user's."""
-    try:
-        mapping = open_mapping(name, readonly=True)
-    except ShmPermission:
-        return None
-    if mapping is None:
-        return None
-    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
-    writable = locks.is_locked(mapping.fd, LockByte.WRITABLE_DATA)
-    info, held, dropped, records, released = None, 0, 0, 0, 0
-    shown: int | None = 0
-    with contextlib.suppress(header.LaneCorrupt):
-        info = header.read_lane(mapping)
-        held = header.undelivered(mapping)
-        if info:
-            words = header.lane_counters(mapping)
-            dropped, records = words["leases_dropped"], words["tail"]
-        released, shown = header.releases(mapping)
-    unaccounted = None if shown is None else shown - released
-    return LaneFate(name, alive, held, dropped, records, info, mapping.size, released, unaccounted, writable)
 
 
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:
@@ -240,35 +202,29 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         mapping = map_segment(file, size, f"segment {name}", readonly=True) if size else None
         if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):
             return False, "its producer is alive", 0
-        held = 0 if mapping is None else _undelivered(mapping)
-        if held is None and not with_records:
-            return False, "its header cannot be read", 0
+        held = 0
+        try:
+            if mapping is not None:
+                held = header.undelivered(mapping)  # 0 if it never became ready
+        except header.LaneCorrupt:
+            if not with_records:
+                return False, "its header cannot be read", 0
         if held and not with_records:
             return False, f"holds {held} undelivered records", held
         header.fault(b"segment.unlinking")
-        return dry_run or unlink(file.fd, name), "", held or 0
+        return dry_run or unlink(file.fd, name), "", held
     finally:
         locks.unlock(file.fd, LockByte.PRODUCER)  # an error's frames keep the mapping, and so the lock
         file.close()
 
 
-def _undelivered(lane: Mapping) -> int | None:
-    """Returns a dead lane's undelivered records: 0 if it never became ready, None if its header is
-    corrupt.
-    """
-    try:
-        return header.undelivered(lane)
-    except header.LaneCorrupt:
-        return None
-
-
-def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> SweepReport:
+def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> CleanReport:
     """Removes the dead segments of a bridge: lanes without undelivered records (with them, if asked), then
     the rest if there is no participant.
 
     While a consumer lives, undelivered records are never removed: the consumer will take them.
     """
-    report = SweepReport()
+    report = CleanReport(dry_run)
     with_records = with_records and not _has_consumer(bridge)
     for name in lane_names(bridge):
         removed, reason, held = remove_lane(name, with_records=with_records, dry_run=dry_run)
@@ -278,7 +234,7 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
             report.kept[name] = reason
         if held:
             report.undelivered[name] = held
-    _sweep_control(bridge, report, dry_run)
+    _sweep_control(bridge, report)
     dead, kept = engine_folders.remove_dead(bridge, dry_run=dry_run)
     report.removed += dead
     report.kept.update(kept)
@@ -290,7 +246,7 @@ def _has_consumer(bridge: str) -> bool:
     return mapping is not None and locks.is_locked(mapping.fd, LockByte.HUB)
 
 
-def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
+def _sweep_control(bridge: str, report: CleanReport) -> None:
     """Removes control segment, weights and socket directory together, once there is no participant and no
     lane; keeps another user's.
     """
@@ -301,17 +257,17 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
     if name in odd or not (present or (socket_directory(bridge).exists() and directory not in odd)):
         report.kept.update(odd)
         return
-    if report.kept if dry_run else lane_names(bridge):
+    if report.kept if report.dry_run else lane_names(bridge):
         reason = "lanes of the bridge are left"
     else:
         # Recreate a lost control segment for its lock: so no process can join while the rest is removed.
         file = open_segment(name, posix_ipc.O_CREAT)
         try:
             reason = _unused_control(file.fd, name) or (
-                "" if dry_run or not lane_names(bridge) else "lanes of the bridge are left"
+                "" if report.dry_run or not lane_names(bridge) else "lanes of the bridge are left"
             )
-            if not reason and not (dry_run and name in present):
-                _remove_control(file.fd, bridge, {weights, directory} if dry_run else odd)
+            if not reason and not (report.dry_run and name in present):
+                _remove_control(file.fd, bridge, {weights, directory} if report.dry_run else odd)
         finally:
             file.close()
     if reason:

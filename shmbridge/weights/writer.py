@@ -133,12 +133,12 @@ class WeightsWriter(WeightsEnd):
         Raises:
             WeightsMismatch: the tensors are not those of the table (names the first that differs); with
                 `changed_only`, that the segment has no version yet.
-            WeightsBusy: a reader held the slot for too long, or a part of an earlier filling is being
-                WeightsBusy: a reader held the slot for too long, or a shard of an earlier filling is still
-                    being written; the last version stays.
-                ConsumerTaken: two writers began before there was a version, and the other was first.
-                    FillingOver: this writer is writing a version. ShmTooSmall: no room for a first version;
-                    another model's version stays if even its room would not be enough.
+            WeightsBusy: a reader held the slot for too long, or a shard of an earlier filling is still being
+                written; the last version stays.
+            ConsumerTaken: two writers began before there was a version, and the other was first.
+            FillingOver: this writer is writing a version.
+            ShmTooSmall: no room for a first version; another model's version stays if even its room would not
+                be enough.
             ValueError: the version does not rise. LayoutMismatch: as `last_version`.
         """
         version = self._check(version)

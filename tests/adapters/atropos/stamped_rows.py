@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shmbridge.producers.atropos.response_index import Ledger
-from shmbridge.producers.atropos.responses import answers_in
+from shmbridge.producers.atropos.responses import completions_in
 from shmbridge.producers.atropos.version_stamps import Stamp
 
 BEGAN, NOW = 40, 90
@@ -37,7 +37,7 @@ def under(prompt: list[int] | None, output: list[int], version: Any) -> dict[str
 def ledger_of(*bodies: Any) -> Ledger:
     ledger = Ledger()
     for body in bodies:
-        ledger.note(answers_in(body))
+        ledger.note(completions_in(body))
     return ledger
 
 

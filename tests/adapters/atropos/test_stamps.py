@@ -15,7 +15,7 @@ from stamped_rows import BEGAN, LONG, NOW, PROMPT, bounds, column, generated, gr
 
 from shmbridge.producers.atropos import version_stamps
 from shmbridge.producers.atropos.response_index import Ledger
-from shmbridge.producers.atropos.responses import UNKNOWN, Answer, answers_in
+from shmbridge.producers.atropos.responses import UNKNOWN, Completion, completions_in
 from shmbridge.producers.atropos.version_stamps import CONTRADICTORY, NOT_TAKEN, UNCLEAR, stamp
 
 # --- found ------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_the_same_tokens_in_another_order_are_another_answer() -> None:
 def test_a_worker_that_sends_twice_is_answered_in_between() -> None:
     ledger = ledger_of(under(PROMPT, [5], 3))
     assert bounds(stamp(group((PROMPT, [5])), ledger, BEGAN, NOW)) == (3, 3)
-    ledger.note(answers_in(under(PROMPT, [6], 4)))
+    ledger.note(completions_in(under(PROMPT, [6], 4)))
     assert column(stamp({"tokens": [[*PROMPT, 6]]}, ledger, BEGAN, NOW)) == [[-1, -1, -1, 4]]
 
 
@@ -255,7 +255,7 @@ def test_spans_for_another_number_of_answers_are_believed_for_none() -> None:
 def test_after_its_worker_has_ended_a_ledger_hears_nothing_more() -> None:
     ledger = ledger_of(under(PROMPT, [5], 3))
     ledger.close()
-    ledger.note(answers_in(under(PROMPT, [6], 4)))
+    ledger.note(completions_in(under(PROMPT, [6], 4)))
     assert bounds(stamp(group((PROMPT, [5])), ledger, BEGAN, NOW)) == (3, 3)
     assert stamp(group((PROMPT, [6])), ledger, BEGAN, NOW).column is None
 
@@ -330,7 +330,9 @@ def test_rollouts_of_several_turns_under_changing_weights(data: st.DataObject) -
             output = data.draw(words)
             at = data.draw(st.integers(0, len(output)))
             spans = said((version, 0, at), (version + 1, at, len(output)))
-            ledger.note(answers_in(generated([token for part in parts for token in part], (output, spans))))
+            ledger.note(
+                completions_in(generated([token for part in parts for token in part], (output, spans)))
+            )
             versions += [version] * at + [version + 1] * (len(output) - at)
             version += 1
             between = data.draw(words)
@@ -411,18 +413,18 @@ def forms() -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["generate", "vllm", "chat", "chat as JSON", "text"])
 def test_forms_that_name_tokens_and_versions(form: str) -> None:
-    (answer,) = answers_in(forms()[form])
+    (answer,) = completions_in(forms()[form])
     assert (answer.prompt.tolist(), answer.output.tolist()) == (PROMPT, [5, 6])
     assert (answer.spans, answer.oldest, answer.newest) == (((3, 0, 2),), 3, 3)
 
 
 def test_forms_that_name_less() -> None:
-    (sglang,) = answers_in({"choices": [{}], "metadata": {"weight_version": "7"}})
+    (sglang,) = completions_in({"choices": [{}], "metadata": {"weight_version": "7"}})
     assert (sglang.oldest, sglang.newest) == (None, 7)
-    (back,) = answers_in({"choices": [{}], "weight_version": 4, "oldest_weight_version": 9})
+    (back,) = completions_in({"choices": [{}], "weight_version": 4, "oldest_weight_version": 9})
     assert (back.oldest, back.newest) == (4, 9), "a learner that went back to a checkpoint"
-    assert answers_in(object()) == [UNKNOWN]
-    assert answers_in({"completion_ids": [[1]]}) == [UNKNOWN]
-    assert answers_in(generated(PROMPT, ([], []))) == []
-    assert answers_in(generated(PROMPT, ([5], None), prompt_logprobs=[None])) == [], "a prompt was scored"
-    assert isinstance(answers_in({"choices": [{}]})[0], Answer)
+    assert completions_in(object()) == [UNKNOWN]
+    assert completions_in({"completion_ids": [[1]]}) == [UNKNOWN]
+    assert completions_in(generated(PROMPT, ([], []))) == []
+    assert completions_in(generated(PROMPT, ([5], None), prompt_logprobs=[None])) == [], "a prompt was scored"
+    assert isinstance(completions_in({"choices": [{}]})[0], Completion)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stamped_rows import BEGAN, LONG, NOW, PROMPT, bounds, column, group, ledger_of, under
 
 from shmbridge.producers.atropos import response_index
-from shmbridge.producers.atropos.responses import answers_in
+from shmbridge.producers.atropos.responses import completions_in
 from shmbridge.producers.atropos.version_stamps import NOT_TAKEN, UNCLEAR, stamp
 
 
@@ -194,7 +194,7 @@ def test_answers_that_begin_alike_are_not_compared_one_by_one(monkeypatch: pytes
     chance, heard, parts, turns = random.Random(1), response_index.Ledger(), [], 200
     for turn in range(turns):
         output = [*range(20), *(chance.randrange(1000) for _ in range(30))]
-        heard.note(answers_in(under([chance.randrange(1000)], output, turn)))
+        heard.note(completions_in(under([chance.randrange(1000)], output, turn)))
         parts += [[1, 2, 3], output]
     stamped = stamp(group(tuple(parts)), heard, 0, turns)
     assert column(stamped)[0] == [version for turn in range(turns) for version in [-1] * 3 + [turn] * 50]

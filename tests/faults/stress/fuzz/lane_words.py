@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from shmbridge._ext import header
-from shmbridge.segments import membership, segment
+from shmbridge.segments import inventory, segment
 
 _PATIENCE_S = 3.0
 _TICK_S = 0.01
@@ -26,7 +26,7 @@ def differing(bridge: str) -> dict[str, int | None]:
     next hub has come. Whoever looks in between sees the difference larger and never smaller, so one look
     without a difference shows that there is none.
     """
-    fates = {name: membership.lane_fate(name) for name in segment.lane_names(bridge)}
+    fates = {name: inventory.lane_info(name) for name in segment.lane_names(bridge)}
     return {
         name: fate.unaccounted for name, fate in fates.items() if fate is not None and fate.unaccounted != 0
     }
