@@ -3,10 +3,8 @@
     python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
 
 It is the hub of its bridge and trains any Hugging Face causal language model. Run it from the command line,
-or with torchrun once per device. The mathematics is in `learner/train/grpo_update.py`.
-
-The order inside one step is a contract: update, publish the weights, publish their version, save if due,
-release the batches. If the learner is killed before the release, its successor gets the batches again.
+or with torchrun once per device. `learner/train/grpo_update.py` has the mathematics, and
+`learner/train/training_step.py` the order inside one step, which is a contract.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from shmbridge.consumers.learner.train.publishing import PublishWeights, first_v
 from shmbridge.consumers.learner.train.saving import Saver
 from shmbridge.consumers.learner.train.setup import agreed_starting_point, load_learner, registration
 from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
-from shmbridge.consumers.learner.types import Metrics, Refusal, Untrainable
+from shmbridge.consumers.learner.types import Refusal, Untrainable
 from shmbridge.consumers.learner.world import (
     PeerFailed,
     PeerLost,
@@ -112,10 +110,7 @@ def run(config: LearnerConfig, stops: StopSignals) -> None:
 def train(
     config: LearnerConfig, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
-    """Loads the checkpoint, or the model of the configuration; trains; saves.
-
-    Blocks; raises as `run`.
-    """
+    """Loads the checkpoint, or the model of the configuration; trains; saves. Blocks; raises as `run`."""
     bridge, steps = config.run.bridge, config.run.steps
     learner, tokenizer, done = load_learner(source, config, world)
     saver = Saver(config.run_dir / "checkpoints", learner, tokenizer, config.checkpoints.keep, done)
@@ -192,7 +187,9 @@ def learn(
                 metrics = step.make()
             if log is not None:
                 show(metrics)
-            reason = learner.world.broadcast(_enough(learner, config.run.steps, around, metrics))
+            # "" after the last step; None to continue
+            reason = "" if learner.step >= config.run.steps else around.early_stop.reason(metrics)
+            reason = learner.world.broadcast(reason)
         if reason and log is not None:
             say(f"stopped early: {reason}")
         step.finish()  # the hub must still be open to receive the release
@@ -204,11 +201,6 @@ def _waits(bridge: str) -> str:
         "; that batch is not released: with the same options --resume ends at it again, and `shmbridge clean "
         f"{bridge} --yes`, once the environments have ended, throws away all that waits"
     )
-
-
-def _enough(learner: Learner, steps: int, around: RunHooks, metrics: Metrics) -> str | None:
-    """Returns the reason to stop after a step: "" after the last one, None to continue."""
-    return "" if learner.step >= steps else around.early_stop.reason(metrics)
 
 
 if __name__ == "__main__":

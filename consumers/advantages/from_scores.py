@@ -28,21 +28,8 @@ def group_normalised(
 ) -> FloatArray:
     """Returns every row's advantage over its own group: (score - mean) / (std + eps). Never blocks.
 
-    The standard deviation is the population one, as in the reference trainer of Atropos. A group whose scores
-    are all equal, and so a group of one, gets exactly 0. A row that is not usable, or whose score is not
-    finite or beyond 1e37, gets 0 and is excluded from its group's mean and deviation.
-
-    Args:
-        scores: float64 (B,), outcome reward of each row, in the environment's unit.
-        group_index: int (B,), ordinal of each row's group, 0 .. G-1 in any order.
-        usable: bool (B,), rows that carry a score at all; None means all of them.
-        eps: added to the deviation, in the unit of the scores.
-
-    Returns:
-        float32 (B,), dimensionless.
-
-    Raises:
-        ValueError: the arrays disagree in length, or a group index is negative.
+    The deviation is that of the population, as in the reference trainer of Atropos. Arguments, result and
+    errors as `group_advantages`, without its floor.
 
     Source: GRPO, arXiv 2402.03300 (outcome supervision).
     """
@@ -104,20 +91,8 @@ def leave_one_out(
 ) -> FloatArray:
     """Returns every row's score minus the mean score of the others of its group. Never blocks.
 
-    That is n / (n - 1) * (score - mean) in a group of n. A group whose scores are all equal gets exactly 0,
-    and so does a group of one, which has no others. Rows that are not usable, not finite, or beyond 1e37, get
-    0 and are excluded from the mean of the others.
-
-    Args:
-        scores: float64 (B,), outcome reward of each row, in the environment's unit.
-        group_index: int (B,), ordinal of each row's group, 0 .. G-1 in any order.
-        usable: bool (B,), rows that carry a score at all; None means all of them.
-
-    Returns:
-        float32 (B,), in the unit of the scores.
-
-    Raises:
-        ValueError: the arrays disagree in length, or a group index is negative.
+    That is n / (n - 1) * (score - mean) in a group of n, and exactly 0 in a group of one, or of equal scores.
+    Arguments, excluded rows and errors as `group_advantages`; the result has the unit of the scores.
 
     Source: RLOO, arXiv 2402.14740.
     """
@@ -180,15 +155,12 @@ def _equal_scores(
 def spread_to_tokens(
     row_values: npt.ArrayLike, cu_seqlens: npt.ArrayLike, loss_mask: npt.ArrayLike
 ) -> FloatArray:
-    """Gives every trained token the value of its row, every other token 0. Never blocks.
+    """Returns float32 (N,): every trained token has the value of its row, every other 0. Never blocks.
 
     Args:
         row_values: float (B,), one value per row.
         cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
         loss_mask: uint8 or bool (N,), non-zero where a token is trained.
-
-    Returns:
-        float32 (N,).
     """
     lengths = _lengths(cu_seqlens)
     per_token = np.repeat(np.asarray(row_values, dtype=np.float32), lengths)
@@ -207,7 +179,7 @@ def override_rows(
     cu_seqlens: npt.ArrayLike,
     loss_mask: npt.ArrayLike,
 ) -> FloatArray:
-    """Replaces the advantages of the rows whose record carried its own, token by token. Never blocks.
+    """Returns float32 (N,), new: the advantages, replaced in rows whose record has its own. Never blocks.
 
     An environment's own token advantages (process rewards, turn credit) take precedence; rows without the
     column keep the advantages from the scores. Untrained tokens stay 0 either way.
@@ -218,9 +190,6 @@ def override_rows(
         has_own: bool (B,), which rows carried their own.
         cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
         loss_mask: uint8 or bool (N,), non-zero where a token is trained.
-
-    Returns:
-        float32 (N,), a new array.
     """
     lengths = _lengths(cu_seqlens)
     from_record = np.repeat(np.asarray(has_own, dtype=bool), lengths)
@@ -231,7 +200,7 @@ def override_rows(
 def override_tokens(
     advantages: npt.ArrayLike, own: npt.ArrayLike, own_mask: npt.ArrayLike, loss_mask: npt.ArrayLike
 ) -> FloatArray:
-    """Replaces the advantages of the tokens for which a record carried its own, token by token. Never blocks.
+    """Returns float32 (N,), new: the advantages, replaced where a record has a token's own. Never blocks.
 
     As `override_rows`, for records with advantages for only some of their tokens. A record's advantages are
     always numbers (a producer refuses NaN), so a mask says which of them count.
@@ -241,9 +210,6 @@ def override_tokens(
         own: float32 (N,), the records' own; anything where the mask is zero.
         own_mask: uint8 or bool (N,), non-zero where the record's own value counts; 0 is a valid value.
         loss_mask: uint8 or bool (N,), non-zero where a token is trained; all others get 0.
-
-    Returns:
-        float32 (N,), a new array.
 
     Raises:
         ValueError: the arrays disagree in length.
@@ -259,35 +225,26 @@ def override_tokens(
 
 
 def silence_rows(advantages: npt.ArrayLike, silenced: npt.ArrayLike, cu_seqlens: npt.ArrayLike) -> FloatArray:
-    """Sets all advantages of the silenced rows to 0: those whose overrides say `set_advantage_to_zero`.
+    """Returns float32 (N,), new: the advantages, 0 in rows whose overrides say `set_advantage_to_zero`.
 
-    Never blocks.
-
-    Apply it last: it overrides scores, steps and the records' own advantages. The rows' scores still count in
-    the mean of their group.
+    Never blocks. Apply it last: it overrides all others. The rows' scores still count in their group's mean.
 
     Args:
         advantages: float32 (N,), dimensionless.
         silenced: bool (B,), the rows to set to 0.
         cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
-
-    Returns:
-        float32 (N,), a new array.
     """
     quiet = np.repeat(np.asarray(silenced, dtype=bool), _lengths(cu_seqlens))
     return np.where(quiet, np.float32(0.0), np.asarray(advantages, np.float32))
 
 
 def clip_to_range(advantages: npt.ArrayLike, low: float, high: float) -> FloatArray:
-    """Limits every advantage to low .. high. Never blocks.
+    """Returns the advantages limited to low .. high: float32 of the same shape, new. Never blocks.
 
     Args:
         advantages: float32 (N,) or (B,), dimensionless.
         low: smallest value, at most 0, else untrained tokens would get an advantage; -inf: no bound.
         high: largest value, at least 0; inf: no bound.
-
-    Returns:
-        float32 of the same shape, a new array.
 
     Raises:
         ValueError: 0 is not in the range.

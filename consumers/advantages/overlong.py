@@ -1,6 +1,4 @@
-"""DAPO's soft overlong punishment: the penalty for completions that are too long. Pure numpy. `credit.py`
-adds it to the scores before computing advantages.
-"""
+"""DAPO's soft overlong punishment: a penalty on the scores of completions that are too long. Pure numpy."""
 
 from __future__ import annotations
 
@@ -9,8 +7,7 @@ import numpy.typing as npt
 
 
 def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> npt.NDArray[np.float32]:
-    """Returns the value to add to each completion's reward: 0, then falling linearly to -1 over the last
-    `buffer` tokens.
+    """Returns what to add to each completion's reward: 0, then down to -1 over the last `buffer` tokens.
 
     Never blocks.
 
@@ -37,10 +34,7 @@ def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> np
 
 
 def answer_lengths(cu_seqlens: npt.ArrayLike, trained: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Returns int64 (B,): each row's tokens from its first trained one to its end; 0 in a row without trained
-    tokens.
-
-    Never blocks.
+    """Returns int64 (B,): tokens from a row's first trained one to its end, 0 without any. Never blocks.
 
     Args:
         cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.

@@ -24,8 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Steps:
-    """The checked steps of a batch, row after row: every step has a reward and an end, or its row has no ends
-    at all.
+    """The checked steps of a batch, row after row: in each row every step has an end, or none has.
 
     A step's tokens are those from the end of the step before it, or from the row's first token, to its own
     end. In a row without step ends each reward applies to the whole row.
@@ -61,13 +60,8 @@ class Steps:
             ValueError: the columns disagree, or an end lies outside its row or does not rise; it names the
                 row.
         """
-        starts = np.asarray(cu_seqlens, dtype=np.int64)
         reward = np.asarray(rewards, dtype=np.float64)
-        counts = np.asarray(reward_counts, dtype=np.int64)
-        end = np.zeros(0, np.int64) if ends is None else np.asarray(ends, dtype=np.int64)
-        ended = (
-            np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
-        )
+        counts, end, ended, starts = _as_integers(reward_counts, ends, end_counts, cu_seqlens)
         for name, values, per_row in (("step_rewards", reward, counts), ("step_ends", end, ended)):
             if per_row.shape != (starts.size - 1,):
                 raise ValueError(
@@ -101,18 +95,11 @@ class Steps:
         end_counts: npt.ArrayLike | None,
         cu_seqlens: npt.ArrayLike,
     ) -> tuple[Steps, npt.NDArray[np.bool_]]:
-        """Returns the steps of consistent rows, and bool (B,): the inconsistent rows, which get no steps.
+        """Returns the steps of consistent rows, and bool (B,): the others, which get none. Never blocks.
 
-        Never blocks.
-
-        For a learner that must not stop for one bad row. Arguments as `of`, and the same errors if whole
-        columns disagree.
+        For a learner that must not stop for one bad row. Arguments, and errors of whole columns, as `of`.
         """
-        starts, counts = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(reward_counts, dtype=np.int64)
-        ended = (
-            np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
-        )
-        end = np.zeros(0, np.int64) if ends is None else np.asarray(ends, dtype=np.int64)
+        counts, end, ended, starts = _as_integers(reward_counts, ends, end_counts, cu_seqlens)
         rows = np.repeat(np.arange(ended.size), ended)
         outside = (end <= _ends_before(end, rows)) | (end > (starts[1:] - starts[:-1])[rows])
         odd = (ended != counts) & (ended != 0)
@@ -129,6 +116,16 @@ class Steps:
     def rows(self) -> Ints:
         """int64 (S,): the row of each step."""
         return np.repeat(np.arange(self.counts.size), self.counts)
+
+
+def _as_integers(
+    counts: npt.ArrayLike, ends: npt.ArrayLike | None, end_counts: npt.ArrayLike | None, starts: npt.ArrayLike
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Returns the integer columns of steps; absent ends are none in every row."""
+    count = np.asarray(counts, dtype=np.int64)
+    end = np.asarray(() if ends is None else ends, dtype=np.int64)
+    ended = np.zeros_like(count) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
+    return count, end, ended, np.asarray(starts, dtype=np.int64)
 
 
 def _ends_before(ends: Ints, rows: Ints) -> Ints:
@@ -240,9 +237,7 @@ def process_advantages(
 
 
 def _on_their_tokens(worth: npt.NDArray[np.float64], steps: Steps) -> npt.NDArray[np.float64]:
-    """Returns float64 (N,): each token gets the value of its step; 0 after the last end, and in rows without
-    ends.
-    """
+    """Returns float64 (N,): the value of each token's step; 0 after the last end, and where no end is."""
     rows = steps.rows
     has_place = steps.placed[rows]
     ends = (steps.starts[rows] + steps.ends)[has_place]  # rising through the whole batch
@@ -262,8 +257,7 @@ def mixed(
     *,
     weight: float,
 ) -> FloatArray:
-    """Returns (1 - weight) * outcome + weight * process in rows that have process rewards, else the outcome
-    alone.
+    """Returns (1 - weight) * outcome + weight * process in rows with process rewards, else the outcome.
 
     Never blocks.
 

@@ -1,6 +1,6 @@
 """Per-row settings in an environment's JSON: sampling parameters, and rows that must not be trained.
 
-Pure numpy. Used by `training_rows.py`, `left_out.py` and `credit.py`.
+Pure numpy.
 
 Letter: B rows (trajectories).
 """
@@ -68,10 +68,7 @@ _CUTS: dict[str, Callable[[float], bool]] = {
 
 
 def cut_sampling(batch: shmbridge.Batch) -> npt.NDArray[np.bool_]:
-    """Returns bool (B,): rows sampled from a part of the vocabulary, by top_p, top_k or min_p.
-
-    Never blocks.
-    """
+    """Returns bool (B,): rows sampled with top_p, top_k or min_p. Never blocks."""
     cut = np.zeros(len(batch.meta), bool)
     for key, cuts in _CUTS.items():
         by_key = np.zeros(len(batch.meta), bool)
@@ -82,9 +79,7 @@ def cut_sampling(batch: shmbridge.Batch) -> npt.NDArray[np.bool_]:
 
 
 def _narrowest(batch: shmbridge.Batch, key: str) -> Iterator[tuple[int, Any]]:
-    """Yields (row, value) from the widest settings to the narrowest; later values take precedence, as in
-    Atropos' reference trainer.
-    """
+    """Yields (row, value), the widest settings first; later ones win, as in Atropos' reference trainer."""
     for texts in (batch.group_overrides, batch.generation_params, batch.overrides):
         yield from _settings(texts, key)
 

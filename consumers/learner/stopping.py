@@ -1,8 +1,4 @@
-"""Turns SIGINT and SIGTERM into one exception that never interrupts a commit.
-
-Waiting and computing are interrupted at once; a commit (update, publish, release, checkpoint) is finished
-first. Used by the GRPO learner (`grpo.py`).
-"""
+"""Turns SIGINT and SIGTERM into one exception that never interrupts a commit, from update to checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +10,7 @@ from typing import Any
 
 
 class Stopped(BaseException):
-    """The process was asked to stop. Like KeyboardInterrupt it is a BaseException, so that libraries do not
-    swallow it.
-    """
+    """A signal asked the process to stop. A BaseException, so that libraries do not swallow it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -46,17 +40,13 @@ class StopSignals:
         return self._received
 
     def check(self) -> None:
-        """Raises `Stopped` if a signal arrived during a hold, or was raised where Python discards
-        exceptions.
-        """
+        """Raises `Stopped` if a signal came during a hold, or where Python discards exceptions."""
         if self._received is not None:
             raise Stopped(self._received)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Delays signals until the block ends, then raises `Stopped` if one arrived; inside `noted` it does
-        not raise.
-        """
+        """Delays signals until the block ends, then raises `Stopped` if one came, except inside `noted`."""
         with self.noted() as earlier:
             yield
         if not earlier:
@@ -64,9 +54,7 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[bool]:
-        """Records signals in `received` until the block ends, without raising; yields whether they were
-        already delayed.
-        """
+        """Records signals until the block ends, without raising; yields whether they were already delayed."""
         earlier, self._holding = self._holding, True
         try:
             yield earlier

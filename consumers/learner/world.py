@@ -1,7 +1,4 @@
-"""The ranks that train one model together: this process's rank, and the host-side collectives.
-
-For numbers and short texts; `model/sharding.py` handles gradients and parameters. Used by the GRPO learner.
-"""
+"""The ranks that train one model together: this one, and host-side collectives for numbers and texts."""
 
 from __future__ import annotations
 
@@ -88,8 +85,7 @@ class TorchWorld(World):
     """One rank of a torchrun job, between init_process_group and destroy_process_group.
 
     Values go through a separate Gloo group. FSDP2 holds the default group as long as the model exists, so
-    destroying that group does not end its threads; a thread that frees a tensor during interpreter shutdown
-    aborts the process.
+    destroying that one does not end its threads, and a thread that frees a tensor at exit aborts the process.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, machine_size: int, timeout: timedelta) -> None:
@@ -135,10 +131,7 @@ class TorchWorld(World):
         return reduced
 
     def leave(self) -> None:
-        """Destroys the Gloo group; its threads are gone when this returns.
-
-        Call it once; no collective may follow.
-        """
+        """Destroys the Gloo group and its threads. Call it once; no collective may follow."""
         from torch import distributed
 
         distributed.destroy_process_group(self._words)
@@ -238,9 +231,7 @@ def _seen(error: RuntimeError) -> str:
 
 
 def is_of_a_lost_peer(error: RuntimeError) -> bool:
-    """Returns whether an error means that a collective lost a peer; Gloo raises plain RuntimeErrors that
-    contain its file names.
-    """
+    """Returns whether a collective lost a peer; Gloo raises plain RuntimeErrors with its file names."""
     from torch import distributed
 
     text = str(error).lower()

@@ -1,7 +1,5 @@
 """The three aggregations of token values into one number that the losses use.
 
-Used by `named.py` and `ratio.py`.
-
 Letters: N tokens of B sequences, one after the other; sequence b owns cu_seqlens[b] .. cu_seqlens[b + 1].
 """
 
@@ -16,7 +14,7 @@ Mode = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def token_mean(values: Tensor, token_count: int) -> Tensor:
-    """Returns this micro-batch's share of the mean over all trained tokens of the batch.
+    """Returns this micro-batch's share of the mean over all trained tokens of the batch, () float32.
 
     Every token has the same weight, whatever its trajectory's length, and the shares of all micro-batches add
     up to the mean over the batch, so the token budget of a forward pass does not change the gradient.
@@ -24,9 +22,6 @@ def token_mean(values: Tensor, token_count: int) -> Tensor:
     Args:
         values: (n,) float32, one per trained token of this micro-batch.
         token_count: trained tokens of the whole batch; 0 counts as 1.
-
-    Returns:
-        () float32.
 
     Source: DAPO, arXiv 2503.14476 (token-level policy gradient loss).
     """

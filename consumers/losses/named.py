@@ -58,9 +58,9 @@ class PolicyLoss:
         max_tokens: int | None = None,
         answers_only: bool = False,
     ) -> Tensor:
-        """Returns the loss of a batch, or a micro-batch's share of it: lower is better.
+        """Returns the loss of a batch, or a micro-batch's share of it: () float32, lower is better.
 
-        Never blocks; never divides by zero.
+        Never blocks; never divides by zero. Raises ValueError as `share`.
 
         Args:
             logprobs: (N,) float32, nats, under the policy being trained, with gradient.
@@ -80,12 +80,6 @@ class PolicyLoss:
             max_tokens: as in `share`.
             answers_only: sequences contain only trained tokens, taken out of their rows; then the first token
                 counts, too.
-
-        Returns:
-            () float32, dimensionless.
-
-        Raises:
-            ValueError: as `share`.
         """
         values = self.terms(
             logprobs,
@@ -153,7 +147,7 @@ class PolicyLoss:
         max_tokens: int | None = None,
         answers_only: bool = False,
     ) -> Tensor:
-        """Returns the aggregate of all trained tokens' values. Never blocks.
+        """Returns the aggregate of all trained tokens' values: () float32, dimensionless. Never blocks.
 
         Args:
             values: (N,) float32, one per token.
@@ -164,9 +158,6 @@ class PolicyLoss:
                 1.
             max_tokens: for `dr_grpo`: the longest completion allowed, tokens; the same for the whole run.
             answers_only: as in the call.
-
-        Returns:
-            () float32, dimensionless.
 
         Raises:
             ValueError: `dr_grpo` without max_tokens above 0.

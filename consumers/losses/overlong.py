@@ -1,6 +1,4 @@
-"""DAPO's soft overlong punishment for lengths in tensors; the formula is in
-`consumers/advantages/overlong.py`.
-"""
+"""DAPO's soft overlong punishment for lengths in tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +9,5 @@ from shmbridge.consumers.advantages.overlong import overlong_penalty
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Returns the value to add to each completion's reward, (B,) float32 on the device of `lengths`;
-    arguments and errors as `overlong_penalty`.
-    """
+    """Returns `overlong_penalty` of a tensor of lengths, (B,) float32 on its device; the same errors."""
     return torch.from_numpy(overlong_penalty(lengths.cpu().numpy(), max_length, buffer)).to(lengths.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 def clipped_policy_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_dual: float | None = None
 ) -> Tensor:
-    """Returns the clipped surrogate loss of each trained token: lower is better.
+    """Returns the clipped surrogate loss of each trained token: (n,) float32, lower is better.
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at most -clip_dual * A.
     Without clip_dual the loss of a token with a tiny sampler probability and a negative advantage is
@@ -29,9 +29,6 @@ def clipped_policy_loss(
             tokens room to grow.
         clip_dual: the ratio above which a negative advantage has no gradient, above 1; None: no bound.
 
-    Returns:
-        (n,) float32.
-
     Source: GRPO, arXiv 2402.03300; the two separate bounds: DAPO, arXiv 2503.14476 (clip-higher); clip_dual:
     dual-clip PPO, arXiv 1912.09729, equation 5 (verl's `clip_ratio_c`).
     """
@@ -43,9 +40,7 @@ def clipped_policy_loss(
 
 
 def clip_sides(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Returns two bool (n,): the tokens that `clipped_policy_loss` clips at the lower and at the upper bound;
-    same arguments.
-    """
+    """Returns bool (n,) twice: tokens that `clipped_policy_loss` clips low, and high; same arguments."""
     return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
 
 
@@ -67,8 +62,7 @@ def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 def cispo_policy_loss(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Returns the CISPO loss of each token: every token keeps its gradient, the clipped ratio is only its
-    weight.
+    """Returns the CISPO loss of each token; the clipped ratio is only a weight, so every gradient stays.
 
     -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi
 

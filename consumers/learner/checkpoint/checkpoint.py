@@ -1,13 +1,11 @@
-"""Checkpoints of a learner, written to a temporary folder and renamed, so that a folder with its final name
-is complete.
+"""Checkpoints of a learner. A folder with its final name is complete: it is renamed once it is written.
 
     <folder>/step-00000050/   model.safetensors, config.json, tokenizer files    what a sampler can load
                               optimizer.safetensors                              exp_avg.<parameter>, ...
                               rng.safetensors                                    rng_state()
                               learner.json                                       Progress
 
-An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base
-model. No pickle anywhere. Used by the GRPO learner (`grpo.py`).
+An adapter is saved as peft does, with the name of its base model. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -34,16 +32,12 @@ _WRITING = ".writing-"
 
 
 class CheckpointMismatch(Refusal):
-    """A checkpoint is of another kind of learner, of a newer release, or damaged; the message says which and
-    what to do.
-    """
+    """A checkpoint is of another learner, of a newer release, or damaged."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A learner's progress, and the records that its weights contain; fields absent from an older checkpoint
-    are 0 or empty.
-    """
+    """A learner's progress, and the records that its weights contain. Older checkpoints lack some fields."""
 
     step: int  # optimizer steps done
     policy_version: int  # of these weights, published or not
@@ -120,11 +114,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def load_progress(path: Path) -> Progress:
-    """Returns the progress stored in this checkpoint. Blocks for the disk.
-
-    Raises:
-        CheckpointMismatch: it is damaged, or has fields that this release does not know.
-    """
+    """Returns a checkpoint's progress. Blocks for the disk. Raises `CheckpointMismatch`."""
     try:
         said = json.loads((path / "learner.json").read_text())
         step, policy_version = int(said.pop("step")), int(said.pop("policy_version"))
@@ -139,9 +129,7 @@ def load_progress(path: Path) -> Progress:
 
 
 def load_rng(path: Path) -> dict[str, torch.Tensor] | None:
-    """Returns the states of the random generators, or None if an older release wrote the checkpoint.
-
-    Blocks for the disk.
+    """Returns the states of the random generators, None if an older release saved none. Blocks for the disk.
 
     Raises:
         CheckpointMismatch: it is damaged.

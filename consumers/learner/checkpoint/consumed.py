@@ -1,7 +1,4 @@
-"""The records a learner has consumed: totals, the last sequence of each producer, and the records that may be
-redelivered. From the checkpoint a resumed learner knows which redelivered records its weights already
-contain. Used by the GRPO learner.
-"""
+"""The records that a learner has consumed, so that a resumed one knows which its weights already contain."""
 
 from __future__ import annotations
 
@@ -36,11 +33,10 @@ class Consumed:
         self._begun_s = time.monotonic() - before.wall_s
 
     def contains(self, meta: Any) -> bool:
-        """Returns whether the checkpoint's weights were trained with this record, which its learner had not
-        released.
+        """Returns whether the checkpoint's weights contain this record, which its learner had not released.
 
-        That is possible only for a redelivered record; any other with that number is from a producer that
-        restarted its count.
+        Only a redelivered record can be: any other with that number is of a producer that counts from 0
+        again.
         """
         return bool(meta.redelivered) and meta.sequence in self._in_checkpoint.get(meta.producer_id, ())
 

@@ -1,8 +1,4 @@
-"""Random generator states of a process as tensors, so that they are saved without pickle.
-
-Used by the learner's
-checkpoints.
-"""
+"""Random generator states of a process as tensors, so that they are saved without pickle."""
 
 from __future__ import annotations
 
@@ -25,9 +21,7 @@ def seed_all(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Does not wait for a
-    device.
-    """
+    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Never blocks."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found = {
@@ -43,11 +37,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Restores the result of `rng_state`; skips CUDA devices that do not exist here.
-
-    Raises:
-        KeyError: the state of another generator is missing.
-    """
+    """Restores the result of `rng_state`; skips CUDA devices that do not exist here."""
     torch.set_rng_state(state["torch"])
     position, has_gauss, cached = state["numpy.rest"].tolist()
     keys = state["numpy.keys"].numpy().astype(np.uint32)

@@ -1,8 +1,4 @@
-"""The learner's configuration as a YAML file: `--config` reads it, and every run writes it into its
-directory. PyYAML is imported on first use.
-
-Used by `flags.py` and `grpo.py`.
-"""
+"""The learner's configuration as a YAML file. PyYAML is imported on first use."""
 
 from __future__ import annotations
 
@@ -20,9 +16,7 @@ _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")  # YAM
 
 
 class BadConfigFile(Exception):
-    """A configuration file cannot be read or is invalid; the message names the file, the keys and the
-    values.
-    """
+    """A configuration file is unreadable or invalid; the message names the file, the keys and the values."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -46,10 +40,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(config: LearnerConfig, path: Path) -> None:
-    """Writes a whole configuration atomically: a reader sees the earlier or the new file, also after a kill.
-
-    Raises OSError.
-    """
+    """Writes a whole configuration atomically: a reader sees the earlier or the new file. Raises OSError."""
     import yaml
 
     text = yaml.dump(config.document(), Dumper=_yaml()[1], sort_keys=False)

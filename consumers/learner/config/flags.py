@@ -1,8 +1,4 @@
-"""The command line of the GRPO learner: derives flags from the sections, and a configuration from flags and a
-file.
-
-For an unknown flag the error suggests the closest one. Used by `grpo.py`.
-"""
+"""The command line of the GRPO learner, derived from the sections of its configuration."""
 
 from __future__ import annotations
 
@@ -71,9 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
-    """Returns the configuration of a command line, and of the file that its `--config` names.
-
-    Exits the process on an error.
+    """Returns the configuration of a command line and of its `--config`. Exits the process on an error.
 
     Args:
         argv: the command line, without the program; None: this process's.
@@ -101,9 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `python -m shmbridge.consumers.grpo`; its result has only the options that were
-    given.
-    """
+    """Returns the parser of the learner; its result has only the options that were given."""
     root = _Parser(
         prog="python -m shmbridge.consumers.grpo",
         usage="%(prog)s --bridge NAME --model DIR_OR_ID --steps N [--config FILE] [option ...]",
@@ -159,11 +151,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def _typed(option: Option) -> Callable[[str], Any]:
-    """Returns the argparse type of an option.
-
-    It raises argparse's own exception: for a ValueError argparse would show the function's name, not the
-    message.
-    """
+    """Returns the argparse type of an option. Of a ValueError argparse would not show the message."""
     number, *about = get_args(option.item) or (option.item,)
 
     def typed(text: str) -> Any:

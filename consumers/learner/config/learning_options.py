@@ -1,8 +1,4 @@
-"""The sections of the configuration that say what is learnt and how: objective, advantages, optimizer,
-adapters.
-
-As those in `run_options.py`, which puts them into the whole.
-"""
+"""The sections that say what is learnt and how; `run_options.py` has the others and the whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parses conditions on a metric, such as reward_mean>=0.95, and goals, such as loss:min.
-
-Used by the configuration (`run_options.py`) and by `early_stop.py`.
-"""
+"""Parses conditions on a metric, such as reward_mean>=0.95, and goals, such as loss:min."""
 
 from __future__ import annotations
 

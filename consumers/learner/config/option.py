@@ -1,7 +1,4 @@
-"""One option of the learner: the type of its value, its default, and its help text.
-
-`run_options.py` declares options as fields of dataclasses; flags and files read them as `Option`.
-"""
+"""One option of the learner: its type, its default and its help, read off a field of a section."""
 
 from __future__ import annotations
 
@@ -44,14 +41,10 @@ class Option:
     """A section's field as flags and files need it.
 
     Attributes:
-        section: name of the section.
-        name: of the option.
         flag: of the command line; for a switch that is on by default, the flag turns it off.
         shape: "switch", "choice", "list", "pair" or "mapping"; any other value is a "value".
         item: the type of the value, or of each of several.
         default: MISSING for a required option.
-        metavar: placeholder of the value in `--help`.
-        help: description and default.
     """
 
     def __init__(self, section: str, declared: Field[Any], hint: Any, metavar: str | None, text: str) -> None:
@@ -124,9 +117,7 @@ _ENTRY = re.compile(r"^    (\w+)(?: \(([^)]+)\))?: (.*(?:\n {8}.*)*)", re.MULTIL
 
 
 def options_of(section: str, kind: Any) -> Iterator[Option]:
-    """Yields the options of a section, whose docstring has their help:
-    `name (METAVAR): text [default in words]`.
-    """
+    """Yields a section's options; its docstring has their help: `name (METAVAR): text [default in words]`."""
     hints, entries = get_type_hints(kind, include_extras=True), _ENTRY.findall(kind.__doc__ or "")
     texts = {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
     for each in fields(kind):

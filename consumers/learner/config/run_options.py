@@ -1,8 +1,7 @@
 """The learner's configuration: frozen sections of options, each with its type, its default and its help.
 
-Flags, files and checks are made from what stands here. `--help` shows the docstrings: what stands for a value
-in parentheses, the default in brackets where the value itself does not say enough. The names of sections and
-fields are the keys of a file.
+Names of sections and fields are the keys of a file. `--help` shows the docstrings: what stands for a value in
+parentheses, the default in brackets where the value itself does not say enough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The batch source of a single-process learner, which is the hub of its bridge.
-
-Used by the GRPO learner (`grpo.py`).
-"""
+"""The batch source of a single-process learner, which is the hub of its bridge."""
 
 from __future__ import annotations
 
@@ -22,13 +19,7 @@ if TYPE_CHECKING:
 
 
 class HubSource:
-    """The batches of a consumer, for a learner of one process.
-
-    Args:
-        consumer: the hub; its opener closes it.
-        config: groups of a batch, limits on staleness and on waiting.
-        stops: checked between two batches.
-    """
+    """The batches of a consumer, which its opener closes, for a learner of one process."""
 
     def __init__(self, consumer: shmbridge.Consumer, config: LearnerConfig, stops: StopSignals) -> None:
         self._consumer, self._config, self._stops = consumer, config, stops

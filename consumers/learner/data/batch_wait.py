@@ -1,7 +1,4 @@
-"""The limits of waiting for the next batch: reminders, retries, giving up. It never blocks itself.
-
-Used by `batch_source.py` and `rank_source.py`, which do the waiting.
-"""
+"""The limits of waiting for the next batch: reminders, retries, giving up. It never blocks itself."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ def patience_of(waiting: WaitingConfig) -> Patience | None:
 class BatchWait:
     """The wait for one batch, starting at construction: how long to wait at a time, and what to print then.
 
-    Args:
-        patience: the limits; None waits for ever, with reminders.
-        missing: returns a short text on who is missing; never blocks.
-        say: prints a line for the user.
+    Without limits (`patience` is None) it waits for ever, with reminders.
     """
 
     def __init__(
@@ -85,11 +79,7 @@ class BatchWait:
         return min(max(self._until - time.monotonic(), 0.0), _LONGEST_WAIT_S)
 
     def look(self) -> None:
-        """Prints a due reminder, if any. Never blocks.
-
-        Raises:
-            NoBatch: the limits are exhausted.
-        """
+        """Prints a due reminder. Never blocks. Raises `NoBatch` once the limits are exhausted."""
         while time.monotonic() >= self._until:
             self._until += next(self._words)
 

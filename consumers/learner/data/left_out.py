@@ -1,8 +1,7 @@
 """Counts, per environment, the data that training cannot use or leaves out; each kind is reported once.
 
 These are rows whose column does not fit their tokens, rows without a mask, greedy and truncated sampling, and
-columns that this learner does not read. Pure numpy. Used by `training_rows.py` and `grpo_update.py`;
-`training_step.py` prints the reports.
+columns that this learner does not read. Pure numpy.
 
 Letter: B rows (trajectories).
 """
@@ -23,36 +22,13 @@ from shmbridge.metrics import rows_by_environment
 Bools = npt.NDArray[np.bool_]
 
 # Columns that training always reads, and columns that describe a row and are not meant for a loss.
-_READ = frozenset(
+_KNOWN = frozenset(
     {
-        "tokens",
-        "prompt_length",
-        "loss_mask",
-        "masks",
-        "score",
-        "advantages",
-        "advantages_mask",
-        "inference_logprobs",
-        "token_versions",
-        "temperature",
-        "overrides",
-        "group_overrides",
-        "generation_params",
-        "finish_reason",
-    }
-)
-_DESCRIBE = frozenset(
-    {
-        "raw_score",
-        "messages",
-        "extra",
-        "instance_id",
-        "repetition_id",
-        "row_index",
-        "is_last",
-        "turn_ends",
-        "trace_spans",
-        "env_id",
+        *("tokens", "prompt_length", "loss_mask", "masks", "score", "advantages", "advantages_mask"),
+        *("inference_logprobs", "token_versions", "temperature", "finish_reason"),
+        *("overrides", "group_overrides", "generation_params"),
+        *("raw_score", "messages", "extra", "instance_id", "repetition_id", "row_index", "is_last"),
+        *("turn_ends", "trace_spans", "env_id"),
     }
 )
 _NOTHING = frozenset({None, "", "null", "[]", "{}", '""'})
@@ -97,10 +73,7 @@ class UnreadImages(Untrainable):
 
 
 def refuse_images(batch: shmbridge.Batch) -> None:
-    """Raises `UnreadImages` if a row has images, because its rollout depends on more than the text.
-
-    Never blocks.
-    """
+    """Raises `UnreadImages` if a row has images: its rollout depends on more than the text. Never blocks."""
     rows = np.flatnonzero(_filled(batch, "images"))
     if rows.size:
         meta = batch.meta[int(rows[0])]
@@ -143,11 +116,12 @@ def left_out(
         **{f"trajectories_uneven{{{name}}}": uneven for name, uneven in getattr(batch, "uneven", {}).items()},
     }
     used = {"step_rewards", "step_ends"} if credit.steps != "off" else set()
-    used |= ({"token_rewards"} if credit.token_rewards != "off" else set()) | (
-        {"ref_logprobs"} if with_reference else set()
-    )
+    if credit.token_rewards != "off":
+        used.add("token_rewards")
+    if with_reference:
+        used.add("ref_logprobs")
     for name in getattr(batch, "columns", ()):
-        if name not in _READ | _DESCRIBE | used and (there := _filled(batch, name)).any():
+        if name not in _KNOWN | used and (there := _filled(batch, name)).any():
             rows[f"columns_ignored/{name}"] = there
     found: Metrics = {name: int(which.sum()) for name, which in rows.items()}
     for env_name, of_it in rows_by_environment([meta.env_name for meta in batch.meta]).items():
@@ -160,8 +134,7 @@ def left_out(
 
 
 def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
-    """Returns bool (B,): rows that are not trained because nothing says which of their tokens to train. Never
-    blocks.
+    """Returns bool (B,): rows that do not say which of their tokens to train. Never blocks.
 
     If a mask does not fit its tokens, some tokens must not be trained, but which ones is unknown. So neither
     `prompt_length` nor `whole_rows` replaces it.
@@ -177,10 +150,7 @@ def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
 
 
 def rows_with_unknown_tokens(batch: shmbridge.Batch, vocabulary: int) -> Bools | None:
-    """Returns bool (B,): rows with a token id outside 0 to `vocabulary` - 1; None if there are none.
-
-    Blocks for the device if the tokens are on one.
-    """
+    """Returns bool (B,): rows with a token id outside 0 .. `vocabulary` - 1, or None. Waits for a device."""
     tokens = batch.tokens
     if not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary:
         return None
@@ -224,10 +194,7 @@ def _filled(batch: shmbridge.Batch, name: str) -> Bools:
 
 
 def _binary_masks(batch: shmbridge.Batch) -> Bools:
-    """Returns bool (B,): rows whose Atropos masks are 0 and 1.
-
-    The column `masks` exists only if its values are not -100 and token ids.
-    """
+    """Returns bool (B,): rows whose column `masks`, which should have -100 and token ids, has 0 and 1."""
     rows: Bools = batch.has("masks")
     if not rows.any():
         return rows

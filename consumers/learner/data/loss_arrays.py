@@ -1,7 +1,5 @@
 """The arrays that the loss needs of a batch.
 
-Made by `training_rows.py`; read by the loss, the micro-batches and the metrics.
-
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
 
@@ -18,10 +16,7 @@ NO_LOGPROB = 1.0
 
 
 def known_count(logprobs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]) -> int:
-    """Returns how many of the log-probabilities at these places were recorded: finite and not positive.
-
-    Never blocks.
-    """
+    """Returns how many log-probabilities at these places are finite and not positive. Never blocks."""
     return int(np.count_nonzero(where & (logprobs <= 0.0) & (logprobs > -np.inf)))
 
 

@@ -1,14 +1,10 @@
-"""Splits a packed batch into micro-batches that fit a token budget: padded rectangles, or packs of whole
-rows.
+"""Splits a packed batch into micro-batches that fit a token budget: padded rectangles, or packs of rows.
 
-Padded: rows of similar length share a rectangle, so little is padding. Right padding plus a causal model
-needs no mask: no real token attends to later positions, and no row sees another. That holds for every causal
-language model.
+Padded: rows of similar length share a rectangle, so little is padding. Right padding needs no mask: in a
+causal model no real token attends to later positions, and no row sees another.
 
 Packed: rows stand one after the other in (1, N), without padding. The model has to keep them apart, by
 position ids that restart or by the rows' boundaries. `attention.py` tests whether it does.
-
-Used by `grpo_update.py`.
 
 Letters: B rows, N tokens of the whole batch, b rows of one micro-batch, T tokens of its longest row.
 """
@@ -81,8 +77,7 @@ def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]
 
 
 def plan_packs(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]]:
-    """Returns row numbers, split so that the tokens of each pack fit the budget (first fit, longest row
-    first).
+    """Returns row numbers, split so that each pack fits the budget (first fit, longest row first).
 
     Any two packs together hold more than one budget, so at most one is less than half full.
 
@@ -170,8 +165,4 @@ def _shared_columns(rows: TrainingRows) -> list[str]:
 def _cut_out(values: Tensor, source: Tensor, inside: Tensor | None) -> Tensor:
     """Gathers (N,) values into a tensor of the shape of `source`, 0 outside the rows; all on one device."""
     taken = values[source]
-    return (
-        taken
-        if inside is None
-        else taken.where(inside, torch.zeros((), dtype=values.dtype, device=values.device))
-    )
+    return taken if inside is None else taken.masked_fill(~inside, 0)

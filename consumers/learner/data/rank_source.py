@@ -2,7 +2,7 @@
 
 No rank may decide alone: one that gave up, was stopped or found the bridge drained would leave the others
 blocked in a collective. So each waits for its share for a short time, then all exchange their status, until
-all can continue or leave together. Used by the GRPO learner (`grpo.py`).
+all can continue or leave together.
 """
 
 from __future__ import annotations
@@ -93,10 +93,7 @@ class RankSource:
         self.training_version = self._world.broadcast(version)
 
     def publish_version(self, version: int) -> None:
-        """Makes rank 0 announce new weights.
-
-        Blocks until it has: no rank may release the batches they were made from earlier.
-        """
+        """Makes rank 0 announce new weights. Blocks until it has: no rank may release earlier."""
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.broadcast(version)
@@ -107,12 +104,10 @@ class RankSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
-        """Yields an iterator over this rank's shares, the same number on every rank, until the bridge is
-        drained.
+        """Yields an iterator over this rank's shares, equally many on each, until the bridge is drained.
 
-        An unreadable share has no rows. `next` blocks for the other ranks, too. On all of them it raises
-        NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error, and the bridge's
-        errors.
+        An unreadable share has no rows. `next` blocks for the other ranks, too, and raises on all of them:
+        NoBatch at the limits, Stopped, PeerFailed for another rank's error, and the bridge's errors.
         """
         if self._consumer is not None:
             self._consumer.serve_ranks(
@@ -135,7 +130,10 @@ class RankSource:
 
     def _next_share(self) -> RankShare | Literal["drained"] | None:
         """Returns the share of the next step; None if this rank has none."""
-        wait = self._wait()
+        wait = BatchWait(None, str, lambda line: None)
+        if self._consumer is not None:  # rank 0 prints, and gives up for all
+            missing = functools.partial(who_is_missing, self._consumer, self._config.batch.groups)
+            wait = BatchWait(patience_of(self._config.waiting), missing, say)
         share = None
         own = RankStatus()
         while True:
@@ -158,16 +156,6 @@ class RankSource:
                 return "drained"
             if all(word.share != "waited for" for word in words):
                 return share
-
-    def _wait(self) -> BatchWait:
-        """Returns the wait for this batch: only rank 0 prints, and gives up for all."""
-        if self._consumer is None:
-            return BatchWait(None, str, lambda line: None)
-        return BatchWait(
-            patience_of(self._config.waiting),
-            functools.partial(who_is_missing, self._consumer, self._config.batch.groups),
-            say,
-        )
 
     def _ask(self, timeout_s: float) -> tuple[RankShare | None, RankStatus]:
         try:

@@ -1,12 +1,9 @@
-"""End-to-end checks: verifies that the learner trains with the values that were put, by reading checked rows
-back out of the micro-batches.
+"""End-to-end checks: the learner trains with the values that were put, read back from micro-batches.
 
 For a sample of rows a producer stores a checksum of the tokens, mask, log-probabilities and advantages
 (`shmbridge.record.row_checks`). The learner computes it again after gathering, `prepare` and the split into
 micro-batches. For tokens that the learner's own masks exclude, it uses the values before masking. A row
 trained twice, or not at all, also counts as different.
-
-Used by `grpo_update.py`.
 
 Letters: B rows, N tokens of the whole batch.
 """
@@ -86,10 +83,7 @@ class Watch:
         self._seen.append(([micro.row_numbers[each] for each in chosen], lengths[chosen].tolist(), flat))
 
     def metrics(self, *, describe: bool = True) -> Metrics:
-        """Returns counters of the batch per environment, and a description of the first difference.
-
-        Blocks for copies from the device.
-        """
+        """Returns counters per environment, and the first difference. Blocks for copies from the device."""
         differences = self.differences()
         names = [record.meta.env_name for record in self._records for _ in range(len(record))]
         found: Metrics = {}
@@ -145,9 +139,7 @@ class Watch:
         return part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
 
     def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
-        """Returns a description of a row's difference, "" if there is none. Without `micro` the row trains
-        nothing, and `prepare`'s values are compared.
-        """
+        """Returns how a row differs, or "". Without `micro` it compares `prepare`'s values."""
         batch, rows = self._batch, self._rows
         trained = self._of(row, rows.trained)
         cut = micro["trained"] if micro is not None else trained
@@ -239,9 +231,7 @@ class Watch:
 
 
 def _mask(put: Array, answers: Array) -> Array:
-    """Returns the mask that the answers come from: as gathered where they agree with it; nothing predicts a
-    row's first token.
-    """
+    """Returns the mask that the answers come from: as gathered where they agree with it."""
     agrees = (put != 0) == answers
     agrees[:1] = True
     return np.where(agrees, put, answers.astype(put.dtype))

@@ -1,7 +1,4 @@
-"""Metrics of a batch before training: scores, advantages, lengths.
-
-Pure numpy. Used by `training_rows.py`.
-"""
+"""Metrics of a batch before training: scores, advantages, lengths. Pure numpy."""
 
 from __future__ import annotations
 
@@ -16,12 +13,7 @@ from shmbridge.metrics import rollout_metrics, rows_by_environment, usable_score
 
 
 def row_metrics(batch: shmbridge.Batch, rows: TrainingRows) -> Metrics:
-    """Returns a batch's entries for metrics.jsonl. Never blocks.
-
-    Args:
-        batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        rows: the batch's training arrays.
-    """
+    """Returns a packed batch's entries for metrics.jsonl, from its training arrays. Never blocks."""
     scores = (
         np.full(len(batch.meta), np.nan) if batch.scores is None else np.asarray(batch.scores, np.float64)
     )
@@ -52,9 +44,7 @@ def _describe(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np
 
 
 def _rollouts(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
-    """Returns the metrics that dashboards expect of trajectories; advantages are the trained ones, lengths
-    those of whole completions.
-    """
+    """Returns the metrics that dashboards expect; the advantages are the trained ones."""
     answers = rows.trained if rows.answers is None else rows.answers
     row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
     at = np.flatnonzero(rows.trained)

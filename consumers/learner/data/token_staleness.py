@@ -1,6 +1,4 @@
-"""The staleness of each token of a batch in policy versions, and which tokens the trained version sampled.
-
-Pure numpy. Used by `training_rows.py`.
+"""The staleness of tokens in policy versions, and which the trained version sampled. Pure numpy.
 
 Letter: N tokens of the whole batch.
 """
@@ -18,16 +16,10 @@ UNKNOWN = -1
 
 
 def token_staleness(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.int32]:
-    """Returns int32 (N,): current version minus the one that sampled the token; UNKNOWN if not recorded.
-
-    Never blocks.
+    """Returns int32 (N,): the current version minus the token's; UNKNOWN if not recorded. Never blocks.
 
     Uses the token's own version if recorded, else the version under which generation of its record began. A
     version below -1 or above the current one is invalid and ignored.
-
-    Args:
-        batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        policy_version: the current one.
     """
     stamped = [meta.min_policy_version for meta in batch.meta]
     versions = np.array([UNKNOWN if version is None else version for version in stamped], np.int64)
@@ -44,10 +36,6 @@ def says_version(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.
 
     The version stamped on a record does not count: it was the published one when generation began, and an
     engine that loads it later still samples with the one before.
-
-    Args:
-        batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        policy_version: the version.
     """
     own = getattr(batch, "token_versions", None)
     if own is None:
@@ -59,10 +47,7 @@ def says_version(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.
 
 
 def odd_versions(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.bool_]:
-    """Returns bool (B,): rows with a version above the current one, or a token version below -1.
-
-    Never blocks.
-    """
+    """Returns bool (B,): rows with a version above the current one, or a token version below -1."""
     stamped = [meta.min_policy_version for meta in batch.meta]
     odd = np.array([version is not None and version > policy_version for version in stamped], bool)
     own = getattr(batch, "token_versions", None)

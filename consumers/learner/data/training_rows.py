@@ -1,7 +1,6 @@
 """Converts a batch to training arrays: trained tokens, advantages, log-probabilities.
 
-In a packed batch any column but the tokens may be absent from any record; the arrays are ready for the loss.
-Advantages come from `credit.py`, metrics from `row_metrics.py`. Used by `grpo_update.py`.
+In a packed batch any column but the tokens may be absent from any record.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -44,9 +43,7 @@ def prepare(
     unknown_tokens: npt.NDArray[np.bool_] | None = None,
     answers: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[TrainingRows, Metrics]:
-    """Returns the training arrays of a packed batch, and metrics that describe it.
-
-    Blocks as long as `reduce` does.
+    """Returns a packed batch's training arrays, and its metrics. Blocks as long as `reduce` does.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
@@ -124,12 +121,7 @@ def prepare(
 def checked_answers(
     batch: shmbridge.Batch, credit: Credit, whole_rows: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """Returns `trained_tokens` of a batch after checking that its groups have the required advantages. Never
-    blocks.
-
-    Raises:
-        NoAdvantages: a group needs the fallback that is not allowed.
-    """
+    """Returns `trained_tokens` of a batch. Never blocks. Raises `NoAdvantages` as `require_advantages`."""
     answers = trained_tokens(batch, whole_rows)
     require_advantages(batch, answers, credit)
     return answers

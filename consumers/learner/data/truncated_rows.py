@@ -1,4 +1,4 @@
-"""Truncated completions, from the column `finish_reason` of a batch. Pure numpy. Used by `training_rows.py`.
+"""Truncated completions, from the column `finish_reason` of a batch. Pure numpy.
 
 Letter: B rows (trajectories).
 """
@@ -15,10 +15,7 @@ STOP = FINISH_REASONS.index("stop")
 
 
 def truncated_rows(batch: shmbridge.Batch) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Returns bool (B,) twice: rows with a finish reason other than "stop", and rows without a known one.
-
-    Never blocks.
-    """
+    """Returns bool (B,) twice: rows whose finish reason is not "stop", rows without a known one."""
     said = getattr(batch, "finish_reason", None)
     if said is None:
         nothing = np.zeros(len(batch.meta), bool)

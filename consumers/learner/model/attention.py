@@ -1,11 +1,8 @@
-"""Chooses the batch layout of a model: tests whether it keeps packed rows apart, and provides a mask-free
-attention for packs.
+"""Chooses a model's batch layout: tests whether it keeps packed rows apart, and has attentions that do.
 
 By default a transformers model builds an (N, N) mask from position ids that restart (releases from 4.53 on),
 and computes all of it. `ROWS` computes only each row's own square, with torch's fast causal kernel. It is
 used unless the model already runs flash or flex attention, which support packs.
-
-`keeps_rows_apart` tests the actual model, because releases and models differ. Used by `train/setup.py`.
 """
 
 from __future__ import annotations
@@ -45,9 +42,7 @@ def settle(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """Sets the attention of this model and returns the layout that goes with it.
-
-    Blocks for a few short forward passes.
+    """Sets a model's attention and returns the layout for it, after a few short forward passes.
 
     "auto" is "packed" if the model keeps rows apart without a mask; if it needs a mask, padding is faster.
 
@@ -65,7 +60,7 @@ def settle(
     before = str(model.config._attn_implementation)
     knows_packs = before.startswith(_VARLEN)
     if not knows_packs and not _in_pieces(model):
-        own = _row_logits(model, precision)
+        own = _logits(model, (_BACK,), precision, packed=False)
         for implementation in attentions_for_packs(next(model.parameters()).device, precision):
             if not _takes(model, implementation):
                 continue
@@ -94,11 +89,7 @@ def settle_for(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """Does the same as `settle` for a model that is moved to its device shard by shard: it tests a small
-    model of the same kind.
-
-    Raises as `settle`.
-    """
+    """As `settle`, for a model that is moved to its device by shards: tests a small one of the same kind."""
     few = _few_layers(model, device)
     if few is None:
         return settle(model, wanted, precision, say)
@@ -110,9 +101,7 @@ def settle_for(
 
 
 def _few_layers(model: Any, device: torch.device) -> Any:
-    """Returns a model of the same kind with random weights and one layer of each type, or None if it cannot
-    be made.
-    """
+    """Returns a random model of the same kind with a layer of each type; None if it cannot be made."""
     try:
         config = copy.deepcopy(model.config)
         text = config.get_text_config()
@@ -131,9 +120,7 @@ def _few_layers(model: Any, device: torch.device) -> Any:
 
 
 def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[str]:
-    """Returns the attentions to try, fastest first: flash attention if installed, torch's varlen kernel, then
-    `ROWS`, which always works.
-    """
+    """Returns the attentions to try, the fastest first; `ROWS` always works."""
     half = precision in (torch.float16, torch.bfloat16)
     flash = ["flash_attention_2"] if importlib.util.find_spec("flash_attn") is not None else []
     varlen = [VARLEN] if importlib.util.find_spec("torch.nn.attention.varlen") is not None else []
@@ -157,15 +144,11 @@ def _takes(model: Any, implementation: str) -> bool:
 
 
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
-    """Returns whether a row in a pack gets the same logits as alone, whatever precedes it.
-
-    Blocks for three forward passes.
-    """
+    """Returns whether a row in a pack gets the same logits as alone. Blocks for three forward passes."""
     try:
-        with torch.no_grad(), evaluating(model):
-            alone, first, second = (
-                _logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK))
-            )
+        alone, first, second = (
+            _logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK))
+        )
     except (TypeError, ValueError, RuntimeError):
         # the model does not accept row boundaries, or the attention does not run here
         return False
@@ -176,7 +159,7 @@ def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool
 def _gives(model: Any, logits: Tensor, precision: torch.dtype) -> bool:
     """Returns whether a model gives these logits for a row alone."""
     try:
-        return _same(_row_logits(model, precision), logits, precision)
+        return _same(_logits(model, (_BACK,), precision, packed=False), logits, precision)
     except (TypeError, ValueError, RuntimeError):
         return False
 
@@ -188,9 +171,7 @@ def _same(logits: Tensor, others: Tensor, precision: torch.dtype) -> bool:
 
 
 def _in_pieces(model: Any) -> bool:
-    """Returns whether layers with chunked attention need the mask: without it they would attend to the whole
-    row, which shows only in long rows.
-    """
+    """Returns whether chunked layers need the mask: without it they attend to all of a long row."""
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
@@ -207,8 +188,7 @@ def rows_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each row of a pack, with one call of torch's kernel per run of rows of
-    equal length.
+    """Computes causal attention within each row of a pack: a kernel call per run of rows of equal length.
 
     Without `row_lengths` it is the attention that transformers calls "sdpa".
 
@@ -225,11 +205,7 @@ def rows_attention(
 
     if row_lengths is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **rest)
-    if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
-        raise ValueError(
-            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
-            "not know"
-        )
+    _refuse_beyond(module, rest)
     grouped = query.shape[1] != key.shape[1]
     done, at = [], 0
     for length, run in groupby(row_lengths):
@@ -280,11 +256,7 @@ def varlen_attention(
         return rows_attention(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **rest
         )
-    if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
-        raise ValueError(
-            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
-            "not know"
-        )
+    _refuse_beyond(module, rest)
     from torch.nn.attention.varlen import varlen_attn
 
     kind = query.device.type
@@ -301,6 +273,14 @@ def varlen_attention(
     )
     assert isinstance(out, Tensor)
     return out[None], None
+
+
+def _refuse_beyond(module: Any, features: dict[str, Any]) -> None:
+    if beyond := [name for name in _BEYOND if features.get(name) is not None]:
+        raise ValueError(
+            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
+            "not know"
+        )
 
 
 @functools.cache
@@ -335,30 +315,23 @@ def _register() -> None:
         AttentionMaskInterface.register(name, mask)
 
 
-def _logits(model: Any, rows: Sequence[Sequence[int]], precision: torch.dtype) -> Tensor:
-    """(1, tokens of the last row, V) float32"""
+def _logits(
+    model: Any, rows: Sequence[Sequence[int]], precision: torch.dtype, *, packed: bool = True
+) -> Tensor:
+    """Returns (1, tokens of the last row, V) float32, of rows in a pack, or of one in a padded batch."""
     device = next(model.parameters()).device
     size = model.get_input_embeddings().num_embeddings
     lengths = tuple(len(row) for row in rows)
     tokens = torch.tensor([[token % size for row in rows for token in row]], device=device)
-    positions = torch.tensor([[at for length in lengths for at in range(length)]], device=device)
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
-        logits: Tensor = model(input_ids=tokens, use_cache=False, **borders(positions, ends, lengths)).logits
-    return logits[:, -lengths[-1] :].float()
-
-
-def _row_logits(model: Any, precision: torch.dtype) -> Tensor:
-    """Returns (1, tokens of the row, V) float32, for the row in a padded batch."""
-    device = next(model.parameters()).device
-    size = model.get_input_embeddings().num_embeddings
-    tokens = torch.tensor([[token % size for token in _BACK]], device=device)
+    about = {"attention_mask": torch.ones_like(tokens)}
+    if packed:
+        positions = torch.tensor([[at for length in lengths for at in range(length)]], device=device)
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        about = borders(positions, ends, lengths)
     with (
         torch.no_grad(),
         evaluating(model),
         torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32),
     ):
-        logits: Tensor = model(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
-        ).logits
-    return logits.float()
+        logits: Tensor = model(input_ids=tokens, use_cache=False, **about).logits
+    return logits[:, -lengths[-1] :].float()

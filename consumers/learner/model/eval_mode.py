@@ -1,7 +1,4 @@
-"""Temporarily switches a model to evaluation mode, without dropout.
-
-Used by `attention.py`, `forward.py` and `training_step.py`.
-"""
+"""Temporarily switches a model to evaluation mode, without dropout."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ from typing import Any
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Puts every module of a model in evaluation mode, and restores each module's mode on exit. One
-    thread.
-    """
+    """Puts every module of a model in evaluation mode; restores each one's mode on exit. One thread."""
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:
         module.training = False

@@ -1,7 +1,4 @@
-"""Loads the learner's model from a folder or a Hugging Face id to its device, with adapters and reference.
-
-Used by `train/setup.py`.
-"""
+"""Loads the learner's model from a folder or a Hugging Face id to its device, with adapters and reference."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ class StartupError(Refusal):
 
 
 def device_of(compute: ComputeConfig, world: World) -> torch.device:
-    """Returns the device of this rank and makes it the current one.
-
-    Raises:
-        StartupError: there is no GPU, or there are more ranks than GPUs.
-    """
+    """Returns the device of this rank and makes it the current one. Raises `StartupError` for none."""
     if device_kind(compute.device) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -60,9 +53,7 @@ def device_of(compute: ComputeConfig, world: World) -> torch.device:
 def load_model(
     source: Path | str, compute: ComputeConfig, adapters: AdapterConfig, device: torch.device
 ) -> Any:
-    """Returns the model on a device, with the configured dtype and adapters.
-
-    Blocks for the disk.
+    """Returns the model on a device, with the configured dtype and adapters. Blocks for the disk.
 
     Raises:
         StartupError: the model does not exist, or its adapters are others.
@@ -92,7 +83,7 @@ def load_model(
 
 
 def _compute_again(model: Any) -> None:
-    """Enables gradient checkpointing, which works only in training mode, and disables dropout.
+    """Turns on gradient checkpointing, which needs training mode, and turns dropout off.
 
     With dropout, the trained policy would differ from the sampling one: every ratio would be noise.
     """
@@ -135,11 +126,7 @@ def load_tokenizer(source: Path | str) -> Any:
 def load_reference(
     model: Any, source: Path | None, config: LearnerConfig, device: torch.device, layout: Layout
 ) -> Reference | None:
-    """Returns the reference of the KL term, None without a KL term: the configured model, also after
-    resuming.
-
-    Every rank's device holds it whole, even if the trained model is sharded.
-    """
+    """Returns the reference of the KL term, if any: the configured model, whole on every rank."""
     if not config.objective.kl_coef:
         return None
     if source is None or has_adapters(model):

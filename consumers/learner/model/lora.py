@@ -1,9 +1,7 @@
-"""Low-rank adapters with peft: adds, detects and casts them, and reads merged parameters without changing the
-adapter.
+"""Low-rank adapters with peft: adds, detects and casts them, and reads merged parameters.
 
 The adapters are inside the Hugging Face model itself, so other code uses it as before; its `save_pretrained`
-writes the adapter and the name of its base. peft is imported only if adapters are used. Used by the GRPO
-learner and `weight_sync.py`.
+writes the adapter and the name of its base. peft is imported only if adapters are used.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from shmbridge.consumers.learner.types import Refusal
 from shmbridge.errors import WeightsMismatch
 
 ALL_LINEAR = "all-linear"
-ADAPTER_FILE = "adapter_config.json"
 
 
 class PeftMissing(Refusal):
@@ -45,8 +42,7 @@ class Lora:
 
 
 def add_adapters(model: Any, lora: Lora, base: str) -> None:
-    """Adds fresh adapters to a Hugging Face model in place, and freezes everything else; until trained they
-    have no effect.
+    """Adds fresh adapters to a model in place, without effect until trained; freezes everything else.
 
     Args:
         model: a causal language model without adapters; its dtype is kept, adapters are float32.
@@ -112,9 +108,7 @@ def differences(model: Any, lora: Lora) -> list[str]:
 
 
 def prepare_adapters(model: torch.nn.Module) -> None:
-    """Prepares a model's adapters, fresh or loaded, for training: float32, with dropout; freezes everything
-    else.
-    """
+    """Prepares adapters for training: float32, with dropout; freezes everything else."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -172,9 +166,7 @@ def adapted_names(model: torch.nn.Module) -> frozenset[str]:
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Disables the adapters in the block, so that the model computes as its base; one thread, no
-    gradients.
-    """
+    """Makes the model compute as its base in the block. One thread, no gradients."""
     for layer in _layers(model):
         layer.enable_adapters(False)
     try:

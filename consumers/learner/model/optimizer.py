@@ -1,7 +1,4 @@
-"""The learner's optimizer: AdamW on float32 parameters, or on float32 master copies of other dtypes.
-
-Used by the GRPO learner.
-"""
+"""The learner's optimizer: AdamW on float32 parameters, or on float32 master copies of other dtypes."""
 
 from __future__ import annotations
 
@@ -16,13 +13,7 @@ BETAS = (0.9, 0.95)
 
 
 def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.optim.Optimizer:
-    """Returns AdamW over the trainable parameters, with learning rate 0; the learner sets the rate at each
-    step.
-
-    Args:
-        parameters: those without requires_grad are left out.
-        weight_decay: decoupled.
-    """
+    """Returns AdamW over the trainable parameters, at rate 0: the learner sets the rate at each step."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if all(parameter.dtype == torch.float32 for parameter in trained):
         return torch.optim.AdamW(trained, lr=0.0, betas=BETAS, weight_decay=weight_decay)
@@ -30,10 +21,7 @@ def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.op
 
 
 def cast_parameters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Casts every floating-point parameter in place.
-
-    Buffers, such as rotary frequencies, are not parameters and keep their dtype.
-    """
+    """Casts every floating-point parameter in place, but no buffer, such as rotary frequencies."""
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -63,10 +51,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Takes one step with the gradients of the parameters; `closure` must be None.
-
-        Blocks for the compute.
-        """
+        """Takes one step with the gradients; `closure` must be None. Blocks for the compute."""
         if closure is not None:
             raise ValueError("MasterAdamW takes no closure")
         for group in self.param_groups:

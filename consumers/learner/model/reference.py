@@ -1,9 +1,4 @@
-"""The reference policy of the KL term: a frozen copy of the model, or the model with its adapter disabled.
-
-The learner makes it only if there is a KL term.
-
-Letter: n trained tokens of a micro-batch.
-"""
+"""The reference policy of a KL term: a frozen copy of the model, or the model without its adapter."""
 
 from __future__ import annotations
 
@@ -33,10 +28,7 @@ class Reference:
         self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False).to(device)
 
     def logprobs(self, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None) -> Tensor:
-        """Returns (n,) float32, nats, without gradient; arguments as `trained_logprobs`.
-
-        Blocks for the compute.
-        """
+        """Returns (n,) float32, nats, of the trained tokens, without gradient; else as `trained_logprobs`."""
         without: AbstractContextManager[Any] = (
             without_adapters(self._model) if self._adapted else nullcontext()
         )

@@ -1,9 +1,4 @@
-"""The learning rate as a function of the optimizer step: a warm-up and one of transformers' schedules.
-Resuming it needs only the step.
-
-Used by the
-GRPO learner.
-"""
+"""The learning rate as a function of the optimizer step, so that a resumed run needs only the step."""
 
 from __future__ import annotations
 
@@ -25,9 +20,7 @@ class BadSchedule(Refusal, ValueError):
 
 
 def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:
-    """Returns the rate of a 0-based step: rises to the peak over the warm-up, then falls linearly to 0 at
-    `steps`.
-    """
+    """Returns the rate of a 0-based step: up to the peak over the warm-up, then down to 0 at `steps`."""
     rising = (step + 1) / max(warmup, 1)
     falling = (steps - step) / max(steps - warmup, 1)
     return peak * max(0.0, min(1.0, rising, falling))

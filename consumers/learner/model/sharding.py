@@ -1,9 +1,4 @@
-"""How ranks share one model: each has all of it (DDP) or a shard of each tensor (FSDP2), or there is a single
-rank.
-
-Used by `grpo_update.py`, `publishing.py`
-and `checkpoint.py`.
-"""
+"""How ranks share one model: each has all of it (DDP), or a shard of each tensor (FSDP2)."""
 
 from __future__ import annotations
 
@@ -23,11 +18,7 @@ Index = tuple[slice, ...]  # position of a shard in the whole tensor
 
 
 class Parallel:
-    """The model of a single process.
-
-    Args:
-        model: any module.
-    """
+    """The model of a single process."""
 
     world: World = ALONE
 
@@ -35,9 +26,7 @@ class Parallel:
         self.model = model
 
     def __call__(self, compute: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Returns `compute(model, *args, **named)`; every computation that needs the model's gradient goes
-        through here.
-        """
+        """Returns `compute(model, *args, **named)`. All that needs the model's gradient goes through here."""
         return compute(self.model, *args, **named)
 
     def read(self, compute: Callable[..., Result], *args: Any) -> Result:
@@ -48,10 +37,9 @@ class Parallel:
         return compute(self.model, *args)
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields this rank's micro-batches, then None for each further micro-batch of other ranks; take part
-        in those, too.
+        """Yields this rank's micro-batches, then None for each further one of other ranks.
 
-        Run the forward and the backward of each before the next. One may be taken ahead.
+        Take part in those, too: a forward and a backward before the next. One may be taken ahead.
         """
         return iter(micros)
 
@@ -79,10 +67,9 @@ def _owned(result: Any) -> Any:
 
 
 def _with_all_experts(module: nn.Module, args: Any, output: Any) -> Any:
-    """Returns the output unchanged, with a gradient of 0 for experts that received no token on this rank.
+    """Returns the output, with a gradient of 0 for experts that got no token on this rank.
 
-    If a parameter has no gradient on one rank, DDP waits for it, and FSDP2 adds another parameter's gradient
-    in its place.
+    Without one on some rank, DDP waits for it, and FSDP2 adds another parameter's in its place.
     """
     first, *rest = output if isinstance(output, tuple) else (output,)
     trained = [each for each in module.parameters() if each.requires_grad]
@@ -105,9 +92,7 @@ class _Wrapped(Parallel):
         self._whole: nn.Module = _Through(model)
 
     def __call__(self, compute: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Returns `compute(model, *args, **named)`; every computation that needs the model's gradient goes
-        through here.
-        """
+        """Returns `compute(model, *args, **named)`. All that needs the model's gradient goes through here."""
         result: Result = self._whole(compute, args, named)
         return result
 
@@ -134,9 +119,7 @@ class Replicated(_Wrapped):
         self._whole = self._ddp
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields all micro-batches but the last without gradient reduction; each rank reduces in one, its own
-        or None.
-        """
+        """Yields all but the last without gradient reduction; each rank reduces in its last, or in None."""
         coming = iter(micros)
         micro = next(coming, None)
         if not self._any(micro):
@@ -162,29 +145,20 @@ class Sharded(_Wrapped):
         fully_shard(self._whole, mesh=mesh)
 
     def read(self, compute: Callable[..., Result], *args: Any) -> Result:
-        """Returns `compute(model, *args)`; parameters outside the blocks are gathered on every rank during
-        the call.
-
-        `compute` must not raise.
-        """
+        """Returns `compute(model, *args)`, with parameters outside the blocks gathered. It must not raise."""
         result: Result = self._whole(compute, args, {})
         self._whole.reshard()  # type: ignore[operator] # FSDP2 reshards only in a backward pass
         return result
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields equally often on every rank, None if this one has no micro-batch left: each forward is
-        collective.
-        """
+        """Yields equally often on every rank, as each forward is collective; None where there is no more."""
         coming = iter(micros)
         while self._any(micro := next(coming, None)):
             yield micro
 
 
 def parallel_of(model: nn.Module, how: str, world: World, device: torch.device) -> Parallel:
-    """Wraps a model for several ranks, by "ddp" or "fsdp2".
-
-    Make the optimizer afterwards; blocks for all ranks.
-    """
+    """Wraps a model, before its optimizer, for several ranks: "ddp" or "fsdp2". Blocks for all ranks."""
     if world.size == 1:
         return Parallel(model)
     return Sharded(model, world, device) if how == "fsdp2" else Replicated(model, world)
@@ -208,11 +182,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, Index | None]:
-    """Returns this rank's shard of a tensor and its position in the whole; None: every rank has the whole
-    tensor.
+    """Returns this rank's shard of a tensor and its place in the whole; None: every rank has the whole.
 
-    Never blocks, except if a tensor is sharded in a way that FSDP2 does not use: then it is gathered, which
-    blocks for the other ranks.
+    Blocks for the other ranks only if a tensor is sharded as FSDP2 does not: then it is gathered.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor, None
@@ -245,8 +217,7 @@ def shared_like(value: Tensor, parameter: Tensor) -> Tensor:
 def gathered(tensor: Tensor, write: bool) -> Tensor | None:
     """Returns the whole tensor on rank 0, and None on the others; blocks for them if it is sharded.
 
-    A sharded tensor is returned on the CPU. In between, rank 0's device holds it whole; the other devices
-    hold only their shard.
+    The result is on the CPU. In between, rank 0's device holds it whole, the others only their shard.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor.cpu() if write else None
@@ -271,10 +242,10 @@ def gathered(tensor: Tensor, write: bool) -> Tensor | None:
 
 
 def whole_state(model: Any, write: bool = True) -> dict[str, Tensor]:
-    """Returns a sharded model's whole state by name, on the CPU; tied parameters share a tensor. Empty if
-    nothing is sharded.
+    """Returns a sharded model's state by name, on the CPU; empty if nothing is sharded.
 
-    Collective: every rank calls it and blocks for the others. All but rank 0 get an empty result.
+    Collective: every rank calls it and blocks for the others. All but rank 0 get an empty result. Tied
+    parameters share a tensor.
     """
     if not is_sharded(model):
         return {}

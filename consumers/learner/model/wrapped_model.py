@@ -14,8 +14,7 @@ _IN_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def unwrapped(model: Module) -> Module:
-    """Returns the module inside torch.compile, DDP, DataParallel and peft's PeftModel, including its
-    adapters.
+    """Returns the module, adapters included, inside torch.compile, DDP, DataParallel and peft's PeftModel.
 
     Raises:
         WeightsMismatch: this process has only a shard (FSDP, tensor parallel, DeepSpeed's ZeRO-3), or a

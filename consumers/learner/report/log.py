@@ -1,7 +1,4 @@
-"""metrics.jsonl and the progress line after each step.
-
-Used by the GRPO learner (`grpo.py`).
-"""
+"""metrics.jsonl and the progress line after each step."""
 
 from __future__ import annotations
 
@@ -46,11 +43,9 @@ class OtherLog:
 
 
 class MetricsLog:
-    """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line, the last.
+    """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line.
 
-    Args:
-        path: the file; its folder is created, its earlier lines stay.
-        others: receive the same metrics; None entries are ignored.
+    Other receivers get the same metrics; None entries are ignored.
     """
 
     def __init__(self, path: Path, *others: OtherLog | None) -> None:
@@ -66,8 +61,7 @@ class MetricsLog:
     def append(self, metrics: Metrics) -> None:
         """Appends one line in a single write; values that are not finite become null. Blocks for the disk.
 
-        A line that cannot be written is lost: reported once and counted in later lines, so that training
-        continues.
+        A line that cannot be written is lost: reported once, and counted in later lines.
         """
         for other in self._others:
             other.log(metrics)

@@ -1,7 +1,7 @@
 """Merges the metrics of all ranks' shares into those of the whole batch.
 
 Counts are summed, the first text is kept, means are weighted by their counts, standard deviations are pooled.
-Percentiles cannot be merged, so the highest of any rank is used. Used by the GRPO learner (`grpo.py`).
+Percentiles cannot be merged, so the highest of any rank is used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _OF_GROUPS = {"atropos/identical_score_rate": "groups_scored", "bridge/group_wai
 
 
 def of_all_ranks(world: World, share: Metrics, rows: dict[str, int]) -> Metrics:
-    """Returns the metrics of the whole batch, on every rank.
-
-    Blocks for the others; arguments as `merged`, of this rank.
-    """
+    """Returns the metrics of the whole batch, on every rank; arguments of this rank, as `merged`."""
     said = world.all_gather([share, rows])
     return merged([each[0] for each in said], [each[1] for each in said])
 
@@ -95,9 +92,7 @@ def _weight(name: str, share: Metrics) -> float:
 
 
 def _weighted(values: Sequence[tuple[float, float]]) -> float:
-    """Returns the weighted mean of (weight, value) pairs; skips NaN; weights all equally if every weight is
-    0.
-    """
+    """Returns the weighted mean of (weight, value) pairs without NaN; the plain mean if all weights are 0."""
     known = [(weight, value) for weight, value in values if math.isfinite(value)]
     if not known:
         return float("nan")

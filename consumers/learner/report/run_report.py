@@ -1,7 +1,4 @@
-"""Reads the metrics.jsonl of a run: the steps in order, and a summary as numbers and as text.
-
-Used by `shmbridge report`.
-"""
+"""Reads the metrics.jsonl of a run: the steps in order, and a summary as numbers and as text."""
 
 from __future__ import annotations
 
@@ -50,9 +47,7 @@ class RunMetrics:
 
     @property
     def tokens_per_s(self) -> npt.NDArray[np.float64]:
-        """Returns tokens per second of each step, from the end of the step before; NaN for the first, and
-        after a resume.
-        """
+        """Returns tokens per second of each step; NaN for the first, and after a resume."""
         took = np.diff(self.column("time"), prepend=math.nan)
         took[took <= 0.0] = math.nan
         return self.column("tokens") / took
@@ -67,11 +62,7 @@ class RunMetrics:
 
 
 def read_run(folder: Path) -> RunMetrics:
-    """Returns the metrics in a run directory. Blocks for the disk.
-
-    Raises:
-        NoRun: it has no metrics.jsonl, or the file has no step.
-    """
+    """Returns the metrics in a run directory. Blocks for the disk. Raises `NoRun` without any step."""
     path = folder / METRICS_FILE
     try:
         lines = path.read_text(errors="replace").splitlines()

@@ -1,7 +1,4 @@
-"""Times of a step's phases, and the step's CPU cost. Uses CUDA events if the work is on a GPU.
-
-Used by `grpo_update.py` and by the GRPO learner (`grpo.py`).
-"""
+"""Times of a step's phases, and the step's CPU cost. Uses CUDA events if the work is on a GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ PHASES = ("copy", "forward", "backward", "sync")
 class StepTimes:
     """Adds up the seconds of each phase of a step.
 
-    On a GPU it measures device time, between two events of the stream. One thread. Costs a microsecond per
-    phase, and on a GPU two events.
+    On a GPU it measures device time, between two events of the stream. One thread.
 
     Args:
         device: where the work is done.
@@ -58,9 +54,7 @@ class StepTimes:
             yield item
 
     def taken(self) -> dict[str, float]:
-        """Returns `<phase>_s` since the last call, and the peak GPU memory so far. Waits for the GPU, if
-        any.
-        """
+        """Returns `<phase>_s` since the last call, and the peak GPU memory so far. Waits for the GPU."""
         if self._events:
             self._events[-1][2].synchronize()
         for phase, begin, end in self._events:
@@ -85,13 +79,7 @@ class StepCost:
         return spent
 
     def step(self, waited_s: float, cpu_s: float, tokens: int) -> dict[str, float]:
-        """Returns the metrics of the step that ends now.
-
-        Args:
-            waited_s: seconds spent waiting for batches.
-            cpu_s: CPU seconds of all ranks.
-            tokens: of all ranks.
-        """
+        """Returns the metrics of the step that ends now, from sums over all ranks."""
         ended = time.monotonic()
         took, self._ended = ended - self._ended, ended
         return {

@@ -1,6 +1,4 @@
-"""Writes the learner's metrics to TensorBoard; its failures never stop training. The only file of the learner
-that imports tensorboard, and only if enabled. Used by the GRPO learner (`grpo.py`).
-"""
+"""The learner's TensorBoard log. The only file of the learner that imports tensorboard, if enabled."""
 
 from __future__ import annotations
 
@@ -21,18 +19,13 @@ class TensorboardMissing(Refusal):
 
 
 class TensorboardLog(OtherLog):
-    """Context manager over one folder of event files; a failure is reported once, counted, and otherwise
-    ignored. A resumed learner hides what a killed one wrote for the steps that are repeated. One thread;
-    blocks for the disk.
+    """Context manager over one folder of event files. Blocks for the disk. Raises `TensorboardMissing`.
 
     Args:
         run_dir: the run directory.
         source: the checkpoint that the run resumes from; the log's later steps are hidden. None for a fresh
             start.
         say: prints a line for the user.
-
-    Raises:
-        TensorboardMissing: the package is not installed.
     """
 
     def __init__(self, run_dir: Path, source: Path | None, say: Callable[[str], None]) -> None:

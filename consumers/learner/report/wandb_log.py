@@ -1,6 +1,4 @@
-"""Sends the learner's metrics to a W&B run; its failures never stop training. The only file of the learner
-that imports wandb, and only if enabled. Used by the GRPO learner (`grpo.py`).
-"""
+"""The learner's W&B run. The only file of the learner that imports wandb, if enabled."""
 
 from __future__ import annotations
 
@@ -20,18 +18,14 @@ class WandbMissing(Refusal):
 
 
 class WandbRun(OtherLog):
-    """Context manager over one W&B run; a failure of W&B is reported once, counted, and otherwise ignored.
+    """Context manager over one W&B run. One thread. Raises `WandbMissing` without the package.
 
-    Environment variables (WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...) apply. May block for the network at the
-    start and at the end, never in between. Call from one thread.
+    W&B's environment variables apply. It may block for the network at the start and at the end.
 
     Args:
         config: the learner's; stored as the run's configuration.
         resumed: whether the learner resumes from a checkpoint.
         say: prints a line for the user.
-
-    Raises:
-        WandbMissing: the package is not installed.
     """
 
     def __init__(self, config: LearnerConfig, resumed: bool, say: Callable[[str], None]) -> None:

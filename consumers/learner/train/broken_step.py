@@ -1,9 +1,4 @@
-"""The error of a step that cannot be computed: which step, what was saved, and what to lower if memory ran
-out.
-
-Used by the GRPO
-learner (`grpo.py`).
-"""
+"""The error of a step that cannot be computed: which step, what was saved, and what to change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Early stopping: a metric is good enough, or has not improved for a number of steps.
-
-Used by the GRPO learner.
-"""
+"""Early stopping: a metric is good enough, or has not improved for a number of steps."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 At most one push is in flight, and it ends before the segment changes again. So versions never go back, and an
 engine finds the version it is asked to load. An engine's failure is printed and counted; training continues,
-and ends if the failures last. Used by the GRPO learner, on rank 0.
+and ends if the failures last.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ class EnginePushes:
         self._thread: threading.Thread | None = None
 
     def begin(self, version: int) -> None:
-        """Starts loading the segment's newest version into the engines.
-
-        Never blocks; call `settled` between two calls.
-        """
+        """Starts loading a version into the engines. Never blocks; call `settled` between two calls."""
         if self._fleet.engines:
             assert self._thread is None, "the push before is not settled"
             update = Update(
@@ -80,11 +77,7 @@ class EnginePushes:
             self._thread.start()
 
     def settled(self) -> None:
-        """Waits for the push in flight, if any. Blocks.
-
-        Raises:
-            EngineFailed: an engine has failed for too long.
-        """
+        """Waits for the push in flight. Raises `EngineFailed` if an engine has failed for too long."""
         if self._thread is None:
             return
         begun = time.monotonic()
@@ -114,11 +107,7 @@ class EnginePushes:
         }
 
     def close(self, *, at_once: bool = False) -> None:
-        """Closes the engines after the push in flight. With `at_once`, other processes end that push once
-        this one is gone.
-
-        Idempotent.
-        """
+        """Closes the engines after the push in flight; `at_once` leaves it to other processes. Idempotent."""
         if self._thread is not None:
             self._thread.join(_GOODBYE_S if at_once else None)
             if self._thread.is_alive():

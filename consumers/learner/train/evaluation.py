@@ -1,7 +1,4 @@
-"""Evaluation during training: the scores of evaluation groups, and the user's hook function.
-
-Used by the GRPO learner.
-"""
+"""Evaluation during training: the scores of evaluation groups, and the user's hook function."""
 
 from __future__ import annotations
 
@@ -26,13 +23,9 @@ class BadHook(Refusal):
 
 
 class TrainingScreen:
-    """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint already
-    contains, out of batches.
+    """The `Consumer.screen` callback: keeps out evaluation groups, and those that the checkpoint contains.
 
-    It is called in the thread that forms batches; `metrics` is for the training thread.
-
-    Args:
-        consumed: what the checkpoint contains.
+    Called in the thread that forms batches; `metrics` is for the training thread.
     """
 
     def __init__(self, consumed: Consumed) -> None:
@@ -48,7 +41,11 @@ class TrainingScreen:
         """Returns whether the group is for training. Never blocks."""
         metas = [record.meta for record in group.records]
         if metas[0].split == EVAL:
-            self._add(group, metas[0].env_name)
+            scores = [score for record in group.records for score in _scores(record)]
+            with self._lock:
+                self._scores += [(metas[0].env_name, self._groups_total, score) for score in scores]
+                self._groups += 1
+                self._groups_total += 1
             return False
         if all(self._consumed.contains(meta) for meta in metas):
             with self._lock:
@@ -57,49 +54,30 @@ class TrainingScreen:
         return True
 
     def metrics(self) -> Metrics:
-        """Returns `eval/...` metrics of the groups since the last call, if any, and the totals.
-
-        Never blocks for long.
-        """
+        """Returns `eval/...` metrics of the groups since the last call, and totals. Never blocks for long."""
         with self._lock:
             scores, self._scores, groups, self._groups = self._scores, [], self._groups, 0
-            totals = {"eval/groups_total": self._groups_total, "resume/known_groups_total": self._known_total}
+            totals: Metrics = {
+                "eval/groups_total": self._groups_total,
+                "resume/known_groups_total": self._known_total,
+            }
         if not groups:
             return totals
         found = rollout_metrics(
             [env for env, _, _ in scores], [n for _, n, _ in scores], [s for _, _, s in scores]
         )
-        per_env = {
-            name.replace("atropos/", "eval/", 1): value
-            for name, value in found.items()
-            if name.count("/") == 2
+        for name, value in found.items():
+            if name.count("/") == 2:  # of one environment
+                totals[name.replace("atropos/", "eval/", 1)] = value
+        return totals | {
+            "eval/mean_score": found["atropos/mean_score"],
+            "eval/groups": groups,
+            "eval/trajectories": len(scores),
         }
-        return (
-            totals
-            | per_env
-            | {
-                "eval/mean_score": found["atropos/mean_score"],
-                "eval/groups": groups,
-                "eval/trajectories": len(scores),
-            }
-        )
-
-    def _add(self, group: Any, env_name: str) -> None:
-        scores = [score for record in group.records for score in _scores(record)]
-        with self._lock:
-            self._scores += [(env_name, self._groups_total, score) for score in scores]
-            self._groups += 1
-            self._groups_total += 1
 
 
 class EvalHook:
-    """Calls the user's function every `every` steps; a failure is printed, counted, and otherwise ignored.
-
-    Args:
-        function: what to call.
-        every: steps between two calls.
-        say: prints a line for the user.
-    """
+    """Calls the user's function every so many steps; a failure is printed, counted, and else ignored."""
 
     def __init__(self, function: Hook, every: int, say: Callable[[str], None]) -> None:
         self._function, self._every, self._say = function, every, say
@@ -110,10 +88,7 @@ class EvalHook:
         return step % self._every == 0
 
     def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Calls the function and returns its numbers under `eval/`; empty if it fails.
-
-        Blocks as long as the function.
-        """
+        """Calls the function; returns its numbers under `eval/`, none if it fails. Blocks as long as it."""
         try:
             said = self._function(step, model, tokenizer)
             return {f"eval/{name}": float(value) for name, value in said.items()}
@@ -127,11 +102,7 @@ class EvalHook:
 
 
 def load_hook(name: str) -> Hook:
-    """Imports the module of `module:function` and returns the function.
-
-    Raises:
-        BadHook: it does not exist.
-    """
+    """Imports the module of `module:function` and returns the function. Raises `BadHook`."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise BadHook(f"--eval-hook {name}: it is module:function")

@@ -1,7 +1,6 @@
 """One update: a packed batch in, a gradient and an optimizer step out.
 
-Used by the GRPO learner (`grpo.py`), and by programs that bring their own batches. `objective.py` defines the
-loss, `credit.py` the advantages.
+`objective.py` defines the loss, `credit.py` the advantages.
 
 Default differences from the GRPO paper (arXiv 2402.03300):
 1. the loss is a mean over tokens, not over completions, and the two clip bounds are separate (DAPO,
@@ -119,10 +118,7 @@ class Learner:
         return self._parallel.world
 
     def read(self, compute: Callable[[Any], Result]) -> Result:
-        """Returns `compute(model)` between two steps; `compute` takes no gradient and must not raise.
-
-        Every rank calls it.
-        """
+        """Returns `compute(model)`, which takes no gradient and must not raise. Every rank calls it."""
         return self._parallel.read(compute)
 
     def accumulate(
@@ -200,8 +196,7 @@ class Learner:
         return {**shares, **mismatch, **metrics, **checked}
 
     def apply(self) -> Metrics:
-        """Takes the optimizer step of the accumulated gradient; a gradient that is not finite changes
-        nothing.
+        """Takes the optimizer step of the accumulated gradient, unless that is not finite.
 
         Raises:
             NothingToLearn: the loss is sft, and every advantage is 0; nothing was changed.
@@ -238,9 +233,7 @@ class Learner:
         )
 
     def _make_room(self, counts: Counts, first: bool) -> None:
-        """Scales the accumulated gradient down to its share of the new total, which is also the divisor of
-        new shares.
-        """
+        """Scales the accumulated gradient down to its share of the new total, the divisor of new shares."""
         before = self._counts
         if first:
             self._counts, self._shares, self._mismatch, self._push = (
@@ -261,8 +254,7 @@ class Learner:
         self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
     def _unknown_tokens(self, batch: shmbridge.Batch) -> npt.NDArray[np.bool_] | None:
-        """Returns bool (B,): rows to leave out for a token that the model does not have; None if no row has
-        one.
+        """Returns bool (B,): rows with a token that the model does not have; None if no row has one.
 
         Raises `UnknownTokens` unless the objective leaves such rows out.
         """
@@ -285,9 +277,7 @@ class Learner:
         )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns (n,) log-probabilities and entropy of the trained tokens; the entropy has a gradient only
-        if the objective uses it.
-        """
+        """Returns (n,) log-probabilities and entropy; that has a gradient only if the objective uses it."""
         goal = self.objective
         logprobs, entropy = self._parallel(
             trained_logprobs,
@@ -301,9 +291,7 @@ class Learner:
         return logprobs, entropy if goal.entropy else entropy.detach()
 
     def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
-        """Runs a forward and a backward that add 0 to every gradient, because other ranks have one
-        micro-batch more.
-        """
+        """Adds 0 to every gradient by a forward and a backward, since other ranks have a micro-batch more."""
         goal = self.objective
         if reference is not None:
             reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)

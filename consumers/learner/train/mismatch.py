@@ -2,7 +2,6 @@
 
 Tokens sampled by the version being trained are called fresh. For them both policies have the same weights, so
 a difference is a fault: raw log-probabilities, another temperature, an engine that did not load the weights.
-Used by `grpo_update.py` and `training_step.py`.
 
 Letter: n trained tokens of a micro-batch.
 """
@@ -26,9 +25,7 @@ _UNSEEN_STEPS = 10  # warn after this many steps without a fresh token
 
 
 class Mismatch:
-    """Sums the differences over the micro-batches of a step, for trained tokens whose sampler log-probability
-    is known.
-    """
+    """Sums the differences over a step's trained tokens whose sampler log-probability is known."""
 
     def __init__(self) -> None:
         # sums over all ranks; rows: all tokens, fresh tokens; columns: count, divergence, distance
@@ -69,8 +66,7 @@ class Mismatch:
         self._own.append(torch.stack(rows))
 
     def metrics(self, reduce: Reduce = alone) -> Metrics:
-        """Returns the metrics of all batches so far: means over all ranks, and the maximum of this rank; NaN
-        without tokens.
+        """Returns the metrics of all batches so far; NaN without tokens. Maxima are of this rank alone.
 
         Blocks as long as `reduce`, the sum of an array over all ranks; every rank calls it once.
         """
@@ -88,13 +84,7 @@ class Mismatch:
 
 
 class MismatchAlarm:
-    """Warns if sampler and policy differ on fresh tokens by more than rounding explains, or if no token is
-    fresh.
-
-    Args:
-        limit: largest mean distance, nats; 0: no warning.
-        say: prints a line for the user.
-    """
+    """Warns if fresh tokens differ by more than `limit` nats in the mean (0: never), or if none is fresh."""
 
     def __init__(self, limit: float, say: Callable[[str], None]) -> None:
         self._limit, self._say = limit, say
@@ -103,10 +93,7 @@ class MismatchAlarm:
         self._unseen = 0  # steps with log-probabilities but no fresh token, until the first fresh one
 
     def looked(self, measured: Metrics) -> Metrics:
-        """Reads a step's metrics; returns how many steps were above the limit.
-
-        Warns at the first step above the limit after one below it.
-        """
+        """Reads a step's metrics; returns how many steps were above the limit, and warns of the first."""
         self._look_for_fresh(measured)
         mean = measured.get("logprob_diff_mean_fresh", float("nan"))
         above = bool(self._limit) and mean > self._limit

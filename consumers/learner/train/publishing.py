@@ -1,7 +1,6 @@
-"""Publishes policy weights: chooses the version, and writes every rank's shard into the weights segment.
+"""Publishes policy weights: every rank writes its part into the weights segment, and nothing is gathered.
 
-Nothing is gathered. A rank writes its shard of each tensor or, if every rank has the whole model, its share
-of the tensors. Used by the GRPO learner (`grpo.py`).
+That is its shard of each tensor or, if every rank has the whole model, its share of the tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ PublishWeights = Callable[[int], None]  # takes a version; returns once samplers
 
 
 def first_version(*seen: int | None) -> int:
-    """Returns a version above all seen, because a version identifies one set of weights across all
-    publishers.
-    """
+    """Returns a version above all seen: a version names one set of weights, across all publishers."""
     return max((version for version in seen if version is not None), default=-1) + 1
 
 
@@ -33,10 +30,7 @@ def first_version(*seen: int | None) -> int:
 def weights_segment(
     bridge: str, weights: WeightsConfig, precision: Dtype, model: Any, world: World
 ) -> Iterator[tuple[PublishWeights, int | None]]:
-    """Yields a function that publishes the model's weights, and the last published version of the bridge.
-
-    Every rank calls it, since each writes its shard; rank 0 owns the segment.
-    """
+    """Yields a function that publishes the weights, and the last published version. Every rank calls it."""
     if weights.no_weights:
         yield (lambda version: None), None
         return
@@ -49,15 +43,7 @@ def weights_segment(
 
 
 class WeightsPublisher:
-    """Publishes versions of one model's weights. Every rank has one.
-
-    Args:
-        model: whole, sharded (FSDP2), or with adapters, which are published merged.
-        dtype: of the published tensors.
-        world: the ranks.
-        writer: on rank 0.
-        part: on the others.
-    """
+    """Publishes a model's weights, adapters merged, by the writer on rank 0 and a part on each other rank."""
 
     def __init__(
         self,
@@ -76,8 +62,7 @@ class WeightsPublisher:
 
         Blocks for the copy. An error is raised on all ranks, and nothing changes then.
 
-        For a model with adapters, after the first full version only the tensors that adapters change are
-        written.
+        A model with adapters is written whole once, then only the tensors that adapters change.
         """
         if self._adapted and self._wrote_all:
             with self._world.together():
@@ -127,9 +112,7 @@ class WeightsPublisher:
 
 
 def _dealt(sizes: list[int], ranks: int) -> list[int]:
-    """Returns the rank that writes each tensor, balanced by number of elements; the same result on every
-    rank.
-    """
+    """Returns the rank that writes each tensor, balanced by elements; the same on every rank."""
     written = [0] * ranks
     dealt = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

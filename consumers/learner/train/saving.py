@@ -1,6 +1,4 @@
-"""Saves a learner's state: each finished step at most once, with the record of what was consumed.
-`checkpoint.py` defines the files. Used by the GRPO learner (`grpo.py`).
-"""
+"""Saves each finished step of a learner at most once, with the record of what was consumed."""
 
 from __future__ import annotations
 
@@ -26,15 +24,7 @@ class CannotSave(Refusal):
 
 
 class Saver:
-    """Saves each finished step at most once.
-
-    Args:
-        folder: the folder of this run's checkpoints.
-        learner: the learner to save.
-        tokenizer: saved beside the model; None: no tokenizer.
-        keep: number of newest checkpoints to keep.
-        progress: of the checkpoint that the run resumes from; None for a fresh start.
-    """
+    """Saves each finished step at most once, and keeps the newest; `progress` is of a resumed checkpoint."""
 
     def __init__(
         self, folder: Path, learner: Learner, tokenizer: Any, keep: int, progress: Progress | None = None
@@ -48,18 +38,11 @@ class Saver:
 
     @property
     def consistent(self) -> bool:
-        """Whether the learner is at the end of a step with all its batches recorded: only then may it be
-        saved.
-        """
+        """Whether a step ended with all its batches recorded: only then may it be saved."""
         return self._learner.consistent and self._taken_step == self._learner.step
 
     def took(self, batches: Iterable[shmbridge.Batch], measured: Metrics) -> None:
-        """Records the batches of a step over all ranks; blocks for the others.
-
-        Args:
-            batches: of this rank.
-            measured: the step's metrics over all ranks.
-        """
+        """Records this rank's batches of a step, with its metrics over all ranks. Blocks for the others."""
         metas: list[Any] = [meta for batch in batches for meta in batch.meta]
         if self._learner.world.size > 1:
             said = self._learner.world.all_gather(
@@ -73,8 +56,7 @@ class Saver:
         self._taken_step = self._learner.step
 
     def save(self, policy_version: int) -> None:
-        """Writes a checkpoint unless this step already has one or was interrupted; every rank calls it, rank
-        0 writes.
+        """Writes a checkpoint of a finished step that has none. Every rank calls it, rank 0 writes.
 
         Blocks until it is on disk.
 
@@ -97,11 +79,9 @@ class Saver:
         self._saved_step = learner.step
 
     def rescue(self, policy_version: int) -> str:
-        """Saves the last finished step after an error, without other ranks. Blocks for the disk. Does not
-        raise.
+        """Saves the last finished step after an error, without other ranks. Blocks; never raises.
 
-        Returns:
-            a short text for the user: which step can be resumed.
+        Returns a short text for the user: which step can be resumed.
         """
         learner = self._learner
         newest = (

@@ -1,7 +1,4 @@
-"""Start of a training run: the checkpoint to resume from, the learner, and the registration for environments.
-
-Used by the GRPO learner (`grpo.py`), once on every rank.
-"""
+"""Start of a training run: the checkpoint to resume from, the learner, and the registration of its run."""
 
 from __future__ import annotations
 
@@ -39,9 +36,7 @@ from shmbridge.consumers.learner.world import World, say
 def starting_point(config: LearnerConfig) -> Path | None:
     """Returns the checkpoint to resume from, or None for a fresh start.
 
-    Raises:
-        StartupError: a fresh start in a run directory that already holds checkpoints, which would mix two
-            runs.
+    Raises `StartupError` for a fresh start in a run directory with checkpoints, which would mix two runs.
     """
     found = checkpoint.complete(config.run_dir / "checkpoints")
     if found and not config.checkpoints.resume:
@@ -53,11 +48,9 @@ def starting_point(config: LearnerConfig) -> Path | None:
 
 
 def agreed_starting_point(config: LearnerConfig, world: World) -> Path | None:
-    """Returns rank 0's starting point on every rank; rank 0 also writes the configuration into the run
-    directory.
+    """Returns rank 0's starting point; rank 0 also writes the configuration into the run directory.
 
-    Raises:
-        As `starting_point`; PeerFailed for another rank.
+    Raises as `starting_point`, and PeerFailed for another rank.
     """
     if config.batch.groups < world.size:
         raise StartupError(
@@ -169,9 +162,7 @@ def _chunk_tokens(model: Any, compute: ComputeConfig) -> int | None:
 
 
 def registration(config: LearnerConfig, step: int) -> shmbridge.Run:
-    """Returns the run description that environments get when they register; its steps are batches of the
-    bridge.
-    """
+    """Returns the registration for environments; its steps are batches of the bridge."""
     return shmbridge.Run(
         batch_size=config.batch.groups * config.batch.group_size,
         max_token_len=config.registration.max_token_len,

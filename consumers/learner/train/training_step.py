@@ -2,15 +2,13 @@
 
 The order is a contract: update, publish the weights, publish their version, save if due, release. Engines
 load the version in parallel, and have it before the next one is published. If the learner is killed before
-the release, its successor gets the batches again; the checkpoint says whether it contains them. Used by the
-GRPO learner (`grpo.py`).
+the release, its successor gets the batches again; the checkpoint says whether it contains them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import shmbridge
@@ -37,25 +35,12 @@ from shmbridge.consumers.learner.world import say
 
 
 class RunHooks:
-    """The parts of a run besides its steps: evaluation, early stopping and engines.
-
-    Args:
-        evaluation: the hook to call between steps.
-        early_stop: the conditions to end early.
-        saver: its record of consumed groups tells known groups from new ones.
-        tokenizer: for the evaluation hook; None without one.
-
-    Attributes:
-        engines: pushes of each version to the engines; none unless the caller sets it.
-
-    Raises:
-        BadHook: the evaluation hook cannot be used.
-    """
+    """The parts of a run besides its steps: evaluation, early stopping, engines. Raises `BadHook`."""
 
     def __init__(
         self, evaluation: EvaluationConfig, early_stop: EarlyStopConfig, saver: Saver, tokenizer: Any = None
     ) -> None:
-        self.engines = EnginePushes()
+        self.engines = EnginePushes()  # none, unless the caller sets it
         self.screen = TrainingScreen(saver.consumed)
         self.early_stop = EarlyStop(
             early_stop.condition, early_stop.stop_patience, early_stop.goal, early_stop.stop_stall, say=say
@@ -78,14 +63,7 @@ class RunHooks:
 class TrainingStep:
     """Takes batches until a step is full, then makes the step. One thread; every rank does the same.
 
-    Args:
-        learner: trained by the step.
-        source: of the batches.
-        publish_weights: publishes the weights as a version.
-        saver: writes checkpoints.
-        log: gets each step's metrics, over all ranks; None on all ranks but one.
-        config: of the run.
-        around: evaluation.
+    Only one rank has a log, which gets the metrics over all ranks.
     """
 
     def __init__(
@@ -120,10 +98,7 @@ class TrainingStep:
         return len(self._batches) >= self._config.batch.accumulate
 
     def take(self, batch: shmbridge.Batch) -> None:
-        """Adds a batch's gradient.
-
-        Blocks for the compute, and for other ranks; raises as `Learner.accumulate`.
-        """
+        """Adds a batch's gradient. Blocks for the compute and other ranks; raises as `accumulate`."""
         begun = time.monotonic()
         version = self._source.training_version
         aged = self._describe.taken(batch, int(begun * 1e9), version)
@@ -134,9 +109,7 @@ class TrainingStep:
         self._computed_s += self._waiting_since - begun
 
     def settle(self) -> None:
-        """Waits until the engines' push of the last version is over.
-
-        Blocks, and may be interrupted; every rank calls it.
+        """Waits for the engines' push of the last version. Interruptible; every rank calls it.
 
         Raises:
             EngineFailed: an engine has failed for too long; PeerFailed on the other ranks.
@@ -146,10 +119,7 @@ class TrainingStep:
                 self._around.engines.settled()
 
     def make(self) -> Metrics:
-        """Updates, publishes and saves if due, releases and logs; returns the step's metrics.
-
-        Blocks; must not be interrupted.
-        """
+        """Updates, publishes and saves if due, releases, logs; returns the metrics. Do not interrupt it."""
         learner, source = self._learner, self._source
         begun = time.monotonic()
         metrics = learner.apply()
@@ -199,10 +169,7 @@ class TrainingStep:
         return metrics
 
     def finish(self) -> None:
-        """Publishes and saves the weights if the last step did not.
-
-        Blocks; every rank calls it. Raises as `settle`.
-        """
+        """Publishes and saves what the last step did not. Blocks; every rank calls it; raises as `settle`."""
         if (version := self._source.training_version) > self._source.policy_version:
             self.settle()
             self._publish_version(version)
@@ -235,11 +202,4 @@ class TrainingStep:
             if name in SHARES or name in MISMATCH or name.startswith("api_perf/")
         }
         own["host_cpu_s"] = self._cost.cpu_s()
-        return of_all_ranks(self._learner.world, own, _summed(rows))
-
-
-def _summed(rows: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for each in rows:
-        total.update(each)
-    return dict(total)
+        return of_all_ranks(self._learner.world, own, sum(map(Counter, rows), Counter()))
