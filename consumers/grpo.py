@@ -35,7 +35,7 @@ from shmbridge.consumers.learner.train.publishing import PublishWeights, first_v
 from shmbridge.consumers.learner.train.saving import Saver
 from shmbridge.consumers.learner.train.setup import agreed_starting_point, load_learner, registration
 from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
-from shmbridge.consumers.learner.types import Metrics, Refusal, Untrainable
+from shmbridge.consumers.learner.types import Refusal, Untrainable
 from shmbridge.consumers.learner.world import (
     PeerFailed,
     PeerLost,
@@ -187,7 +187,9 @@ def learn(
                 metrics = step.make()
             if log is not None:
                 show(metrics)
-            reason = learner.world.broadcast(_enough(learner, config.run.steps, around, metrics))
+            # "" after the last step; None to continue
+            reason = "" if learner.step >= config.run.steps else around.early_stop.reason(metrics)
+            reason = learner.world.broadcast(reason)
         if reason and log is not None:
             say(f"stopped early: {reason}")
         step.finish()  # the hub must still be open to receive the release
@@ -199,11 +201,6 @@ def _waits(bridge: str) -> str:
         "; that batch is not released: with the same options --resume ends at it again, and `shmbridge clean "
         f"{bridge} --yes`, once the environments have ended, throws away all that waits"
     )
-
-
-def _enough(learner: Learner, steps: int, around: RunHooks, metrics: Metrics) -> str | None:
-    """Returns the reason to stop after a step: "" after the last one, None to continue."""
-    return "" if learner.step >= steps else around.early_stop.reason(metrics)
 
 
 if __name__ == "__main__":

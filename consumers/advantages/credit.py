@@ -95,7 +95,10 @@ def credited(
     own, odd_mask = _own_tokens(batch, credit.use_own)
     has_own = batch.has("advantages") & credit.use_own
     fallen_back = _fallen_back(batch, trained, own, credit)
-    penalty = _overlong(batch, trained if answers is None else answers, credit)
+    penalty = np.zeros(row_count, np.float32)  # of each completion's score, at most 0
+    if credit.overlong_length is not None:
+        lengths = answer_lengths(batch.cu_seqlens, trained if answers is None else answers)
+        penalty = overlong_penalty(lengths, credit.overlong_length, credit.overlong_buffer)
     advantages = _from_scores(batch, scores + penalty, scored, trained, credit, reduce)
     advantages, has_steps, odd_steps = _with_steps(batch, advantages, trained, credit)
     advantages, has_rewards = _with_token_rewards(batch, advantages, trained, credit, reduce)
@@ -135,7 +138,13 @@ def require_advantages(batch: shmbridge.Batch, trained: Bools, credit: Credit) -
         return
     without = _fallen_back(batch, trained, _own_tokens(batch, credit.use_own)[0], credit)
     if without.any():
-        raise _no_advantages(batch, without)
+        first = int(without.argmax())
+        meta, rows = batch.meta[first], batch.group_index == batch.group_index[first]
+        raise NoAdvantages(
+            f"group {meta.group_id} of environment {meta.env_name!r} has {int(rows.sum())} trajectories, and "
+            f"{int((rows & without).sum())} of them without advantages -> run without --no-fallback-to-grpo, "
+            "as what that environment writes from now on does not change what it has put"
+        )
 
 
 def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Credit) -> Bools:
@@ -149,8 +158,7 @@ def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Cre
 
 
 def _own_tokens(batch: shmbridge.Batch, wanted: bool) -> tuple[Bools, Bools]:
-    """Returns bool (N,): tokens with an advantage of their own; bool (B,): rows whose mask of these does not
-    fit.
+    """Returns bool (N,): tokens with an own advantage; bool (B,): rows whose mask of these does not fit.
 
     The record's advantages apply to all tokens of such a row.
     """
@@ -165,25 +173,6 @@ def _own_tokens(batch: shmbridge.Batch, wanted: bool) -> tuple[Bools, Bools]:
     fits = there & (mask.lengths == batch.lengths)
     own[np.repeat(fits, batch.lengths)] &= mask.values[np.repeat(fits, mask.lengths)] != 0
     return own, there & ~fits
-
-
-def _no_advantages(batch: shmbridge.Batch, without: Bools) -> NoAdvantages:
-    first = int(np.flatnonzero(without)[0])
-    meta = batch.meta[first]
-    rows = batch.group_index == batch.group_index[first]
-    return NoAdvantages(
-        f"group {meta.group_id} of environment {meta.env_name!r} has {int(rows.sum())} trajectories, and "
-        f"{int((rows & without).sum())} of them without advantages -> run without "
-        "--no-fallback-to-grpo, as what that environment writes from now on does not change what it has put"
-    )
-
-
-def _overlong(batch: shmbridge.Batch, answers: Bools, credit: Credit) -> FloatArray:
-    """Returns float32 (B,): the length penalty of each completion's score, at most 0."""
-    if credit.overlong_length is None:
-        return np.zeros(len(batch.meta), np.float32)
-    lengths = answer_lengths(batch.cu_seqlens, answers)
-    return overlong_penalty(lengths, credit.overlong_length, credit.overlong_buffer)
 
 
 def _from_scores(

@@ -28,21 +28,8 @@ def group_normalised(
 ) -> FloatArray:
     """Returns every row's advantage over its own group: (score - mean) / (std + eps). Never blocks.
 
-    The standard deviation is the population one, as in the reference trainer of Atropos. A group whose scores
-    are all equal, and so a group of one, gets exactly 0. A row that is not usable, or whose score is not
-    finite or beyond 1e37, gets 0 and is excluded from its group's mean and deviation.
-
-    Args:
-        scores: float64 (B,), outcome reward of each row, in the environment's unit.
-        group_index: int (B,), ordinal of each row's group, 0 .. G-1 in any order.
-        usable: bool (B,), rows that carry a score at all; None means all of them.
-        eps: added to the deviation, in the unit of the scores.
-
-    Returns:
-        float32 (B,), dimensionless.
-
-    Raises:
-        ValueError: the arrays disagree in length, or a group index is negative.
+    The deviation is that of the population, as in the reference trainer of Atropos. Arguments, result and
+    errors as `group_advantages`, without its floor.
 
     Source: GRPO, arXiv 2402.03300 (outcome supervision).
     """
@@ -104,20 +91,8 @@ def leave_one_out(
 ) -> FloatArray:
     """Returns every row's score minus the mean score of the others of its group. Never blocks.
 
-    That is n / (n - 1) * (score - mean) in a group of n. A group whose scores are all equal gets exactly 0,
-    and so does a group of one, which has no others. Rows that are not usable, not finite, or beyond 1e37, get
-    0 and are excluded from the mean of the others.
-
-    Args:
-        scores: float64 (B,), outcome reward of each row, in the environment's unit.
-        group_index: int (B,), ordinal of each row's group, 0 .. G-1 in any order.
-        usable: bool (B,), rows that carry a score at all; None means all of them.
-
-    Returns:
-        float32 (B,), in the unit of the scores.
-
-    Raises:
-        ValueError: the arrays disagree in length, or a group index is negative.
+    That is n / (n - 1) * (score - mean) in a group of n, and exactly 0 in a group of one, or of equal scores.
+    Arguments, excluded rows and errors as `group_advantages`; the result has the unit of the scores.
 
     Source: RLOO, arXiv 2402.14740.
     """

@@ -60,13 +60,8 @@ class Steps:
             ValueError: the columns disagree, or an end lies outside its row or does not rise; it names the
                 row.
         """
-        starts = np.asarray(cu_seqlens, dtype=np.int64)
         reward = np.asarray(rewards, dtype=np.float64)
-        counts = np.asarray(reward_counts, dtype=np.int64)
-        end = np.zeros(0, np.int64) if ends is None else np.asarray(ends, dtype=np.int64)
-        ended = (
-            np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
-        )
+        counts, end, ended, starts = _as_integers(reward_counts, ends, end_counts, cu_seqlens)
         for name, values, per_row in (("step_rewards", reward, counts), ("step_ends", end, ended)):
             if per_row.shape != (starts.size - 1,):
                 raise ValueError(
@@ -100,16 +95,11 @@ class Steps:
         end_counts: npt.ArrayLike | None,
         cu_seqlens: npt.ArrayLike,
     ) -> tuple[Steps, npt.NDArray[np.bool_]]:
-        """Returns the steps of consistent rows, and bool (B,): the inconsistent rows, which get none. Never
-        blocks.
+        """Returns the steps of consistent rows, and bool (B,): the others, which get none. Never blocks.
 
         For a learner that must not stop for one bad row. Arguments, and errors of whole columns, as `of`.
         """
-        starts, counts = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(reward_counts, dtype=np.int64)
-        ended = (
-            np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
-        )
-        end = np.zeros(0, np.int64) if ends is None else np.asarray(ends, dtype=np.int64)
+        counts, end, ended, starts = _as_integers(reward_counts, ends, end_counts, cu_seqlens)
         rows = np.repeat(np.arange(ended.size), ended)
         outside = (end <= _ends_before(end, rows)) | (end > (starts[1:] - starts[:-1])[rows])
         odd = (ended != counts) & (ended != 0)
@@ -126,6 +116,16 @@ class Steps:
     def rows(self) -> Ints:
         """int64 (S,): the row of each step."""
         return np.repeat(np.arange(self.counts.size), self.counts)
+
+
+def _as_integers(
+    counts: npt.ArrayLike, ends: npt.ArrayLike | None, end_counts: npt.ArrayLike | None, starts: npt.ArrayLike
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Returns the integer columns of steps; absent ends are none in every row."""
+    count = np.asarray(counts, dtype=np.int64)
+    end = np.asarray(() if ends is None else ends, dtype=np.int64)
+    ended = np.zeros_like(count) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
+    return count, end, ended, np.asarray(starts, dtype=np.int64)
 
 
 def _ends_before(ends: Ints, rows: Ints) -> Ints:

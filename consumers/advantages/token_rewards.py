@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from shmbridge.consumers.advantages.from_scores import group_advantages
 from shmbridge.consumers.advantages.reward_to_go import to_go
-from shmbridge.consumers.advantages.whole_batch import Reduce, batch_normalised
+from shmbridge.consumers.advantages.whole_batch import Reduce, alone, batch_normalised
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -72,12 +72,9 @@ def token_reward_advantages(
     Rows without token rewards get 0 and are in no mean; `mixed` gives them the outcome.
 
     Args:
-        token_rewards: float32 (N,), in the environment's unit; zero-filled in rows that have none.
+        token_rewards, cu_seqlens, loss_mask, discount: as in `rewards_to_go`; rows without rewards have 0.
         group_index: int (B,), ordinal of each row's group.
-        cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
-        loss_mask: uint8 or bool (N,), non-zero where a token is trained.
         has_rewards: bool (B,), rows that have token rewards; None means all.
-        discount: 0 .. 1 per trained token.
         over: "group" as `group_advantages`, a token for a row; "batch" as `batch_normalised` (then it is
             REINFORCE++).
         reduce: for over="batch", as there; by default there is one rank.
@@ -102,11 +99,7 @@ def token_reward_advantages(
     returns = rewards_to_go(token_rewards, cu_seqlens, trained, discount=discount)
     if over == "group":
         return group_advantages(returns, np.repeat(group, lengths), usable=counted)
-    return (
-        batch_normalised(returns, counted)
-        if reduce is None
-        else batch_normalised(returns, counted, reduce=reduce)
-    )
+    return batch_normalised(returns, counted, reduce=reduce or alone)
 
 
 def _checked(

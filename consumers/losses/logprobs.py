@@ -1,4 +1,4 @@
-"""Log-probabilities of the trained tokens, and entropy, from full logits; `chunked.py` needs fewer.
+"""Log-probabilities of the trained tokens, and entropy, from full logits; `chunked.py` holds fewer.
 
 Letters: n trained tokens (of any number of trajectories, in any order), V vocabulary. All floats are float32,
 logarithms are natural (nats).

@@ -52,8 +52,7 @@ def sequence_ratio(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, cu_
     Args:
         logprobs: (N,) float32, nats, under the policy being trained, with gradient.
         sampled_logprobs: (N,) float32, nats, under the policy that the ratio is against.
-        mask: (N,) bool or 0/1, the trained tokens.
-        cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
+        mask, cu_seqlens: as in `sequence_sums`.
 
     Returns:
         (N,) float32, > 0, dimensionless; the same for all tokens of a sequence, trained or not.
@@ -82,8 +81,7 @@ def truncated_weights(
     Args:
         train_logprobs: (N,) float32, nats, by the trainer with the parameters that sampled.
         sampled_logprobs: (N,) float32, nats, by the sampler (`inference_logprobs`).
-        mask: (N,) bool or 0/1, the trained tokens.
-        cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
+        mask, cu_seqlens: as in `sequence_sums`.
         cap: the largest weight, > 0.
         level: `token`, each its own ratio (biased, little variance), or `sequence`, the product over the
             sequence's trained tokens (unbiased but for the cap, much variance).
@@ -99,13 +97,8 @@ def truncated_weights(
     """
     if not cap > 0.0:
         raise ValueError(f"cap {cap} is not above 0: every weight would be 0")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level {level!r} is neither 'token' nor 'sequence'")
-    change = _log_ratio(train_logprobs, sampled_logprobs).detach()
-    if level == "sequence":
-        change = spread(sequence_sums(change, mask, cu_seqlens), cu_seqlens)
-    weight = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
-    return torch.where(mask.bool(), weight, 0.0)
+    ratio = _ratio_at(level, train_logprobs, sampled_logprobs, mask, cu_seqlens, mean=False)
+    return torch.where(mask.bool(), ratio.clamp(max=cap), 0.0)
 
 
 def outside(
@@ -123,8 +116,7 @@ def outside(
         logprobs: (N,) float32, nats, under the policy being trained; no gradient is taken.
         sampled_logprobs: (N,) float32, nats, recorded when the token was sampled; an unknown one counts as
             equal.
-        mask: (N,) bool or 0/1, the trained tokens.
-        cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
+        mask, cu_seqlens: as in `sequence_sums`.
         low, high: the bounds, 0 <= low <= 1 <= high.
         level: `token`, each its own ratio, or `sequence`, all trained tokens of a sequence by their geometric
             mean.
@@ -140,14 +132,22 @@ def outside(
     """
     if not 0.0 <= low <= 1.0 <= high:
         raise ValueError(f"bounds {low} and {high} do not hold 1, the ratio of a sampler that is the policy")
+    ratio = _ratio_at(level, logprobs, sampled_logprobs, mask, cu_seqlens, mean=True)
+    return mask.bool() & ((ratio < low) | (ratio > high))
+
+
+def _ratio_at(
+    level: str, logprobs: Tensor, others: Tensor, mask: Tensor, cu_seqlens: Tensor, *, mean: bool
+) -> Tensor:
+    """Returns (N,), without gradient: the ratio of each token, or of its sequence, as product or mean."""
     if level not in ("token", "sequence"):
         raise ValueError(f"level {level!r} is neither 'token' nor 'sequence'")
-    change = _log_ratio(logprobs, sampled_logprobs).detach()
+    change = _log_ratio(logprobs, others).detach()
     if level == "sequence":
+        total = sequence_sums(change, mask, cu_seqlens)
         counts = sequence_counts(mask, cu_seqlens).clamp(min=1.0)
-        change = spread(sequence_sums(change, mask, cu_seqlens) / counts, cu_seqlens)
-    ratio = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return mask.bool() & ((ratio < low) | (ratio > high))
+        change = spread(total / counts if mean else total, cu_seqlens)
+    return change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:

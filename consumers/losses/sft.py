@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from shmbridge.consumers.losses.aggregation import predicted
+
 # Added to the deviation of advantages, which are of the order of 1. Equal ones have deviation exactly 0:
 # their distances from the mean are then 0 too.
 EPSILON = 1e-8
@@ -86,11 +88,7 @@ def compute_advantage_weighted_sft_loss(
     early.
     """
     _check(input_ids, advantages, loss_mask, logits, cu_seqlens)
-    trained = loss_mask.bool()
-    if cu_seqlens is not None:
-        trained = trained.clone()
-        starts = cu_seqlens[:-1].to(trained.device, torch.int64)
-        trained[starts[starts < trained.numel()]] = False
+    trained = loss_mask.bool() if cu_seqlens is None else predicted(loss_mask, cu_seqlens)
     trained = trained[..., 1:]
     weights = _weights(advantages[..., 1:][trained], normalization, clipping, reduce)
     exact = torch.promote_types(logits.dtype, torch.float32)

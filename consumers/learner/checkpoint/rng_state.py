@@ -37,7 +37,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Restores the result of `rng_state`, on the CUDA devices of it that are here."""
+    """Restores the result of `rng_state`; skips CUDA devices that do not exist here."""
     torch.set_rng_state(state["torch"])
     position, has_gauss, cached = state["numpy.rest"].tolist()
     keys = state["numpy.keys"].numpy().astype(np.uint32)

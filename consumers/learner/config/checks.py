@@ -39,6 +39,7 @@ _BESIDE: Mapping[str, tuple[str, str]] = {
         "all advantages are made of the scores then, which is the fallback",
     ),
 }
+_NAMES = {each.flag: each.name for each in OPTIONS.values()}
 
 
 class IdleOption(Refusal):
@@ -50,13 +51,13 @@ class BadLimit(Refusal):
 
 
 def refuse_idle(config: LearnerConfig) -> None:
-    """Refuses options, not at their default, without effect: for want of another, or overridden by one.
+    """Refuses options without effect; those at their default are not checked.
 
     Raises:
         IdleOption: for the first one found.
     """
     for flag, (needs, without) in _NEEDS.items():
-        if _given(flag, config) and config.value(_name(needs.split()[0])) in without:
+        if _given(flag, config) and config.value(_NAMES[needs.split()[0]]) in without:
             raise IdleOption(f"{flag} does nothing without {needs} -> give that too, or leave {flag} out")
     for flag, (other, why) in _BESIDE.items():
         if _given(flag, config) and _given(other, config):
@@ -92,9 +93,5 @@ def refuse_unreachable_limits(config: LearnerConfig) -> None:
 
 
 def _given(flag: str, config: LearnerConfig) -> bool:
-    name = _name(flag)
+    name = _NAMES[flag]
     return bool(config.value(name) != OPTIONS[name].default)
-
-
-def _name(flag: str) -> str:
-    return next(each.name for each in OPTIONS.values() if each.flag == flag)

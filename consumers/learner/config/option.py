@@ -41,14 +41,10 @@ class Option:
     """A section's field as flags and files need it.
 
     Attributes:
-        section: name of the section.
-        name: of the option.
         flag: of the command line; for a switch that is on by default, the flag turns it off.
         shape: "switch", "choice", "list", "pair" or "mapping"; any other value is a "value".
         item: the type of the value, or of each of several.
         default: MISSING for a required option.
-        metavar: placeholder of the value in `--help`.
-        help: description and default.
     """
 
     def __init__(self, section: str, declared: Field[Any], hint: Any, metavar: str | None, text: str) -> None:

@@ -22,36 +22,13 @@ from shmbridge.metrics import rows_by_environment
 Bools = npt.NDArray[np.bool_]
 
 # Columns that training always reads, and columns that describe a row and are not meant for a loss.
-_READ = frozenset(
+_KNOWN = frozenset(
     {
-        "tokens",
-        "prompt_length",
-        "loss_mask",
-        "masks",
-        "score",
-        "advantages",
-        "advantages_mask",
-        "inference_logprobs",
-        "token_versions",
-        "temperature",
-        "overrides",
-        "group_overrides",
-        "generation_params",
-        "finish_reason",
-    }
-)
-_DESCRIBE = frozenset(
-    {
-        "raw_score",
-        "messages",
-        "extra",
-        "instance_id",
-        "repetition_id",
-        "row_index",
-        "is_last",
-        "turn_ends",
-        "trace_spans",
-        "env_id",
+        *("tokens", "prompt_length", "loss_mask", "masks", "score", "advantages", "advantages_mask"),
+        *("inference_logprobs", "token_versions", "temperature", "finish_reason"),
+        *("overrides", "group_overrides", "generation_params"),
+        *("raw_score", "messages", "extra", "instance_id", "repetition_id", "row_index", "is_last"),
+        *("turn_ends", "trace_spans", "env_id"),
     }
 )
 _NOTHING = frozenset({None, "", "null", "[]", "{}", '""'})
@@ -139,11 +116,12 @@ def left_out(
         **{f"trajectories_uneven{{{name}}}": uneven for name, uneven in getattr(batch, "uneven", {}).items()},
     }
     used = {"step_rewards", "step_ends"} if credit.steps != "off" else set()
-    used |= ({"token_rewards"} if credit.token_rewards != "off" else set()) | (
-        {"ref_logprobs"} if with_reference else set()
-    )
+    if credit.token_rewards != "off":
+        used.add("token_rewards")
+    if with_reference:
+        used.add("ref_logprobs")
     for name in getattr(batch, "columns", ()):
-        if name not in _READ | _DESCRIBE | used and (there := _filled(batch, name)).any():
+        if name not in _KNOWN | used and (there := _filled(batch, name)).any():
             rows[f"columns_ignored/{name}"] = there
     found: Metrics = {name: int(which.sum()) for name, which in rows.items()}
     for env_name, of_it in rows_by_environment([meta.env_name for meta in batch.meta]).items():

@@ -165,8 +165,4 @@ def _shared_columns(rows: TrainingRows) -> list[str]:
 def _cut_out(values: Tensor, source: Tensor, inside: Tensor | None) -> Tensor:
     """Gathers (N,) values into a tensor of the shape of `source`, 0 outside the rows; all on one device."""
     taken = values[source]
-    return (
-        taken
-        if inside is None
-        else taken.where(inside, torch.zeros((), dtype=values.dtype, device=values.device))
-    )
+    return taken if inside is None else taken.masked_fill(~inside, 0)

@@ -104,8 +104,7 @@ class RankSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
-        """Yields an iterator over this rank's shares, equally many on every rank, until the bridge is
-        drained.
+        """Yields an iterator over this rank's shares, equally many on each, until the bridge is drained.
 
         An unreadable share has no rows. `next` blocks for the other ranks, too, and raises on all of them:
         NoBatch at the limits, Stopped, PeerFailed for another rank's error, and the bridge's errors.
@@ -131,7 +130,10 @@ class RankSource:
 
     def _next_share(self) -> RankShare | Literal["drained"] | None:
         """Returns the share of the next step; None if this rank has none."""
-        wait = self._wait()
+        wait = BatchWait(None, str, lambda line: None)
+        if self._consumer is not None:  # rank 0 prints, and gives up for all
+            missing = functools.partial(who_is_missing, self._consumer, self._config.batch.groups)
+            wait = BatchWait(patience_of(self._config.waiting), missing, say)
         share = None
         own = RankStatus()
         while True:
@@ -154,16 +156,6 @@ class RankSource:
                 return "drained"
             if all(word.share != "waited for" for word in words):
                 return share
-
-    def _wait(self) -> BatchWait:
-        """Returns the wait for this batch: only rank 0 prints, and gives up for all."""
-        if self._consumer is None:
-            return BatchWait(None, str, lambda line: None)
-        return BatchWait(
-            patience_of(self._config.waiting),
-            functools.partial(who_is_missing, self._consumer, self._config.batch.groups),
-            say,
-        )
 
     def _ask(self, timeout_s: float) -> tuple[RankShare | None, RankStatus]:
         try:

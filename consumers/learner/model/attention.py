@@ -60,7 +60,7 @@ def settle(
     before = str(model.config._attn_implementation)
     knows_packs = before.startswith(_VARLEN)
     if not knows_packs and not _in_pieces(model):
-        own = _row_logits(model, precision)
+        own = _logits(model, (_BACK,), precision, packed=False)
         for implementation in attentions_for_packs(next(model.parameters()).device, precision):
             if not _takes(model, implementation):
                 continue
@@ -146,10 +146,9 @@ def _takes(model: Any, implementation: str) -> bool:
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
     """Returns whether a row in a pack gets the same logits as alone. Blocks for three forward passes."""
     try:
-        with torch.no_grad(), evaluating(model):
-            alone, first, second = (
-                _logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK))
-            )
+        alone, first, second = (
+            _logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK))
+        )
     except (TypeError, ValueError, RuntimeError):
         # the model does not accept row boundaries, or the attention does not run here
         return False
@@ -160,7 +159,7 @@ def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool
 def _gives(model: Any, logits: Tensor, precision: torch.dtype) -> bool:
     """Returns whether a model gives these logits for a row alone."""
     try:
-        return _same(_row_logits(model, precision), logits, precision)
+        return _same(_logits(model, (_BACK,), precision, packed=False), logits, precision)
     except (TypeError, ValueError, RuntimeError):
         return False
 
@@ -206,11 +205,7 @@ def rows_attention(
 
     if row_lengths is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **rest)
-    if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
-        raise ValueError(
-            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
-            "not know"
-        )
+    _refuse_beyond(module, rest)
     grouped = query.shape[1] != key.shape[1]
     done, at = [], 0
     for length, run in groupby(row_lengths):
@@ -261,11 +256,7 @@ def varlen_attention(
         return rows_attention(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **rest
         )
-    if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
-        raise ValueError(
-            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
-            "not know"
-        )
+    _refuse_beyond(module, rest)
     from torch.nn.attention.varlen import varlen_attn
 
     kind = query.device.type
@@ -282,6 +273,14 @@ def varlen_attention(
     )
     assert isinstance(out, Tensor)
     return out[None], None
+
+
+def _refuse_beyond(module: Any, features: dict[str, Any]) -> None:
+    if beyond := [name for name in _BEYOND if features.get(name) is not None]:
+        raise ValueError(
+            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
+            "not know"
+        )
 
 
 @functools.cache
@@ -316,30 +315,23 @@ def _register() -> None:
         AttentionMaskInterface.register(name, mask)
 
 
-def _logits(model: Any, rows: Sequence[Sequence[int]], precision: torch.dtype) -> Tensor:
-    """(1, tokens of the last row, V) float32"""
+def _logits(
+    model: Any, rows: Sequence[Sequence[int]], precision: torch.dtype, *, packed: bool = True
+) -> Tensor:
+    """Returns (1, tokens of the last row, V) float32, of rows in a pack, or of one in a padded batch."""
     device = next(model.parameters()).device
     size = model.get_input_embeddings().num_embeddings
     lengths = tuple(len(row) for row in rows)
     tokens = torch.tensor([[token % size for row in rows for token in row]], device=device)
-    positions = torch.tensor([[at for length in lengths for at in range(length)]], device=device)
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
-        logits: Tensor = model(input_ids=tokens, use_cache=False, **borders(positions, ends, lengths)).logits
-    return logits[:, -lengths[-1] :].float()
-
-
-def _row_logits(model: Any, precision: torch.dtype) -> Tensor:
-    """Returns (1, tokens of the row, V) float32, for the row in a padded batch."""
-    device = next(model.parameters()).device
-    size = model.get_input_embeddings().num_embeddings
-    tokens = torch.tensor([[token % size for token in _BACK]], device=device)
+    about = {"attention_mask": torch.ones_like(tokens)}
+    if packed:
+        positions = torch.tensor([[at for length in lengths for at in range(length)]], device=device)
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        about = borders(positions, ends, lengths)
     with (
         torch.no_grad(),
         evaluating(model),
         torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32),
     ):
-        logits: Tensor = model(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
-        ).logits
-    return logits.float()
+        logits: Tensor = model(input_ids=tokens, use_cache=False, **about).logits
+    return logits[:, -lengths[-1] :].float()

@@ -38,7 +38,7 @@ _changing_locks = threading.Lock()
 
 
 def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
-    """Returns tokens per chunk of 256 MiB of logits, or None if the most logits take less than 1 GiB."""
+    """Returns tokens per chunk, for 256 MiB of logits; None (no chunks) if all take less than 1 GiB."""
     if 4 * vocabulary * micro_tokens <= _SMALL:
         return None
     return max(1, _CHUNK_BYTES // (4 * vocabulary))
@@ -62,7 +62,10 @@ def trained_logprobs(
     """
     if chunk_tokens is not None and leaves_logits_alone(model):
         return _in_chunks(model, micro, precision, chunk_tokens, with_entropy)
-    logits = _at_trained(model, micro, precision)
+    where = micro.trained[:, 1:]
+    with _head_replaced(model, lambda head, hidden: head(hidden[:, :-1][where])[None]) as used:
+        logits = _forward(model, micro, precision)
+    logits = logits[0] if used else logits[:, :-1][where]
     logs = losses.log_distribution(logits, micro.token_temperature)
     entropy: Tensor | None = _Entropy.apply(logs) if with_entropy else None  # type: ignore[no-untyped-call]
     return losses.chosen_logprobs(logs, micro.tokens[micro.trained]), entropy
@@ -108,26 +111,19 @@ def leaves_logits_alone(model: Any) -> bool:
     return _as_they_are[model]
 
 
-def _at_trained(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
-    """Returns (n, V): the model's logits at the positions that predict the trained tokens."""
-    where = micro.trained[:, 1:]
-    with _head_replaced(model, lambda head, hidden: head(hidden[:, :-1][where])[None]) as used:
-        logits: Tensor = _forward(model, micro, precision)
-    return logits[0] if used else logits[:, :-1][where]
-
-
 def _in_chunks(
     model: Any, micro: MicroBatch, precision: torch.dtype, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As `trained_logprobs`; the output layer returns log-probabilities and entropies in place of logits."""
     where, targets, heat = micro.trained[:, 1:], micro.tokens[micro.trained], micro.token_temperature
-    linear = _plain_linear(_unwrapped(model).get_output_embeddings())
+    layer = _unwrapped(model).get_output_embeddings()
+    is_plain = isinstance(layer, torch.nn.Linear) and layer.bias is None
 
     def instead(head: _Head, hidden: Tensor) -> Tensor:
         chosen = hidden[:, :-1][where]
-        if linear is None:
+        if not is_plain:
             return torch.stack(_through(head, chosen, targets, heat, chunk), dim=-1)[None]
-        weight = linear.weight
+        weight = layer.weight
         if with_entropy:
             pair = losses.chosen_logprobs_chunked(chosen, weight, targets, heat, chunk, with_entropy=True)
             return torch.stack(pair, dim=-1)[None]
@@ -152,18 +148,15 @@ def _through(head: _Head, hidden: Tensor, targets: Tensor, heat: Tensor, chunk: 
 
 
 def _forward(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
-    with torch.autocast(micro.tokens.device.type, dtype=precision, enabled=precision != torch.float32):
-        output = model(input_ids=micro.tokens, use_cache=False, **_arguments(micro))
-    logits: Tensor = output.logits
-    return logits
-
-
-def _arguments(micro: MicroBatch) -> dict[str, Any]:
     if micro.position_ids is None or micro.cu_seqlens is None:
         # A mask of ones means "no padding". Causality makes that correct for every real token, and the model
         # takes its fast causal kernel. Without a mask it would look for packed rows and build one.
-        return {"attention_mask": torch.ones_like(micro.tokens)}
-    return borders(micro.position_ids, micro.cu_seqlens, micro.row_lengths)
+        about = {"attention_mask": torch.ones_like(micro.tokens)}
+    else:
+        about = borders(micro.position_ids, micro.cu_seqlens, micro.row_lengths)
+    with torch.autocast(micro.tokens.device.type, dtype=precision, enabled=precision != torch.float32):
+        logits: Tensor = model(input_ids=micro.tokens, use_cache=False, **about).logits
+    return logits
 
 
 def borders(position_ids: Tensor, cu_seqlens: Tensor, row_lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -200,10 +193,6 @@ def _head_replaced(model: Any, instead: Callable[[_Head, Tensor], Tensor]) -> It
             yield used
         finally:
             del head.forward
-
-
-def _plain_linear(head: Any) -> torch.nn.Linear | None:
-    return head if isinstance(head, torch.nn.Linear) and head.bias is None else None
 
 
 def _unwrapped(model: Any) -> Any:

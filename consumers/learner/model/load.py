@@ -83,7 +83,10 @@ def load_model(
 
 
 def _compute_again(model: Any) -> None:
-    """Turns on gradient checkpointing, by training mode, without the dropout that would make ratios noise."""
+    """Turns on gradient checkpointing, which needs training mode, and turns dropout off.
+
+    With dropout, the trained policy would differ from the sampling one: every ratio would be noise.
+    """
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
@@ -123,7 +126,7 @@ def load_tokenizer(source: Path | str) -> Any:
 def load_reference(
     model: Any, source: Path | None, config: LearnerConfig, device: torch.device, layout: Layout
 ) -> Reference | None:
-    """Returns the reference of a KL term: the configured model, whole on every rank. Without one None."""
+    """Returns the reference of the KL term, if any: the configured model, whole on every rank."""
     if not config.objective.kl_coef:
         return None
     if source is None or has_adapters(model):

@@ -20,7 +20,6 @@ from shmbridge.consumers.learner.types import Refusal
 from shmbridge.errors import WeightsMismatch
 
 ALL_LINEAR = "all-linear"
-ADAPTER_FILE = "adapter_config.json"
 
 
 class PeftMissing(Refusal):

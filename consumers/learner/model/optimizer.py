@@ -13,7 +13,7 @@ BETAS = (0.9, 0.95)
 
 
 def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.optim.Optimizer:
-    """Returns AdamW over the trainable parameters; the learner sets the rate, 0 now, at each step."""
+    """Returns AdamW over the trainable parameters, at rate 0: the learner sets the rate at each step."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if all(parameter.dtype == torch.float32 for parameter in trained):
         return torch.optim.AdamW(trained, lr=0.0, betas=BETAS, weight_decay=weight_decay)

@@ -37,10 +37,9 @@ class Parallel:
         return compute(self.model, *args)
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields this rank's micro-batches, then None for each further one of other ranks; take part in
-        those.
+        """Yields this rank's micro-batches, then None for each further one of other ranks.
 
-        Run the forward and the backward of each before the next. One may be taken ahead.
+        Take part in those, too: a forward and a backward before the next. One may be taken ahead.
         """
         return iter(micros)
 
@@ -243,9 +242,10 @@ def gathered(tensor: Tensor, write: bool) -> Tensor | None:
 
 
 def whole_state(model: Any, write: bool = True) -> dict[str, Tensor]:
-    """Returns a sharded model's state by name, on the CPU; tied parameters share a tensor. Else empty.
+    """Returns a sharded model's state by name, on the CPU; empty if nothing is sharded.
 
-    Collective: every rank calls it and blocks for the others. All but rank 0 get an empty result.
+    Collective: every rank calls it and blocks for the others. All but rank 0 get an empty result. Tied
+    parameters share a tensor.
     """
     if not is_sharded(model):
         return {}

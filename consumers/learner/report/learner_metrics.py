@@ -31,6 +31,9 @@ class LearnerMetrics:
             policy_version: the version about to be trained.
         """
         behind = staleness(batch, policy_version)
+        stamped = [meta.min_policy_version for meta in batch.meta]
+        known = (-1 if version is None or version > policy_version else version for version in stamped)
+        lags = Counter(staleness_of(version, policy_version) for version in known)
         rows = Counter(id(meta) for meta in batch.meta)  # rows of one record share its metadata
         records = {id(meta): meta for meta in batch.meta}
         for key, meta in records.items():
@@ -42,7 +45,8 @@ class LearnerMetrics:
         return {
             "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
             "staleness_max": max(behind, default=0),
-            **{f"staleness_hist_{lag}": count for lag, count in _histogram(batch, policy_version).items()},
+            # one bucket per version up to a few, one for all beyond, one for unknown
+            **{f"staleness_hist_{lag}": lags[lag] for lag in LAGS},
             "age_mean_s": float((now_ns - committed_ns).mean()) / 1e9 if committed_ns.size else float("nan"),
             "age_max_s": float((now_ns - committed_ns).max(initial=0)) / 1e9,
             **batch_metrics(behind, (now_ns - first_ns) / 1e9),
@@ -67,21 +71,10 @@ def rows_of_environments(batch: shmbridge.Batch) -> dict[str, int]:
     }
 
 
-def _histogram(batch: shmbridge.Batch, policy_version: int) -> dict[str, int]:
-    """Returns trajectories by staleness: a bucket per version up to a few, one beyond, one for unknown."""
-    known = (-1 if version is None or version > policy_version else version for version in _stamped(batch))
-    lags = Counter(staleness_of(version, policy_version) for version in known)
-    return {lag: lags[lag] for lag in LAGS}
-
-
 def staleness(batch: shmbridge.Batch, policy_version: int) -> list[int]:
     """Returns the staleness of each trajectory whose version is known and valid."""
     return [
         policy_version - version
-        for version in _stamped(batch)
+        for version in (meta.min_policy_version for meta in batch.meta)
         if version is not None and 0 <= version <= policy_version
     ]
-
-
-def _stamped(batch: shmbridge.Batch) -> list[int | None]:
-    return [meta.min_policy_version for meta in batch.meta]

@@ -15,13 +15,8 @@ MOST_POINTS = 600  # per line; more cannot be seen and make files large
 _LINES = ("-", "--", ":", "-.")
 # with the line patterns, distinguishable in grey, too
 _INKS = ("#000000", "#0072b2", "#d55e00", "#7f7f7f", "#009e73", "#cc79a7")
-_FILLS = dict(
-    zip(
-        PHASES,
-        ("#ffffff", "#e0e0e0", "#56b4e9", "#0072b2", "#3690c0", "#d55e00", "#a0a0a0", "#404040"),
-        strict=True,
-    )
-)
+_COLOURS = ("#ffffff", "#e0e0e0", "#56b4e9", "#0072b2", "#3690c0", "#d55e00", "#a0a0a0", "#404040")
+_FILLS = dict(zip(PHASES, _COLOURS, strict=True))
 _HATCHES = dict(zip(PHASES, ("", "..", "", "//", "", "xx", "", ""), strict=True))
 
 
@@ -45,12 +40,12 @@ def plot(runs: Sequence[RunMetrics], file: Path) -> None:
         figure = Figure(figsize=(7.0, 9.0), layout="constrained")
         axes = figure.subplots(5, 1, sharex=len(runs) == 1)
         curves = (
-            ("reward", "mean reward of a batch", lambda run: run.column("reward_mean")),
-            ("loss", "loss", lambda run: run.column("loss")),
-            ("staleness", "staleness, versions", lambda run: run.column("staleness_mean")),
-            ("tokens", "tokens per second", lambda run: run.tokens_per_s),
+            ("mean reward of a batch", lambda run: run.column("reward_mean")),
+            ("loss", lambda run: run.column("loss")),
+            ("staleness, versions", lambda run: run.column("staleness_mean")),
+            ("tokens per second", lambda run: run.tokens_per_s),
         )
-        for axis, (_, label, values) in zip(axes, curves, strict=False):
+        for axis, (label, values) in zip(axes, curves, strict=False):
             for number, run in enumerate(runs):
                 ink, line = _INKS[number % len(_INKS)], _LINES[number % len(_LINES)]
                 axis.plot(*_thin(run.steps, values(run)), line, color=ink, linewidth=1.0, label=run.name)

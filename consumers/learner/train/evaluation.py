@@ -23,7 +23,7 @@ class BadHook(Refusal):
 
 
 class TrainingScreen:
-    """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint has, out.
+    """The `Consumer.screen` callback: keeps out evaluation groups, and those that the checkpoint contains.
 
     Called in the thread that forms batches; `metrics` is for the training thread.
     """
@@ -41,7 +41,11 @@ class TrainingScreen:
         """Returns whether the group is for training. Never blocks."""
         metas = [record.meta for record in group.records]
         if metas[0].split == EVAL:
-            self._add(group, metas[0].env_name)
+            scores = [score for record in group.records for score in _scores(record)]
+            with self._lock:
+                self._scores += [(metas[0].env_name, self._groups_total, score) for score in scores]
+                self._groups += 1
+                self._groups_total += 1
             return False
         if all(self._consumed.contains(meta) for meta in metas):
             with self._lock:
@@ -50,38 +54,26 @@ class TrainingScreen:
         return True
 
     def metrics(self) -> Metrics:
-        """Returns `eval/...` metrics of the groups since the last call, and the totals. Never blocks for
-        long.
-        """
+        """Returns `eval/...` metrics of the groups since the last call, and totals. Never blocks for long."""
         with self._lock:
             scores, self._scores, groups, self._groups = self._scores, [], self._groups, 0
-            totals = {"eval/groups_total": self._groups_total, "resume/known_groups_total": self._known_total}
+            totals: Metrics = {
+                "eval/groups_total": self._groups_total,
+                "resume/known_groups_total": self._known_total,
+            }
         if not groups:
             return totals
         found = rollout_metrics(
             [env for env, _, _ in scores], [n for _, n, _ in scores], [s for _, _, s in scores]
         )
-        per_env = {
-            name.replace("atropos/", "eval/", 1): value
-            for name, value in found.items()
-            if name.count("/") == 2
+        for name, value in found.items():
+            if name.count("/") == 2:  # of one environment
+                totals[name.replace("atropos/", "eval/", 1)] = value
+        return totals | {
+            "eval/mean_score": found["atropos/mean_score"],
+            "eval/groups": groups,
+            "eval/trajectories": len(scores),
         }
-        return (
-            totals
-            | per_env
-            | {
-                "eval/mean_score": found["atropos/mean_score"],
-                "eval/groups": groups,
-                "eval/trajectories": len(scores),
-            }
-        )
-
-    def _add(self, group: Any, env_name: str) -> None:
-        scores = [score for record in group.records for score in _scores(record)]
-        with self._lock:
-            self._scores += [(env_name, self._groups_total, score) for score in scores]
-            self._groups += 1
-            self._groups_total += 1
 
 
 class EvalHook:
@@ -96,7 +88,7 @@ class EvalHook:
         return step % self._every == 0
 
     def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Calls the function, as long as it takes; returns its numbers under `eval/`, none if it fails."""
+        """Calls the function; returns its numbers under `eval/`, none if it fails. Blocks as long as it."""
         try:
             said = self._function(step, model, tokenizer)
             return {f"eval/{name}": float(value) for name, value in said.items()}

@@ -66,7 +66,7 @@ class Mismatch:
         self._own.append(torch.stack(rows))
 
     def metrics(self, reduce: Reduce = alone) -> Metrics:
-        """Returns the metrics of all batches so far: means over all ranks, maxima of this one, NaN for none.
+        """Returns the metrics of all batches so far; NaN without tokens. Maxima are of this rank alone.
 
         Blocks as long as `reduce`, the sum of an array over all ranks; every rank calls it once.
         """
@@ -93,9 +93,7 @@ class MismatchAlarm:
         self._unseen = 0  # steps with log-probabilities but no fresh token, until the first fresh one
 
     def looked(self, measured: Metrics) -> Metrics:
-        """Reads a step's metrics; returns how many steps were above the limit. Warns as the metric crosses
-        it.
-        """
+        """Reads a step's metrics; returns how many steps were above the limit, and warns of the first."""
         self._look_for_fresh(measured)
         mean = measured.get("logprob_diff_mean_fresh", float("nan"))
         above = bool(self._limit) and mean > self._limit

@@ -7,7 +7,8 @@ Letters: n trained tokens of a micro-batch, row after row; b rows of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
@@ -38,39 +39,30 @@ class BadObjective(Refusal, ValueError):
 class Objective:
     """What to optimise, and how many tokens one forward pass takes.
 
-    Raises:
-        BadObjective: an option has no effect beside another one.
+    Fields are the options of `ObjectiveConfig` and `ComputeConfig`; None: no bound, no limit, no correction,
+    or the loss's own. Raises `BadObjective` for options that do not go together.
     """
 
     loss: losses.Name = "dapo"
-    clip_low: float | None = None  # None: the loss's own bound
+    clip_low: float | None = None
     clip_high: float | None = None
-    # of the clipped losses: the ratio above which a negative advantage has no gradient; None: no bound
     clip_dual: float | None = 3.0
-    # tokens with a ratio outside this range are not trained; None: no limit
     mask_ratio: tuple[float, float] | None = None
-    # completions with a geometric mean ratio outside are not trained; None: no limit
     mask_ratio_sequence: tuple[float, float] | None = None
     max_tokens: int | None = None  # the longest completion allowed: dr_grpo's divisor
     entropy: float = 0.0  # weight of the mean token entropy
     kl: float = 0.0  # weight of the divergence from the reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # largest weight of truncated importance sampling; None: the ratio itself is the correction
     tis_cap: float | None = None
     tis_level: Literal["token", "sequence"] = "token"
-    # versions; older tokens are not trained. None: no limit, the ratio corrects
     max_token_staleness: int | None = None
-    # treatment of truncated completions, by `finish_reason`
     truncated: Literal["keep", "mask", "drop"] = "keep"
     temperature: float = 1.0  # of rows without a recorded temperature
-    # rows with neither a mask nor prompt_length are trained whole; if False, not at all
-    whole_rows: bool = False
-    ignore_images: bool = False  # rows with images are trained as text; otherwise they are an error
-    # rows with a token outside the vocabulary are not trained; if False, they are an error
+    whole_rows: bool = False  # those with neither a mask nor prompt_length
+    ignore_images: bool = False
     leave_out_unknown_tokens: bool = False
     micro_tokens: int = 8192  # of one forward pass, padding included
-    # of one forward pass; "packed" needs a model that keeps rows apart: see attention.py
-    layout: Layout = "padded"
+    layout: Layout = "padded"  # "packed" needs a model that keeps rows apart: see attention.py
     chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all of a forward pass
     precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
     credit: Credit = Credit()  # noqa: RUF009  # frozen
@@ -143,7 +135,7 @@ class Objective:
 
     @classmethod
     def of(cls, config: LearnerConfig) -> Objective:
-        """Returns the objective of a configuration, the model aside. Raises `BadObjective`."""
+        """Returns the objective of a configuration, without layout and chunks. Raises `BadObjective`."""
         goal, advantages = config.objective, config.advantages
         return cls(
             loss=goal.loss,
@@ -204,12 +196,7 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """Returns the counts of two batches together."""
-        return Counts(
-            self.tokens + other.tokens,
-            self.answers + other.answers,
-            self.rows + other.rows,
-            self.with_reference + other.with_reference,
-        )
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
 
     def divisor(self, loss: losses.Name) -> float:
         """Returns the number that the loss is divided by."""

@@ -79,8 +79,7 @@ class Saver:
         self._saved_step = learner.step
 
     def rescue(self, policy_version: int) -> str:
-        """Saves the last finished step after an error, without other ranks. Blocks for the disk; never
-        raises.
+        """Saves the last finished step after an error, without other ranks. Blocks; never raises.
 
         Returns a short text for the user: which step can be resumed.
         """

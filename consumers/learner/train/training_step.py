@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import shmbridge
@@ -36,25 +35,12 @@ from shmbridge.consumers.learner.world import say
 
 
 class RunHooks:
-    """The parts of a run besides its steps: evaluation, early stopping and engines.
-
-    Args:
-        evaluation: the hook to call between steps.
-        early_stop: the conditions to end early.
-        saver: its record of consumed groups tells known groups from new ones.
-        tokenizer: for the evaluation hook; None without one.
-
-    Attributes:
-        engines: pushes of each version to the engines; none unless the caller sets it.
-
-    Raises:
-        BadHook: the evaluation hook cannot be used.
-    """
+    """The parts of a run besides its steps: evaluation, early stopping, engines. Raises `BadHook`."""
 
     def __init__(
         self, evaluation: EvaluationConfig, early_stop: EarlyStopConfig, saver: Saver, tokenizer: Any = None
     ) -> None:
-        self.engines = EnginePushes()
+        self.engines = EnginePushes()  # none, unless the caller sets it
         self.screen = TrainingScreen(saver.consumed)
         self.early_stop = EarlyStop(
             early_stop.condition, early_stop.stop_patience, early_stop.goal, early_stop.stop_stall, say=say
@@ -216,11 +202,4 @@ class TrainingStep:
             if name in SHARES or name in MISMATCH or name.startswith("api_perf/")
         }
         own["host_cpu_s"] = self._cost.cpu_s()
-        return of_all_ranks(self._learner.world, own, _summed(rows))
-
-
-def _summed(rows: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for each in rows:
-        total.update(each)
-    return dict(total)
+        return of_all_ranks(self._learner.world, own, sum(map(Counter, rows), Counter()))
