@@ -324,11 +324,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             self._open_consumer().publish_policy_version(version)
 
     def drain(self) -> None:
-        """Stops taking new records: iteration ends once the records already there were handed out in whole
-        batches.
-
-        For rank 0; opens the bridge.
-        """
+        """Takes no new records; iteration ends after those already there. For rank 0; opens the bridge."""
         self._open_consumer().drain()
 
     def stats(self) -> dict[str, float]:
@@ -405,9 +401,7 @@ class BridgeDataset(IterableDataset[Tensors]):
 
 
 def _endless_run(groups: int) -> shmbridge.Run:
-    """Returns the run announced by default: environments size their queues by it; it never ends them and
-    never drops a long row.
-    """
+    """Returns the default run: it sizes environments' queues, never ends and drops no long row."""
     return shmbridge.Run(batch_size=max(64, 8 * groups), max_token_len=0, num_steps=(1 << 31) - 1)
 
 

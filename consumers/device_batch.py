@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -85,9 +84,7 @@ class DeviceCopies:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -191,9 +188,7 @@ class DeviceBatch(shmbridge.Batch):
 
 
 def _blocks(ragged: Any, ends: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yields (destination offset, values): a whole record at once if each row has a value for each token,
-    else row by row.
-    """
+    """Yields (destination offset, values): the whole record if each row fits its tokens, else row by row."""
     lengths = np.diff(ends)
     if len(ragged) == len(lengths) and np.array_equal(ragged.lengths, lengths):
         yield int(ends[0]), ragged.values
@@ -216,11 +211,7 @@ def _fitting(
 
 
 class _Memory:
-    """Presents a read-only array's memory to torch, which accepts only writable memory. It is only copied
-    from.
-
-    Keeps the array alive, and so its lease.
-    """
+    """A read-only array's memory for torch, which takes only writable memory. Keeps the lease."""
 
     def __init__(self, values: npt.NDArray[Any]) -> None:
         self.values = values

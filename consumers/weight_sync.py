@@ -56,9 +56,7 @@ class WeightSync:
 
     @property
     def version(self) -> int | None:
-        """The newest version of the bridge's weights, including an earlier writer's; None before the
-        first.
-        """
+        """The newest version in the bridge, also an earlier writer's; None before the first."""
         return self._writer.last_version
 
     def push(self, model: Any, version: int | None = None) -> int:
@@ -122,9 +120,7 @@ class WeightSync:
 
     @asynccontextmanager
     async def updated_async(self, model: Any, version: int | None = None) -> AsyncIterator[Any]:
-        """Does the same as `updated` without blocking the event loop; do not change the model before the
-        block begins.
-        """
+        """As `updated` without blocking the event loop; do not change the model before the block."""
         around = self.updated(model, version)
         entered: list[Any] = []
         try:
@@ -157,10 +153,7 @@ class WeightSync:
         raise_for(self._fleet.update(update), self._size, f"are not at version {version}")
 
     def close(self) -> None:
-        """Closes the engines as they are, and the segment; its last version stays readable.
-
-        Idempotent.
-        """
+        """Closes engines and segment; the last version stays readable. Idempotent."""
         self._fleet.close()
         self._writer.close()
 

@@ -1,3 +1,1 @@
-"""Inference engines that take a policy's weights from a bridge, behind one interface; `weight_sync.py` next
-door pushes to them.
-"""
+"""Inference engines that take a policy's weights from a bridge; `weight_sync.py` pushes to them."""

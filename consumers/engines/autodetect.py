@@ -1,6 +1,4 @@
-"""An engine known only by its address: its kind is detected at the first push. So the server may start after
-the learner.
-"""
+"""An engine known only by its address: the first push detects its kind, so it may start after the learner."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from shmbridge.consumers.engines.sglang_http import SglangHttp
 from shmbridge.consumers.engines.vllm_http import VllmHttp
 
 _TIMEOUT_S = 10.0
-# (route, key in its response, kind), in the order of requests. Self-updating servers first: they must not be
-# pushed to, # even if they could be. SGLang last: its health check generates a token and hangs while paused.
+# (route, key in its response, kind), in the order of requests. Self-updating servers first: they must not
+# be pushed to, even if they could be. /health last: SGLang generates a token for it, and hangs while paused.
 _KINDS: tuple[tuple[str, str, Callable[[str], Engine]], ...] = (
     ("/policy_version", "version", Following),
     ("/get_world_size", "world_size", VllmHttp),
@@ -24,11 +22,7 @@ _KINDS: tuple[tuple[str, str, Callable[[str], Engine]], ...] = (
 
 
 class AtUrl(Engine):
-    """A server of any supported kind; the detected kind is kept for the life of this object.
-
-    Args:
-        url: where it listens.
-    """
+    """A server of any supported kind at a URL; its kind is detected once."""
 
     def __init__(self, url: str) -> None:
         self.address = url.rstrip("/")
@@ -61,11 +55,7 @@ class AtUrl(Engine):
 
 
 def engine_at(url: str) -> Engine:
-    """Detects the engine at an address by its responses. Blocks for a few requests.
-
-    Raises:
-        EngineFailed: no response, an error, or a server that weights cannot be pushed to.
-    """
+    """Detects the engine at an address. Blocks for a few requests; raises EngineFailed."""
     for path, word, kind in _KINDS:
         if word in answer_of(url, path, timeout_s=_TIMEOUT_S):
             return kind(url)

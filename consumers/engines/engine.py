@@ -1,7 +1,4 @@
-"""The interface of an inference engine for a weight pusher: load a version, sleep, wake.
-
-Every method blocks; one thread at a time.
-"""
+"""The interface of an inference engine for a weight pusher. Every method blocks; one thread at a time."""
 
 from __future__ import annotations
 
@@ -77,10 +74,7 @@ class Engine(ABC):
     in_process = False
 
     def require_callable(self) -> None:  # noqa: B027
-        """Raises EngineFailed if every call from this thread would fail, before anything is started.
-
-        Never blocks.
-        """
+        """Raises EngineFailed if every call from this thread would fail. Never blocks."""
 
     @abstractmethod
     def update(self, update: Update) -> None:
@@ -88,16 +82,10 @@ class Engine(ABC):
 
     @abstractmethod
     def version(self) -> int | None:
-        """Returns the version that the engine reports; None if it reports none.
-
-        Blocks; raises EngineFailed.
-        """
+        """Returns the engine's version; None if it reports none. Blocks; raises EngineFailed."""
 
     def sleep(self, pause: Pause) -> bool:
-        """Frees the engine's device memory, if it can; returns whether it did.
-
-        Blocks; raises EngineFailed.
-        """
+        """Frees device memory; returns whether it could. Blocks; raises EngineFailed."""
         return False
 
     def wake(self) -> None:  # noqa: B027  # most have nothing to do

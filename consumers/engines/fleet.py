@@ -1,7 +1,4 @@
-"""Several engines as one: all load a version in parallel, and a failing one does not delay the others.
-
-Used by `weight_sync.py` and by the learner.
-"""
+"""Several engines as one: all load a version in parallel, and a failing one does not delay the others."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from shmbridge.consumers.engines.vllm_offline import VllmOffline
 def engine_of(given: Any) -> Engine:
     """Returns an Engine for an Engine, a URL, a vLLM `LLM`, or an `AsyncLLM` (called in its event loop).
 
-    Raises:
-        EngineFailed: the object is none of these.
+    Raises EngineFailed for any other object.
     """
     if isinstance(given, Engine):
         return given
@@ -35,11 +31,7 @@ def engine_of(given: Any) -> Engine:
 
 
 class Fleet:
-    """Engines that are always called together. One thread.
-
-    Args:
-        engines: one or more; closed with this.
-    """
+    """One or more engines that are always called together, and closed with this. One thread."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
@@ -60,10 +52,7 @@ class Fleet:
         return self._each(lambda engine: engine.update(update))
 
     def newest_version(self) -> int | None:
-        """Returns the highest version that any engine reports; None if none does.
-
-        Blocks for the slowest.
-        """
+        """Returns the highest version of any engine; None without one. Blocks for the slowest."""
         said: list[int] = []
 
         def ask(engine: Engine) -> None:
@@ -119,5 +108,5 @@ def raise_for(failed: dict[str, EngineFailed], of: int, what: str) -> None:
     errors = list(failed.values())
     if of == 1:
         raise errors[0]
-    told = "; ".join(error.message for error in errors)
-    raise EngineFailed(f"{len(errors)} of {of} engines {what}: {told}", hint=errors[0].hint) from errors[0]
+    reasons = "; ".join(error.message for error in errors)
+    raise EngineFailed(f"{len(errors)} of {of} engines {what}: {reasons}", hint=errors[0].hint) from errors[0]

@@ -1,7 +1,4 @@
-"""JSON requests to a server over HTTP, without a proxy, with errors that name the server and the request.
-
-Any thread.
-"""
+"""JSON requests over HTTP without a proxy; errors name the server and the request. Any thread."""
 
 from __future__ import annotations
 
@@ -27,16 +24,14 @@ class EngineHttpError(EngineFailed):
 
     @property
     def no_route(self) -> bool:
-        """Whether the status means that the server lacks the route; any other status is a server error or an
-        access error.
-        """
+        """Whether the server lacks the route; any other status is a failure of the request."""
         return self.status in (404, 405)
 
 
 def ask(
     url: str, path: str, body: object = None, *, timeout_s: float, method: str = "POST", **query: str
-) -> Any:
-    """Returns the response as parsed JSON, or None if it is not JSON.
+) -> dict[str, Any]:
+    """Returns the JSON object of the response; empty if it is something else.
 
     Blocks, at most `timeout_s` seconds for each part of the response.
 
@@ -66,23 +61,20 @@ def ask(
             raise EngineFailed(f"{url}: nobody listens there", hint=hint, reached=False) from None
         raise NoAnswer(f"{url}: {path}: {type(reason).__name__}: {reason}", hint=hint) from None
     try:
-        return json.loads(said) if said else None
+        answer = json.loads(said)
     except ValueError:
-        return None
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def answer_of(url: str, path: str, *, timeout_s: float) -> dict[str, Any]:
-    """Returns the JSON object of a GET; empty if the server lacks the route or returns something else.
-
-    Blocks as `ask`. Raises EngineFailed: no response, or a server error.
-    """
+    """Returns `ask` by GET; empty if the server lacks the route."""
     try:
-        said = ask(url, path, timeout_s=timeout_s, method="GET")
+        return ask(url, path, timeout_s=timeout_s, method="GET")
     except EngineHttpError as refused:
         if not refused.no_route:
             raise
         return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _short(words: str) -> str:

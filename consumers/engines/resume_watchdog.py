@@ -68,9 +68,7 @@ def _said_by(pusher: int) -> bytes:
 
 
 def _death_of(pusher: int) -> int | None:
-    """Returns a descriptor that is readable once the pusher is dead; None on kernels and in sandboxes without
-    pidfd.
-    """
+    """Returns a descriptor that is readable once the pusher is dead; None without pidfd."""
     try:
         return os.pidfd_open(pusher)
     except OSError:

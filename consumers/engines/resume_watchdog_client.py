@@ -1,7 +1,5 @@
-"""The pusher's side of `resume_watchdog.py`: starts the child that outlives the pusher and makes the
-remaining calls.
-
-One thread.
+"""The pusher's side of `resume_watchdog.py`: starts the watchdog and tells it the remaining calls. One
+thread.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ _PROGRAM = str(Path(__file__).with_name("resume_watchdog.py"))
 
 
 class PauseGuard:
-    """Starts the child before the first pause, and again if it was killed.
-
-    Args:
-        url: of the server.
-    """
+    """Starts the child before the first pause of the server at a URL, and again if it was killed."""
 
     def __init__(self, url: str) -> None:
         self._command = [sys.executable, "-I", "-S", _PROGRAM, url]

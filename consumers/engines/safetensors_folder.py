@@ -1,6 +1,4 @@
-"""Writes a version of a bridge's weights as a safetensors file in shared memory, for engines that load only
-from a path. Each tensor is copied once, into the file.
-"""
+"""Writes a version as a safetensors file in shared memory, for engines that load from a path. Copies once."""
 
 from __future__ import annotations
 

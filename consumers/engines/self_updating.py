@@ -17,20 +17,13 @@ _FIRST_S, _LONGEST_S = 0.002, 0.1  # between two requests
 
 
 class Following(Engine):
-    """One server.
-
-    Args:
-        url: where it listens.
-    """
+    """One server, at a URL."""
 
     def __init__(self, url: str) -> None:
         self.address = url.rstrip("/")
 
     def update(self, update: Update) -> None:
-        """Waits until the server reports this version, or that it refused it.
-
-        Blocks; raises EngineFailed with the server's error.
-        """
+        """Waits until the server has loaded or refused this version. Blocks; raises EngineFailed."""
         until, tick = time.monotonic() + update.timeout_s, _FIRST_S
         while True:
             said = _said_version(self.address)
@@ -59,12 +52,9 @@ class Following(Engine):
 
 
 def _said_version(url: str) -> dict[str, Any]:
-    """Returns the server's report: "version", and "refused_version" and "last_error" if present.
+    """Returns the server's "version", and "refused_version" and "last_error" if present.
 
-    Blocks.
-
-    Raises:
-        EngineFailed: it reports no version, does not respond, or responds with an error.
+    Blocks; raises EngineFailed, also if the server reports no version.
     """
     # the policy server reports it in /health
     for path, word in (("/policy_version", "version"), ("/health", "weight_version")):

@@ -36,11 +36,7 @@ _CONTINUE: Call = ("/continue_generation", {})
 
 
 class SglangHttp(Engine):
-    """One server. Needs room in /dev/shm for a copy of the weights.
-
-    Args:
-        url: where it listens, such as http://127.0.0.1:30000.
-    """
+    """One server, at a URL. Needs room in /dev/shm for a copy of the weights."""
 
     def __init__(self, url: str) -> None:
         self.address = url.rstrip("/")
@@ -49,10 +45,7 @@ class SglangHttp(Engine):
         self._keeps = False  # known to support keeping requests
 
     def update(self, update: Update) -> None:
-        """Loads the version into the server, which samples on return.
-
-        Blocks, also for a copy in memory; raises EngineFailed.
-        """
+        """Loads the version into the server, through a copy in memory. Blocks; raises EngineFailed."""
         until = time.monotonic() + update.timeout_s
         self._require_ready(update)
         path = self._written(update)
@@ -76,10 +69,9 @@ class SglangHttp(Engine):
         return version_of(self._word().removeprefix(_ASLEEP))
 
     def sleep(self, pause: Pause) -> bool:
-        """Makes the server free its memory, if it was started with --enable-memory-saver; no request may be
-        in flight.
+        """Makes the server free its memory, if it has --enable-memory-saver. Blocks.
 
-        Blocks.
+        No request may be in flight.
         """
         if not self._server_info().get("enable_memory_saver"):
             return False
@@ -95,9 +87,7 @@ class SglangHttp(Engine):
         return True
 
     def wake(self) -> None:
-        """Wakes the server, also from another pusher's sleep; its weights are undefined until the next
-        update. Blocks.
-        """
+        """Wakes the server; its weights are undefined until the next update. Blocks."""
         if (word := self._word()).startswith(_ASLEEP):
             until = time.monotonic() + _TIMEOUT_S
             self._ask("/resume_memory_occupation", {}, until)
@@ -132,11 +122,10 @@ class SglangHttp(Engine):
     def _word(self) -> str:
         """Returns the server's weight version, as text."""
         said = ask(self.address, "/model_info", timeout_s=_TIMEOUT_S, method="GET")
-        return str(said.get("weight_version")) if isinstance(said, dict) else ""
+        return str(said.get("weight_version"))
 
     def _server_info(self) -> dict[str, Any]:
-        said = ask(self.address, "/server_info", timeout_s=_TIMEOUT_S, method="GET")
-        return said if isinstance(said, dict) else {}
+        return ask(self.address, "/server_info", timeout_s=_TIMEOUT_S, method="GET")
 
     def _name(self, word: str, until: float) -> None:
         self._ask("/update_weight_version", {"new_version": word, "abort_all_requests": False}, until)
@@ -174,8 +163,7 @@ class SglangHttp(Engine):
         self._guard.left()
 
     def _ask(self, path: str, body: object, until: float) -> dict[str, Any]:
-        said = ask(self.address, path, body, timeout_s=max(until - time.monotonic(), 0.1))
-        return said if isinstance(said, dict) else {}
+        return ask(self.address, path, body, timeout_s=max(until - time.monotonic(), 0.1))
 
 
 def _load_body(path: str, version: int) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""A vLLM `AsyncLLM` in this process, whose event loop runs in another thread than the pusher's.
-
-See `vllm_steps.py` for the order.
-"""
+"""A vLLM `AsyncLLM` in this process, whose event loop runs in another thread than the pusher's."""
 
 from __future__ import annotations
 
@@ -63,11 +60,7 @@ class VllmAsync(Engine):
         return version_of(self.done(self.llm.get_weight_version(), _TIMEOUT_S))
 
     def sleep(self, pause: Pause) -> bool:
-        """Moves the weights to host memory and drops the cache, if the engine was made with
-        `enable_sleep_mode`.
-
-        Blocks.
-        """
+        """Moves weights to host memory and drops the cache, given `enable_sleep_mode`. Blocks."""
         can_sleep = bool(self.llm.vllm_config.model_config.enable_sleep_mode)
         if can_sleep:
             self.done(self.llm.sleep(1, pause), _SLEEP_TIMEOUT_S)

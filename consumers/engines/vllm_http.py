@@ -1,8 +1,7 @@
 """A stock vLLM server, driven over its reinforcement-learning routes (VLLM_SERVER_DEV_MODE=1).
 
 The weights themselves go through the bridge's segment; requests carry the bridge's name and a version. A
-server stays paused when its pusher dies, so a child process ends the update then. See `vllm_steps.py` for the
-order.
+server stays paused when its pusher dies, so a child process ends the update then.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ _NOT_THERE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config 
 
 
 class VllmHttp(Engine):
-    """One server.
-
-    Args:
-        url: where it listens, such as http://127.0.0.1:8000.
-    """
+    """One server, at a URL such as http://127.0.0.1:8000."""
 
     def __init__(self, url: str) -> None:
         self.address = url.rstrip("/")
@@ -43,18 +38,10 @@ class VllmHttp(Engine):
         return version_of(_ask(self.address, "/weight_info", _TIMEOUT_S, method="GET").get("weight_version"))
 
     def sleep(self, pause: Pause) -> bool:
-        """Makes the server move its weights to host memory and drop its cache, if it was started with
-        --enable-sleep-mode.
-
-        Blocks.
-        """
+        """Moves the server's weights to host memory, if it has --enable-sleep-mode. Blocks."""
         if self._can_sleep is None:
-            config = (
-                _ask(self.address, "/server_info", _TIMEOUT_S, method="GET", config_format="json").get(
-                    "vllm_config"
-                )
-                or {}
-            )
+            info = _ask(self.address, "/server_info", _TIMEOUT_S, method="GET", config_format="json")
+            config = info.get("vllm_config") or {}
             self._can_sleep = bool((config.get("model_config") or {}).get("enable_sleep_mode"))
         if self._can_sleep:
             _ask(self.address, "/sleep", _SLEEP_TIMEOUT_S, level="1", mode=pause)
@@ -133,11 +120,10 @@ def _ask(
     url: str, path: str, timeout_s: float, body: object = None, *, method: str = "POST", **query: str
 ) -> dict[str, Any]:
     try:
-        said = ask(url, path, body, timeout_s=timeout_s, method=method, **query)
+        return ask(url, path, body, timeout_s=timeout_s, method=method, **query)
     except EngineHttpError as refused:
         if refused.no_route:  # but after a pause there was a server
             raise EngineFailed(
                 f"{url} has no route {path}", hint=_NOT_THERE, reached=path != _PAUSE
             ) from None
         raise
-    return said if isinstance(said, dict) else {}

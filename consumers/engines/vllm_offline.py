@@ -1,6 +1,4 @@
-"""A vLLM `LLM` object in this process. Nothing is in flight between two of its calls, so nothing is paused.
-Imports nothing of vLLM. See `vllm_steps.py` for the order.
-"""
+"""A vLLM `LLM` in this process. It samples only during its calls, so it is never paused. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -32,11 +30,7 @@ class VllmOffline(Engine):
         return version_of(self._llm.get_weight_version())
 
     def sleep(self, pause: Pause) -> bool:
-        """Moves the weights to host memory and drops the cache, if the `LLM` was made with
-        `enable_sleep_mode`.
-
-        Blocks.
-        """
+        """Moves weights to host memory and drops the cache, given `enable_sleep_mode`. Blocks."""
         can_sleep = bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
         if can_sleep:
             self._llm.sleep(level=1)

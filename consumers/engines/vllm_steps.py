@@ -7,6 +7,7 @@ consistent model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -35,9 +36,7 @@ class VllmCalls(Protocol):
         """Stamps later samples with this version, whatever the weights are."""
 
     def reset_cache(self) -> bool:
-        """Drops keys and values computed with earlier weights, also those of requests in flight; returns
-        whether it did.
-        """
+        """Drops all cached keys and values, also of requests in flight; returns whether it did."""
 
     def resume(self) -> None:
         """Resumes sampling."""
@@ -55,7 +54,7 @@ def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
     """
     try:
         calls.pause(update.pause)
-        _start(calls)
+        begin_update(calls.start, lambda: calls.finish(None))
         _load(calls, update)
         if not calls.reset_cache():
             raise EngineFailed(
@@ -69,15 +68,15 @@ def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
     calls.resume()
 
 
-def _start(calls: VllmCalls) -> None:
-    """Begins an update, also if a dead pusher left one active."""
+def begin_update(start: Callable[[], object], finish: Callable[[], object]) -> None:
+    """Begins an update, also if a dead pusher left one active. Blocks; raises as `start`."""
     try:
-        calls.start()
-    except EngineFailed:
+        start()
+    except Exception:
         # if none was active, starting failed for another reason, which is raised now
-        with suppress(EngineFailed):
-            calls.finish(None)
-        calls.start()
+        with suppress(Exception):
+            finish()
+        start()
 
 
 def _load(calls: VllmCalls, update: Update) -> None:

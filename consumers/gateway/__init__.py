@@ -83,9 +83,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callab
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Makes a signal end serving; it is not raised again, so that the process leaves the bridge
-            first.
-            """
+            """Makes a signal end serving without raising it again: the process leaves the bridge first."""
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.handle_exit, number, None)

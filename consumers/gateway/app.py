@@ -1,8 +1,4 @@
-"""The routes: Atropos' HTTP API on FastAPI.
-
-`modes.py` computes the responses. FastAPI does not parse the bodies of posts, because it would do so in the
-event loop.
-"""
+"""The routes: Atropos' HTTP API on FastAPI. Posts are parsed in threads, not by FastAPI in the event loop."""
 
 from __future__ import annotations
 
@@ -123,12 +119,9 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
 
     @app.exception_handler(ShmBridgeError)
     async def failed(request: Request, error: ShmBridgeError) -> Response:
-        status = (
-            409 if isinstance(error, ConsumerTaken) else 422 if isinstance(error, RequestRefused) else 503
-        )
-        return refusals.answer(
-            HttpError(507 if isinstance(error, BatchTooBig) else status, str(error), type(error).__name__)
-        )
+        kinds = {BatchTooBig: 507, ConsumerTaken: 409, RequestRefused: 422}
+        status = next((status for kind, status in kinds.items() if isinstance(error, kind)), 503)
+        return refusals.answer(HttpError(status, str(error), type(error).__name__))
 
     @app.get("/")
     async def root() -> Any:

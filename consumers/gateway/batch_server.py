@@ -76,9 +76,7 @@ class Taker:
             log.warning("batches are not served here: %s", taken)
 
     def register(self, run: Run) -> None:
-        """Announces a run. The first one stays until reset(), but one inherited from an earlier gateway is
-        replaced.
-        """
+        """Announces a run, unless there is one. An earlier gateway's run gives way to a new one."""
         if self.run is not None and not self._inherited:
             return
         # the same trainer, or another process of it
@@ -108,14 +106,8 @@ class Taker:
         )
 
     def step(self) -> int:
-        """The trainer's step: batches handed out since the run's first step."""
-        return (
-            self.consumer.current_step
-            if self.consumer is not None
-            else self.run.starting_step
-            if self.run is not None
-            else 0
-        )
+        """Returns the trainer's step: batches handed out since the run's first step."""
+        return self._become_hub().current_step
 
     def look(self) -> None:
         """Adopts a new lane, so that its records count as queued."""
@@ -162,9 +154,7 @@ class Taker:
         return None
 
     def _next(self) -> tuple[int, str] | None:
-        """Returns the number of the next batch, in delivery from now on, and how it is counted; None if there
-        is none.
-        """
+        """Returns the number of the next batch, now in delivery, and its counter; None without a batch."""
         if self._again:
             return heapq.heappop(self._again), "batches_redelivered_total"
         groups = self._form()
@@ -176,9 +166,7 @@ class Taker:
         return number, "batches_total"
 
     def _undo_unreadable(self, number: int) -> bool:
-        """Undoes a batch with unreadable groups: discards those, puts the others back; returns whether there
-        were any.
-        """
+        """Discards a batch's unreadable groups, puts the others back; returns whether there were any."""
         groups = self._out[number]
         wrong = {place: why for place, group in enumerate(groups) if (why := self._fault(group))}
         if not wrong:
@@ -274,25 +262,20 @@ class Taker:
     # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
-        """Clears the run; discards and counts the groups in lanes and in batches not proven read; returns
-        their number.
-        """
+        """Clears the run; discards, counts and returns the number of all groups not proven read."""
         self._check_no_other()  # another consumer's records are not ours to discard
         consumer = self.consumer or self._open(None, "redeliver")
         self.run, self._inherited, self._latest, self.consumer = None, False, None, None
-        discarded = self._discard_held() + consumer.queue.groups()
-        consumer.close()
-        self._open(None, "discard").close()
-        self.counts["groups_discarded_total"] += discarded
-        return discarded
-
-    def _discard_held(self) -> int:
         held = [group for groups in self._out.values() for group in groups] + self._held()
         self._out.clear()
         self._again.clear()
         for group in held:
             group.discard(Discard.RESUME)
-        return len(held)
+        discarded = len(held) + consumer.queue.groups()
+        consumer.close()
+        self._open(None, "discard").close()
+        self.counts["groups_discarded_total"] += discarded
+        return discarded
 
     def _held(self) -> list[Group]:
         """Returns groups taken from lanes that are in no batch in delivery."""
@@ -313,8 +296,5 @@ class Taker:
         """Returns this object's and the consumer's counters. Any thread."""
         own = {**self.counts, "batches_out": len(self._out), "batches_to_serve_again": len(self._again)}
         consumer = self.consumer
-        return own | (
-            {f"bridge_{key}": value for key, value in consumer.stats().items()}
-            if consumer is not None
-            else {}
-        )
+        bridge = {} if consumer is None else consumer.stats()
+        return own | {f"bridge_{key}": value for key, value in bridge.items()}

@@ -1,8 +1,4 @@
-"""Decodes bodies of posts: gunzips within a limit, decodes, and checks column by column, so that every
-refusal has a reason.
-
-Pure functions, called in threads.
-"""
+"""Decodes bodies of posts: gunzips within a limit, decodes, checks each column. Pure; called in threads."""
 
 from __future__ import annotations
 
@@ -75,15 +71,11 @@ class Posted:
 
 
 class BrokenOff(HttpError):
-    """A gzip body that ends too early, or whose data are none: the original fails there, where a wrong head
-    or checksum is refused.
-    """
+    """A gzip body that ends early or holds no valid data: the original fails there with status 500."""
 
 
 def outcome(work: Callable[..., T], *arguments: Any) -> T | HttpError:
-    """What it returns, or its refusal without the frames that have the body, which a future would keep until
-    a collection.
-    """
+    """Returns what the call returns, or its HttpError without the frames that hold the body."""
     try:
         return work(*arguments)
     except HttpError as wrong:
@@ -91,11 +83,9 @@ def outcome(work: Callable[..., T], *arguments: Any) -> T | HttpError:
 
 
 def gunzip(raw: bytes, most: int) -> bytearray | None:
-    """The body, decompressed; None if that is more than `most` bytes, of which one more is made at most.
+    """Returns the decompressed body; None if it has more than `most` bytes, of which only one more is made.
 
-    Raises HttpError (400).
-
-    The time it takes grows with the bytes in and out, however many members they are in.
+    The time grows with the bytes in and out, whatever the number of gzip members. Raises HttpError (400).
     """
     made, at, view = bytearray(), 0, memoryview(raw)
     try:
@@ -118,10 +108,7 @@ def gunzip(raw: bytes, most: int) -> bytearray | None:
 
 
 def read_post(body: bytes, *, many: bool, extras: bool) -> Posted:
-    """The groups of a body: one, or a list of them. With `extras` keys that Atropos does not know are kept.
-
-    Raises HttpError (422).
-    """
+    """Returns the groups of a body; with `extras` also keys unknown to Atropos. Raises HttpError (422)."""
     try:
         raw = _LIST.decode(body) if many else [_OBJECT.decode(body)]
         groups = [_group(each, extras) for each in raw]
@@ -163,7 +150,7 @@ def _value(name: str, raw: msgspec.Raw) -> Any:
 
 
 def _extras(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    """Keys that Atropos does not know: step rewards as columns, everything else whole."""
+    """Returns the keys that Atropos does not know: step rewards as columns, everything else in `extra`."""
     known: dict[str, Any] = {}
     other: dict[str, Any] = {}
     for name, value in raw.items():
@@ -178,9 +165,7 @@ def _extras(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
 
 
 def _not_finite(body: bytes) -> str:
-    """Where NaN or an infinity stands, which is no JSON and which Python writes all the same; "" if
-    nowhere.
-    """
+    """Returns where NaN or an infinity stands, which Python writes and JSON lacks; "" if nowhere."""
     if not any(word in body for word in (b"NaN", b"Infinity", b"e", b"E")):
         return ""
     try:

@@ -24,9 +24,7 @@ _KEEPALIVE = (
 
 
 class Carried(Protocol):
-    """An object whose response is in delivery; exactly one of the two methods is called, once, in the event
-    loop.
-    """
+    """An object whose response is in delivery. One of the methods is called, once, in the event loop."""
 
     def read(self) -> None:
         """The response was read."""
@@ -83,9 +81,7 @@ class ProvingConnection(H11Protocol):
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Keeps an idle connection while a response on it lacks proof, because closing it would prevent the
-        proof.
-        """
+        """Keeps an idle connection while a response on it lacks proof."""
         if not self.carried:
             super().timeout_keep_alive_handler()
 
@@ -98,9 +94,7 @@ class ProvingConnection(H11Protocol):
                 each.unread()
 
     def _all_delivered(self) -> bool:
-        """Returns whether the response is complete, written and fully acknowledged, on a connection that was
-        not reset.
-        """
+        """Returns whether the response is complete, written and acknowledged, without a reset."""
         if (
             self._link is None
             or self.cycle is None
@@ -119,9 +113,7 @@ class ProvingConnection(H11Protocol):
 
 
 class _Lingering:
-    """A transport whose close() only shuts down our side while a response lacks proof, so that the peer's
-    close shows how it ended.
-    """
+    """A transport whose close() keeps reading while a response lacks proof: the peer's close is the proof."""
 
     def __init__(self, transport: asyncio.Transport, connection: ProvingConnection) -> None:
         self._transport, self._connection = transport, connection

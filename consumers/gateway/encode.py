@@ -1,7 +1,4 @@
-"""Groups as `/batch` hands them out: records back to Atropos' JSON, every key of it always there.
-
-Called in the hub's thread.
-"""
+"""Encodes groups for `/batch`: Atropos' JSON, with every key in each group. Called in the hub's thread."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def served(group: Group, *, extras: bool) -> dict[str, Any]:
-    """One whole group, a new dict; with `extras` also what Atropos has no key for."""
+    """Returns one whole group as a new dict; with `extras` also the columns that Atropos has no key for."""
     parts = [_part(record, extras) for record in group.records]
     whole = parts[0] if len(parts) == 1 else _joined(parts)
     answer = {key: whole.pop(key, None) for key in KEYS}
@@ -45,7 +42,7 @@ def _part(record: Record, extras: bool) -> dict[str, Any]:
 
 
 def _filled(rows: list[Any], values: Iterator[float]) -> list[Any]:
-    """Lists of that shape, with these values in order."""
+    """Returns lists of the same shape with these values, in order."""
     return [
         row
         if row is None
@@ -69,7 +66,7 @@ def _map(row: dict[str, float]) -> dict[str, float]:
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fragments of one group, in order: rows behind rows; what is said once per record is the first's."""
+    """Joins the fragments of a group: rows are appended; values given once per record are the first's."""
     whole = dict(parts[0])
     for name, first in whole.items():
         if isinstance(first, list):
@@ -78,9 +75,8 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def encoded_batch(groups: Sequence[Group], *, extras: bool, gzip: bool) -> bytes:
-    """The body of a batch, the same bytes for the same groups.
-
-    Encoded group by group: in between, others get the interpreter.
+    """Returns the body of a batch, group by group, so that other threads run; the same groups give the same
+    bytes.
     """
     pieces = _pieces(groups, extras)
     if not gzip:

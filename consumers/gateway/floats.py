@@ -12,10 +12,7 @@ _SURE, _ENOUGH = 6, 9  # so many digits always come back from a float32; so many
 
 
 def shortest(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The doubles with the fewest decimal digits that are these float32 values again when rounded.
-
-    Never blocks; any thread.
-    """
+    """Returns the doubles with the fewest decimal digits that round to these float32 values. Any thread."""
     exact = values.astype(np.float64)
     said, size = exact.copy(), np.abs(exact)
     usual = (size >= _LEAST) & (size < _MOST)

@@ -1,7 +1,4 @@
-"""The gate before the routes: authorisation, body size limits, the memory limit for all bodies, gunzip.
-
-ASGI middleware.
-"""
+"""ASGI middleware before the routes: authorisation, size limits, memory for bodies, gunzip."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ _RETRY_S = "1"
 
 
 def json_answer(answer: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer in JSON."""
+    """Returns a response in JSON."""
     return Response(msgspec.json.encode(answer), status, headers, "application/json")
 
 
 class Refusals:
-    """How many requests were refused, and why."""
+    """Counts of refused requests, by reason."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -53,7 +50,7 @@ class Refusals:
         return json_answer({"detail": refused.detail}, refused.status, headers)
 
     def answer_as_upstream(self, refused: HttpError) -> Response:
-        """Does the same, except that an invalid gzip body gets the original's message, or its failure."""
+        """Does the same, but answers an invalid gzip body as the original does."""
         if refused.kind != "gzip":
             return self.answer(refused)
         self.counts[refused.kind] += 1
@@ -63,12 +60,10 @@ class Refusals:
 
 
 class Gate:
-    """ASGI middleware. A new request on a connection proves that the previous response was read.
+    """Rejects unauthorised and oversized requests; gives routes the whole body, gunzipped.
 
-    Rejects unauthorised and oversized requests.
-
-    Routes get the whole body, gunzipped. A body is read only when there is room for it, and never if no route
-    takes it.
+    A new request on a connection proves that the previous response was read. A body is read only if there is
+    room for it and a route takes it.
 
     Args:
         takes: whether a route has this path and method.
@@ -130,9 +125,7 @@ class Gate:
             booking.release()
 
     def _check_site(self, headers: dict[bytes, bytes]) -> None:
-        """Without a token, pages of other sites are told by what their browser says; one whose name leads
-        here says another Host.
-        """
+        """Without a token, refuses requests of other sites' pages, and names that are not this gateway's."""
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
             raise HttpError(403, "pages of other sites have no business here", "browser")
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -151,9 +144,7 @@ class Gate:
             raise HttpError(403, said, "host")
 
     def _is_ours(self, host: str) -> bool:
-        """An address, a name without a dot, this machine's own or a given one: no other site's page has such
-        a name.
-        """
+        """Returns whether no other site can have this host: an address, a local name, or a known name."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
             return (
@@ -228,12 +219,12 @@ class Gate:
 
 
 async def _nothing() -> Any:
-    """`receive` of a request whose body nobody takes: what comes of it is thrown away by the connection."""
+    """Is the `receive` of a request whose body no route takes; the connection discards the body."""
     return {"type": "http.request", "body": b"", "more_body": False}
 
 
 def _replay(body: bytes | bytearray, receive: Any) -> Callable[[], Awaitable[Any]]:
-    """`receive` that begins with a body that was read already."""
+    """Returns a `receive` that begins with a body that was read already."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Any:

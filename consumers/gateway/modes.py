@@ -38,21 +38,16 @@ class _Handed:
     number: int
 
     def read(self) -> None:
-        """Its records are released."""
+        """Releases its records."""
         self.mode.tell(self.mode.taker.proven, self.number)
 
     def unread(self) -> None:
-        """It is the next to be served."""
+        """Makes it the next batch to hand out."""
         self.mode.tell(self.mode.taker.lost, self.number)
 
 
 class Mode(ABC):
-    """What both modes have in common. All methods are called in one event loop.
-
-    Args:
-        options: of the gateway.
-        outcomes: as PostLedger's.
-    """
+    """What both modes have in common. `outcomes` is PostLedger's. All calls are made in one event loop."""
 
     taker: Taker
 
@@ -66,7 +61,7 @@ class Mode(ABC):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Takes up what an earlier gateway left. Raises ConsumerTaken in strict mode."""
+        """Continues where an earlier gateway stopped. Raises ConsumerTaken in strict mode."""
         self.state.open()
         if self.state.saved.compat != self.options.compat:
             self.state.update(compat=self.options.compat, envs=[], started=False)

@@ -1,6 +1,7 @@
-"""Puts posts into lanes: one lane per remote environment, waiting for room, each post once. Atropos' client
-resends a post whose response was lost. So such a post is remembered: the same body gets the first one's
-response, and nothing is put again. For one event loop.
+"""Puts posts into lanes: one lane per remote environment, waiting for room, each post once.
+
+Atropos' client resends a post whose response was lost. So such a post is remembered: the same body gets the
+same response, and nothing is put again. For one event loop.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RemoteLane:
         self.posting = 0  # groups received but not yet in the lane
 
     async def open(self) -> Producer:
-        """The lane's producer. Raises ShmTooSmall and what else Producer does."""
+        """Returns the lane's producer. Raises ShmTooSmall, and as Producer."""
         async with self._opening:
             if self.producer is None:
                 options, name = self._options, self._env_name
@@ -65,9 +66,7 @@ class RemoteLane:
             return self.producer
 
     def leave(self, producer: Producer) -> bool:
-        """Abandons a lane without a reader: the next open() makes another. Returns whether this was the first
-        call for the lane.
-        """
+        """Abandons a lane without a reader; returns whether it was open. The next open() makes another."""
         if self.producer is not producer:
             return False
         self._left = producer.producer_id
@@ -81,22 +80,16 @@ class RemoteLane:
         return True
 
     def was_left(self, producer: Producer) -> bool:
-        """Whether leave() closed it, so that another is needed."""
+        """Returns whether leave() closed it, so that another is needed."""
         return producer.producer_id == self._left
 
-    def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Checks groups as `put` will, so that all of them are put or none.
-
-        Raises InvalidRecord, RecordTooBig.
-        """
+    def check(self, group: dict[str, Any]) -> None:
+        """Checks a group as `put` will. The lane must be open. Raises InvalidRecord, RecordTooBig."""
         assert self._planner is not None
-        for group in groups:
-            self._planner.plan(group, checked_stamp("", None, None, 0, "train"), True)
+        self._planner.plan(group, checked_stamp("", None, None, 0, "train"), True)
 
     def close(self) -> None:
-        """What is in the lane stays for the consumer; what waits for room goes in if there is some, and is
-        else refused and counted.
-        """
+        """Closes the lane; its records stay. Waiting posts are put if there is room, else refused."""
         producer, self.producer = self.producer, None
         if producer is not None:
             producer.close()
@@ -121,10 +114,10 @@ class Post:
         )
 
     def read(self) -> None:
-        """The answer was read: it will not be sent again."""
+        """Does nothing: a post whose response was read is not sent again."""
 
     def unread(self) -> None:
-        """The answer was lost: the same body may come again."""
+        """Remembers the post: its response was lost, so the same body may come again."""
         self.ledger.remember(self)
 
 
@@ -159,12 +152,11 @@ class PostLedger:
         connection: ProvingConnection,
         waited_s: float,
     ) -> Outcomes:
-        """Puts all groups of a body; what became of each.
+        """Puts all groups of a body; returns what became of each.
 
-        Waits for room until the deadline, of which some may be gone already.
-
-        If the client is gone, the groups are put all the same, or counted as dropped; the same body again
-        gets the same answer.
+        Waits for room until the deadline, less the time `waited_s` that the body has waited already. If the
+        client disconnects, the groups are put all the same, or counted as dropped; the same body again gets
+        the same response.
 
         Raises:
             HttpError: 422 and nothing was put; 503 after the deadline: what is missing is put when the same
@@ -178,7 +170,12 @@ class PostLedger:
             self.counts["posts_repeated_total"] += 1
         if post.failed:
             post.posted = posted
-            post.work = self._begin(post, lane_of, waited_s)
+            deadline = time.monotonic() + self._deadline_s - waited_s
+            post.work = asyncio.get_running_loop().create_task(
+                self._put(post, deque(posted.groups[len(post.done) :]), lane_of, deadline)
+            )
+            self._under_way.add(post.work)
+            post.work.add_done_callback(self._ended)
         connection.carry(post)
         assert post.work is not None
         refused = await asyncio.shield(post.work)
@@ -188,17 +185,6 @@ class PostLedger:
             self.remember(post)
         # a new exception, so that the post keeps no frames that hold the body
         raise HttpError(refused.status, refused.detail, refused.kind)
-
-    def _begin(
-        self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane], waited_s: float
-    ) -> asyncio.Task[HttpError | None]:
-        deadline = time.monotonic() + self._deadline_s - waited_s
-        work = asyncio.get_running_loop().create_task(
-            self._put(post, deque(post.posted.groups[len(post.done) :]), lane_of, deadline)
-        )
-        self._under_way.add(work)
-        work.add_done_callback(self._ended)
-        return work
 
     def _ended(self, work: asyncio.Task[Any]) -> None:
         self._under_way.discard(work)
@@ -212,10 +198,7 @@ class PostLedger:
         lane_of: Callable[[dict[str, Any]], RemoteLane],
         deadline: float,
     ) -> HttpError | None:
-        """Puts the remaining groups of a post.
-
-        A refusal is returned: raised, it would keep this frame, and with it the body.
-        """
+        """Puts the remaining groups. Returns a refusal: raised, it would keep this frame and the body."""
         lanes = deque(lane_of(group) for group in todo)
         for lane in lanes:
             lane.posting += 1
@@ -249,9 +232,7 @@ class PostLedger:
                 lane.posting -= 1
 
     async def _put_one(self, group: dict[str, Any], lane: RemoteLane, deadline: float) -> tuple[str, int]:
-        """Puts one group; into a new lane, once, if nobody reads the present one any more: then nothing of
-        the group is there.
-        """
+        """Puts one group; if its lane has no reader any more, into a new lane, once."""
         first = True
         while True:
             producer = await _opened(lane, deadline)
@@ -307,31 +288,22 @@ class PostLedger:
 
 
 def _refusal(status: int, error: Exception, kind: str) -> HttpError:
-    """What is answered to it.
-
-    The error's frames have the body: they go now, and not when cycles are collected.
-    """
+    """Returns the response for an error, whose frames, which hold the body, are dropped."""
     error.__traceback__ = None
     return HttpError(status, str(error), kind)
 
 
 async def _check(groups: Sequence[dict[str, Any]], lanes: Sequence[RemoteLane], deadline: float) -> None:
     """Raises for a group that its lane cannot have, before any of them is put."""
-    of_lane: dict[RemoteLane, list[dict[str, Any]]] = {}
-    for group, lane in zip(groups, lanes, strict=True):
-        of_lane.setdefault(lane, []).append(group)
-    for lane, its in of_lane.items():
+    for place, (group, lane) in enumerate(zip(groups, lanes, strict=True), 1):
         await _opened(lane, deadline)
-        for first in range(0, len(its), _GROUPS_A_TURN):
-            lane.check(its[first : first + _GROUPS_A_TURN])
+        lane.check(group)
+        if place % _GROUPS_A_TURN == 0:
             await asyncio.sleep(0)
 
 
 async def _opened(lane: RemoteLane, deadline: float) -> Producer:
-    """Its producer.
-
-    Memory that other lanes have comes back when they are read empty: it is waited for as room in a lane is.
-    """
+    """Returns the lane's producer; waits for shared memory that other lanes give back."""
     while True:
         try:
             return await lane.open()
@@ -348,7 +320,7 @@ GZIPPED = 4  # bytes of such JSON for a byte of it gzipped, rather more than it 
 
 
 class HeldBytes:
-    """Limits the memory that bodies have at one time; requests for more wait.
+    """Limits the memory of all bodies together; requests for more wait.
 
     Args:
         most: bytes.
@@ -363,9 +335,7 @@ class HeldBytes:
         self.whole = 0  # bodies that have all they asked for
 
     async def acquire(self, size: int, timeout_s: float) -> bool:
-        """Waits until there is room for so many bytes, or until no other body holds all it asked for; False
-        after the timeout.
-        """
+        """Waits for room, or until no other body holds all it asked for; False after the timeout."""
         if not self._in_line and self.held + size <= self._most:
             return self._take(size)
         with suppress(TimeoutError):
@@ -382,17 +352,16 @@ class HeldBytes:
         return True
 
     def give_back(self, size: int, *, whole: bool) -> None:
-        """So many bytes less are held."""
+        """Gives back this many bytes."""
         self.held -= size
         self.whole -= whole
         self._freed.set()
 
 
 class Booking:
-    """What one body has of the memory for bodies.
+    """One body's part of HeldBytes.
 
-    A waiting body first gives back its memory, except the body as it was sent, so that no two wait for each
-    other.
+    A body that waits first gives back its part, except for the bytes as sent: no two wait for each other.
     """
 
     def __init__(self, memory: HeldBytes) -> None:
@@ -400,9 +369,7 @@ class Booking:
         self.size = 0
 
     async def take(self, size: int, sent: int, deadline: float) -> bool:
-        """Waits until it has `size` bytes, of which it keeps `sent` while it waits; False after the deadline,
-        by time.monotonic().
-        """
+        """Waits for `size` bytes in all, keeps only `sent` meanwhile; False after the monotonic deadline."""
         self._shrink(min(sent, self.size), whole=False)
         if not await self._memory.acquire(size - self.size, max(0.0, deadline - time.monotonic())):
             return False
@@ -411,7 +378,7 @@ class Booking:
 
     @property
     def taken(self) -> int:
-        """What all bodies have."""
+        """Bytes that all bodies hold."""
         return self._memory.held
 
     def settle(self, size: int) -> None:

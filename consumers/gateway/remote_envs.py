@@ -1,5 +1,4 @@
-"""Remote environments in default mode: their names, numbers and lanes here, their weights and queues in the
-hub's one table.
+"""Remote environments in default mode: names, numbers and lanes here, weights and queues in the hub's table.
 
 Every request goes over the control socket to the hub: this process, or a learner. For one event loop.
 """
@@ -60,7 +59,7 @@ class RemoteEnv:
     _refusal: str = ""
 
     def refused(self, why: str) -> None:
-        """The hub, or memory, has no place for it; said once, it asks ten times a second."""
+        """Logs why the hub, or memory, has no place for it; once, because it asks ten times a second."""
         if why != self._refusal:
             self._refusal = why
             log.warning("environment %s: %s", self.about.wandb_name, why)
@@ -91,10 +90,7 @@ class RemoteEnvs:
     # --------------------------------------------------------------------------------------------------------
 
     async def ask(self, question: Request) -> Answer:
-        """What the hub answers.
-
-        Raises NoConsumer, at once if there was none a moment ago, and RequestRefused.
-        """
+        """Returns the hub's response. Raises RequestRefused, and NoConsumer, at once after another."""
         async with self._turn:
             if time.monotonic() < self._missing_until:
                 raise NoConsumer(f"no consumer of bridge {self._options.bridge!r} answers")
@@ -122,10 +118,7 @@ class RemoteEnvs:
     # --------------------------------------------------------------------------------------------------------
 
     async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """The answer to /register-env: a number, a name and a lane, or that there is no run yet.
-
-        Raises RequestRefused, HttpError.
-        """
+        """Returns the response to /register-env. Raises RequestRefused, HttpError."""
         name = wish["desired_name"]
         info = await self.run_info()
         if info is None or info.run is None:
@@ -141,9 +134,8 @@ class RemoteEnvs:
         try:
             producer = await lane.open()
             await self._admit_all()  # environments of an earlier gateway keep their names
-            answer = await self.ask(
-                Register(**wish, producer_id=producer.producer_id, env_id=self._free_number())
-            )
+            wanted = self._state.saved.next_env_id or None  # None: the hub chooses
+            answer = await self.ask(Register(**wish, producer_id=producer.producer_id, env_id=wanted))
         except BaseException as failed:
             lane.close()
             if isinstance(failed, NoConsumer):
@@ -174,19 +166,13 @@ class RemoteEnvs:
             >= self._options.lanes
         )
 
-    def _free_number(self) -> int | None:
-        """A number nobody here has, if an earlier gateway gave some; else the hub chooses."""
-        return self._state.saved.next_env_id or None
-
     def _save(self) -> None:
         rows = [replace(env.about, silent=env.silent) for env in self._table.values() if env.own_lane]
         most = max((row.env_id + 1 for row in rows), default=0)
         self._state.update(envs=rows, next_env_id=max(self._state.saved.next_env_id, most))
 
     async def disconnect(self, number: int) -> dict[str, Any]:
-        """The answer to /disconnect-env: its weight and its share are free again, what it has posted
-        stays.
-        """
+        """Returns the response to /disconnect-env; frees weight and allocation, keeps posted groups."""
         env = self._table.pop(number, None)
         if env is None:
             return {"status": "failure", "error": f"no environment {number} is registered here"}
@@ -205,7 +191,7 @@ class RemoteEnvs:
                 log.debug("no goodbye for environment %s: %s", env.about.wandb_name, gone)
 
     def lane_of(self, number: int | None) -> RemoteLane:
-        """The lane for what this environment posts; one for all that are not known."""
+        """Returns the lane for an environment's posts: the shared one for unknown environments."""
         env = None if number is None else self._table.get(number)
         if env is None:
             return self.shared
@@ -213,10 +199,7 @@ class RemoteEnvs:
         return env.lane
 
     def _hear(self, env: RemoteEnv) -> None:
-        """It speaks.
-
-        One that was silent has a lane again: the shared one, if others have all lanes by now.
-        """
+        """Notes a sign of life; a silent one gets its lane again, or the shared one if all are taken."""
         if env.silent and env.own_lane and self._lanes_are_taken():
             log.warning(
                 "environment %s speaks again and shares a lane: others have all lanes, raise --lanes",
@@ -226,10 +209,7 @@ class RemoteEnvs:
         env.heard_s, env.silent = time.monotonic(), False
 
     async def status(self, number: int) -> dict[str, Any]:
-        """The answer to /status-env; the last one while there is no hub.
-
-        An unknown environment is admitted, with what is known of it.
-        """
+        """Returns the response to /status-env, the last one without a hub. Admits unknown environments."""
         env = self._table.get(number) or self._stranger(number)
         self._hear(env)
         try:
@@ -268,11 +248,9 @@ class RemoteEnvs:
         return env
 
     async def _admit_all(self) -> None:
-        """A hub weighs an environment by all others: whoever was here before counts until it has been silent
-        for long.
+        """Registers all environments with the hub, which weighs one by all others.
 
-        One that cannot be admitted keeps no other out, nor does it end: Atropos' environments do so after
-        three answers of 5xx.
+        One that cannot be admitted keeps no other out and gets no 5xx: Atropos' environments end after three.
         """
         for env in list(self._table.values()):
             if env.hub_id is None and not env.silent:
@@ -321,9 +299,7 @@ class RemoteEnvs:
     # --------------------------------------------------------------------------------------------------------
 
     async def let_the_silent_go(self) -> None:
-        """Environments that have said nothing for long lose weight and lane until they speak again; much
-        later they are forgotten.
-        """
+        """Frees weight and lane of silent environments; forgets them much later."""
         timeout_s, changed = self._options.env_timeout_s, False
         for number, env in list(self._table.items()):
             quiet_s = time.monotonic() - env.heard_s
@@ -345,13 +321,13 @@ class RemoteEnvs:
                 env.lane.close()
 
     def close_lanes(self) -> None:
-        """Nothing more is put; what is in the lanes stays."""
+        """Closes all lanes; their records stay."""
         for env in self._table.values():
             env.lane.close()
         self.shared.close()
 
     def close(self) -> None:
-        """Closes the control client."""
+        """Closes the lanes and the control client."""
         self.close_lanes()
         if self._client is not None:
             self._client.close()

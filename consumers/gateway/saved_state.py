@@ -1,8 +1,5 @@
-"""The state that must survive a gateway besides the lanes: the run and the remote environments.
-
-A small owner-only file beside them.
-
-Any thread.
+"""The state that must survive a gateway besides the lanes: the run and the remote environments, in a small
+owner-only file. Any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _VERSION = 1
 
 
 class SavedEnv(msgspec.Struct, frozen=True):
-    """A remote environment, as it described itself, and the number and the name it got."""
+    """A remote environment as it registered, with the number and the name it was given."""
 
     env_id: int
     wandb_name: str
@@ -39,10 +36,7 @@ class SavedEnv(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """All of it.
-
-    `step` is the step of the next batch to form: batches that were not read are counted again.
-    """
+    """The file. `step` is that of the next batch to form: batches that were not read are counted again."""
 
     version: int = _VERSION
     compat: str = "default"
@@ -63,10 +57,7 @@ class StateFile:
         self.saved = Saved()
 
     def open(self) -> bool:
-        """Becomes the one that writes it, and reads it; False if another gateway is.
-
-        Never raises for what it reads.
-        """
+        """Locks and reads the file; returns False if another gateway has it. Never raises for its content."""
         for _ in range(100):
             with suppress(FileExistsError):
                 self._folder.mkdir(mode=0o700)
@@ -99,7 +90,7 @@ class StateFile:
             log.error("%s is ignored: %s", self._folder / "state.json", wrong)
 
     def update(self, **changes: Any) -> None:
-        """Changes some of it, on the mount too. A partly written file never replaces a complete one."""
+        """Changes some fields, also in the file, which is replaced whole or not at all."""
         with self._lock:
             self.saved = msgspec.structs.replace(self.saved, **changes)
             if self._fd < 0:
@@ -121,7 +112,7 @@ class StateFile:
         os.replace("state.new", "state.json", src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def forget(self) -> None:
-        """Nothing is registered any more: the file goes."""
+        """Removes the file: there are no registrations any more."""
         with self._lock:
             self.saved = Saved(compat=self.saved.compat)
             if self._fd >= 0:
@@ -129,7 +120,7 @@ class StateFile:
                     os.unlink("state.json", dir_fd=self._fd)
 
     def close(self) -> None:
-        """Lets others write it; an empty folder goes."""
+        """Releases the file for others; removes an empty folder."""
         if self._fd >= 0:
             with suppress(OSError):
                 self._folder.rmdir()

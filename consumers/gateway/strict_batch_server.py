@@ -1,7 +1,7 @@
 """`--compat strict`: the consumer side as the Atropos server has it, over lanes instead of a list in memory.
 
-Committed groups are taken at once, in commit order, and held in the server's own queue until a batch with
-them was read. For one thread: the hub's.
+Committed groups are taken at once, in commit order, and kept in the server's own queue until a batch with
+them is read. For one thread: the hub's.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class StrictTaker(Taker):
         return Consumer(self._options.bridge, run, lanes=self._options.lanes, resume=resume, outside=outside)
 
     def register(self, run: Run) -> None:
-        """As the original: the first one holds; one that an earlier gateway knew gives way to another.
+        """As the original, the first run stays; but an earlier gateway's run gives way to another.
 
-        What came over lanes before, which the original cannot know, stays queued.
+        Groups that came over lanes before, which the original cannot know, stay queued.
         """
         self.take_all()
         upstream, groups, latest = self.upstream, list(self.upstream.queue), self.upstream.latest
@@ -82,14 +82,12 @@ class StrictTaker(Taker):
         self._state.update(run=run, step=run.starting_step, started=False, envs=[])
 
     def said_run(self) -> Run | None:
-        """What /info and /wandb_info tell: after a reset the length of a sequence is the only thing that is
-        remembered.
-        """
+        """Returns the run for /info and /wandb_info; after a reset only the row length remains."""
         upstream = self.upstream
         return None if upstream.run is None else replace(upstream.run, batch_size=upstream.queue.batch_size)
 
     def step(self) -> int:
-        """The original's, less what was counted and is not handed out."""
+        """Returns the original's step, less the batches that were counted and not handed out."""
         return self.upstream.queue.step - self.upstream.formed
 
     # -- batches
@@ -145,19 +143,17 @@ class StrictTaker(Taker):
             group.discard(Discard.PARTIAL)
 
     def own(self, lane: str) -> None:
-        """Posts into this lane will ask what became of them. Any thread."""
+        """Makes `posted` report the outcomes of this lane's groups. Any thread."""
         self._own.add(lane)
 
     def posted(self, places: list[tuple[str, int]]) -> list[int | None]:
-        """What the original answers for these groups, (producer, sequence): None for queued, else how many
-        sequences are buffered.
-        """
+        """Returns, per (producer, sequence), None if it is queued, else how many sequences are buffered."""
         self.upstream.registered = True  # a post makes the queue, there too
         self.take_all()
         return [self._outcomes.pop(place, None) for place in places]
 
     def latest(self) -> dict[str, Any] | None:
-        """The group that was queued last; it survives its release and a reset."""
+        """Returns the group that was queued last, also after its release and after a reset."""
         group = self.upstream.latest
         if group is not None and group is not self._shown_last:
             self._latest, self._shown_last = self._shown(group), group
@@ -172,7 +168,7 @@ class StrictTaker(Taker):
     # --------------------------------------------------------------------------------------------------------
 
     def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """The answer to /register-env."""
+        """Returns the response to /register-env."""
         upstream = self.upstream
         if not upstream.started:
             return {"status": "wait for trainer to start"}
@@ -196,7 +192,7 @@ class StrictTaker(Taker):
         }
 
     def disconnect_env(self, number: int) -> dict[str, Any]:
-        """The answer to /disconnect-env."""
+        """Returns the response to /disconnect-env."""
         if self.upstream.started is None:
             return {"status": "failure", "error": "'State' object has no attribute 'envs'"}
         try:
@@ -207,12 +203,12 @@ class StrictTaker(Taker):
         return {"status": "success"}
 
     def env_status(self, number: int) -> dict[str, Any]:
-        """The answer to /status-env. Raises where the original fails."""
+        """Returns the response to /status-env. Raises where the original fails."""
         self.take_all()
         return self.upstream.env_status(number)
 
     def status(self) -> dict[str, int]:
-        """The answer to /status."""
+        """Returns the response to /status."""
         self.take_all()
         return self.upstream.status()
 
@@ -220,9 +216,7 @@ class StrictTaker(Taker):
     # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
-        """As Taker's; without a registration and without a post there is nothing to forget, as in the
-        original.
-        """
+        """As Taker's; does nothing before a registration or a post, as the original."""
         self.take_all()
         if not self.upstream.registered:
             return 0

@@ -48,10 +48,7 @@ class Upstream(Generic[T]):
         return True
 
     def next_batch(self) -> tuple[list[T] | None, int]:
-        """Returns the batch to hand out, or None; and how many were formed.
-
-        It forms all possible batches; the newest is handed out first.
-        """
+        """Forms all possible batches; returns the newest, or None, and how many were formed."""
         self.started = True
         if not self.registered and not self.formed:
             raise NoSuchThing
@@ -72,15 +69,11 @@ class Upstream(Generic[T]):
             return {"current_step": 0, "queue_size": 0}
         return {"current_step": self.queue.step, "queue_size": self.queue.queue_size}
 
-    def reset(self) -> bool:
-        """Clears the registration, the queue and the environments, but not the last post; returns whether
-        there was anything.
-        """
-        if not self.registered:
-            return False
-        self.registered, self.started, self.num_steps = False, False, -1
-        self.queue, self.envs, self.formed = AtroposQueue(-1), [], 0
-        return True
+    def reset(self) -> None:
+        """Clears the registration, the queue and the environments, but not the last post."""
+        if self.registered:
+            self.registered, self.started, self.num_steps = False, False, -1
+            self.queue, self.envs, self.formed = AtroposQueue(-1), [], 0
 
     # -- the environments
     # --------------------------------------------------------------------------------------------------------
@@ -116,9 +109,7 @@ class Upstream(Generic[T]):
         self.queue.disconnect(number % len(self.envs))
 
     def post(self, item: T, size: int, env_id: int | None) -> int | None:
-        """Queues a group, or buffers it until its environment's groups reach the size; returns the number of
-        buffered sequences in that case.
-        """
+        """Queues a group, or buffers it up to its environment's group size; returns what is buffered."""
         added = self.queue.add(item, size, env_id)
         if added.queued:
             self.latest = added.queued[-1]

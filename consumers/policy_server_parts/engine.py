@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
@@ -67,8 +68,7 @@ class EngineStats:
 @dataclass(eq=False)
 class _Job:
     question: Question
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Reply]
+    future: Future[Reply] = field(default_factory=Future)  # running once it is in a batch
     arrived: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(init=False)
 
@@ -83,18 +83,6 @@ class _Job:
     def abandon(self) -> None:
         for row in self.rows:
             row.abandon()
-
-    def settle(self, deliver: Callable[[], None]) -> None:
-        """Runs `deliver` in the waiting event loop, unless the request was abandoned."""
-
-        def in_loop() -> None:
-            if not self.future.done():
-                deliver()
-
-        try:
-            self.loop.call_soon_threadsafe(in_loop)
-        except RuntimeError:
-            logger.debug("an answer came after its event loop had closed")
 
 
 class PolicyEngine:
@@ -157,23 +145,20 @@ class PolicyEngine:
         """
         if question.row_count > self.max_rows:
             raise ValueError(f"{question.row_count} answers asked for at once; a batch has {self.max_rows}")
-        loop = asyncio.get_running_loop()
-        job = _Job(question, loop, loop.create_future())
+        job = _Job(question)
         with self._changed:  # held for a few instructions by the other side: this does not stop the loop
             if self._closing:
                 raise EngineClosed("the policy engine is closed")
             self._waiting.append(job)
             self._changed.notify()
         try:
-            return await job.future
+            return await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
             job.abandon()
             raise
 
     def close(self) -> None:
-        """Abandons unanswered requests and ends the thread. Blocks for at most one token of the running
-        batch.
-        """
+        """Abandons unanswered requests and ends the thread. Blocks for at most one token."""
         with self._changed:
             self._closing = True
             for job in self._running:
@@ -220,7 +205,7 @@ class PolicyEngine:
         room = self.max_rows
         while self._waiting and self._waiting[0].question.row_count <= room:
             job = self._waiting.popleft()
-            if not job.rows[0].abandoned:
+            if job.future.set_running_or_notify_cancel():
                 jobs.append(job)
                 room -= job.question.row_count
         return jobs
@@ -238,11 +223,14 @@ class PolicyEngine:
                     self._answer([job])
                 return
             logger.exception("a batch of one request failed")
-            self._refuse(jobs[0], error)
+            jobs[0].future.set_exception(error)
             return
         self._count(jobs)
         for job, reply in zip(jobs, replies, strict=True):
-            self._deliver(job, reply)
+            if any(row.finish_reason is None for row in reply.rows):
+                job.future.set_exception(EngineClosed("the answer was abandoned half-way"))
+            else:
+                job.future.set_result(reply)
 
     def _sample(self, jobs: list[_Job]) -> list[Reply]:
         for job in jobs:
@@ -262,20 +250,11 @@ class PolicyEngine:
         self._tokens += sum(len(row.token_ids) for row in rows)
 
     def _dismiss(self) -> None:
-        for job in (*self._running, *self._waiting):
-            self._refuse(job, EngineClosed("the policy server is stopping"))
+        waiting = [job for job in self._waiting if job.future.set_running_or_notify_cancel()]
+        for job in (*self._running, *waiting):
+            if not job.future.done():
+                job.future.set_exception(EngineClosed("the policy server is stopping"))
         self._waiting.clear()
-
-    @staticmethod
-    def _deliver(job: _Job, reply: Reply) -> None:
-        if any(row.finish_reason is None for row in reply.rows):
-            job.settle(lambda: job.future.set_exception(EngineClosed("the answer was abandoned half-way")))
-        else:
-            job.settle(lambda: job.future.set_result(reply))
-
-    @staticmethod
-    def _refuse(job: _Job, error: Exception) -> None:
-        job.settle(lambda: job.future.set_exception(error))
 
 
 def _rewind(rows: Sequence[Row]) -> None:

@@ -1,15 +1,11 @@
-"""Keeps a torch module at the newest policy version of a bridge's weights segment.
-
-Used by `engine.py` between two batches, from its thread.
-"""
+"""Keeps a torch module at the newest version of a bridge's weights. Used by `engine.py`, in its thread."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -17,46 +13,13 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.consumers.engines.published_tensors import as_tensor
+from shmbridge.weights import WeightsReader
 
 logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, npt.NDArray[Any]]
 
-# The reader of a weights segment shows the newest version within this time, or keeps its writer's excuse.
 _LEASE_TIMEOUT_S = 1.0
-
-
-class Weights(Protocol):
-    """One version, not overwritten while its lease lasts."""
-
-    @property
-    def version(self) -> int:
-        """Policy version of these tensors."""
-
-    @property
-    def tensors(self) -> Tensors:
-        """Read-only arrays by parameter name, bfloat16 as uint16."""
-
-    @property
-    def dtypes(self) -> Mapping[str, str]:
-        """The learner's word for each dtype, such as bfloat16."""
-
-    def changed_since(self, version: int) -> Collection[str]:
-        """Names of the tensors that differ from that version's."""
-
-
-class WeightsSource(Protocol):
-    """The part of `shmbridge.weights.WeightsReader` that is used."""
-
-    @property
-    def version(self) -> int | None:
-        """Newest complete version; None while there is no segment."""
-
-    def lease(self, *, timeout_s: float) -> AbstractContextManager[Weights]:
-        """Leases the newest version."""
-
-    def close(self) -> None:
-        """Lets the segment go."""
 
 
 class WeightsFollower:
@@ -67,7 +30,7 @@ class WeightsFollower:
         module: the torch module; changed in place, whole versions only.
     """
 
-    def __init__(self, source: WeightsSource, module: torch.nn.Module) -> None:
+    def __init__(self, source: WeightsReader, module: torch.nn.Module) -> None:
         self._source = source
         self._module = module
         self._considered: int | None = None  # a version that does not fit is not tried again at every batch
@@ -78,10 +41,7 @@ class WeightsFollower:
 
     @property
     def refused(self) -> tuple[int, str] | None:
-        """The last version that was tried, and why it is not loaded and will not be; None if it is.
-
-        Any thread.
-        """
+        """The last version tried, and why it was refused; None if it was loaded. Any thread."""
         return self._refused
 
     def refresh(self) -> int | None:
@@ -173,12 +133,12 @@ def _require_fit(
         "type that torch does not convert": untaken,
     }
     if any(faults.values()):
-        told = "; ".join(
+        found = "; ".join(
             f"{kind}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
             for kind, names in faults.items()
             if names
         )
         raise shmbridge.WeightsMismatch(
-            f"the published weights are of another model ({told})",
+            f"the published weights are of another model ({found})",
             hint="serve the model that the learner trains",
         )

@@ -111,9 +111,9 @@ class PolicyModel:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], top: int) -> list[TokenLogprobs | None]:
-        """Returns, per position of a prompt, the logprobs of its token and of the `top` likeliest. Blocks.
+        """Returns the logprobs of each prompt token and of the `top` likeliest, at temperature 1. Blocks.
 
-        The first position has no prediction: None. Temperature 1.
+        The first position has no prediction: None.
         """
         ids = torch.tensor([list(token_ids)], device=self.device)
         logprobs = self.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)

@@ -1,7 +1,4 @@
-"""The command line of the policy server: its flags, with their defaults.
-
-Used by `policy_server.py`.
-"""
+"""The command line of the policy server: its flags, with their defaults."""
 
 from __future__ import annotations
 

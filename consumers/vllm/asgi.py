@@ -1,65 +1,44 @@
-"""ASGI helpers: reading a body, sending JSON, detecting a disconnected client."""
+"""HTTP on starlette: a body within a limit, JSON responses, the end of a request whose client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive
 
 Json = dict[str, Any]
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Header = tuple[bytes, bytes]
 Result = TypeVar("Result")
 
 BODY_LIMIT = 64 << 20  # bytes; a prompt of a million token ids is below 8 MiB
-
-
-class ClientGone(Exception):
-    """The client disconnected before the response."""
 
 
 class BodyTooLong(ValueError):
     """The body is longer than `BODY_LIMIT`."""
 
 
-async def read_body(receive: Receive) -> bytes:
-    """Returns the whole body of a request.
-
-    Raises:
-        ClientGone: the client disconnected.
-        BodyTooLong: it is longer than `BODY_LIMIT`.
-    """
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > BODY_LIMIT:
+async def read_body(request: Request) -> bytes:
+    """Returns the whole body. Raises ClientDisconnect, and BodyTooLong beyond `BODY_LIMIT`."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_LIMIT:
             raise BodyTooLong(f"the body has more than {BODY_LIMIT} bytes")
-        parts.append(part)
-        more = message.get("more_body", False)
-    return b"".join(parts)
+    return bytes(body)
 
 
 async def unless_gone(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Returns the result of `work`. If the client disconnects, cancels it, waits for its end, and raises
-    ClientGone.
-    """
+    """Returns the result of `work`; if the client disconnects, cancels it and raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnect
         return task.result()
     finally:
         for each in (task, gone):
@@ -72,14 +51,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def send_json(send: Send, body: Json, *, status: int = 200, headers: Iterable[Header] = ()) -> None:
-    """Sends a whole response."""
-    raw = msgspec.json.encode(body)
-    own = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
-    await send({"type": "http.response.body", "body": raw})
+def json_response(body: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns a response with a JSON body."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def send_error(send: Send, status: int, kind: str, message: str) -> None:
-    """Sends an error in the form of the OpenAI API."""
-    await send_json(send, {"error": {"message": message, "type": kind, "code": status}}, status=status)
+def error_response(status: int, kind: str, message: str) -> Response:
+    """Returns an error in the form of the OpenAI API."""
+    return json_response({"error": {"message": message, "type": kind, "code": status}}, status)

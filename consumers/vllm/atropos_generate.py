@@ -75,14 +75,9 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 def question(raw: bytes, models: Collection[str]) -> Question:
-    """Parses a request body.
+    """Parses a request body; `models` are the names under which the engine's model is served.
 
-    Args:
-        raw: JSON.
-        models: names under which the engine's model is served.
-
-    Raises:
-        BadRequest: invalid JSON, an unknown field, another model, or a stream.
+    Raises BadRequest: invalid JSON, an unknown field, another model, or a stream.
     """
     try:
         asked = msgspec.json.decode(raw, type=Question)
@@ -98,12 +93,9 @@ def question(raw: bytes, models: Collection[str]) -> Question:
 
 
 async def generate(client: Any, asked: Question) -> Json:
-    """Runs a request on vLLM's AsyncLLM and returns the response.
+    """Runs a request on vLLM's AsyncLLM and returns the response; raises BadRequest if the engine refuses it.
 
     Awaits the last token; cancelling it aborts the request in the engine.
-
-    Raises:
-        BadRequest: the engine refuses the request.
     """
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -111,7 +103,9 @@ async def generate(client: Any, asked: Question) -> Json:
     final: Any = None
     try:
         params = SamplingParams(**asked.sampling(), output_kind=RequestOutputKind.FINAL_ONLY)
-        async with aclosing(client.generate(_prompt(asked), params, uuid.uuid4().hex)) as outputs:
+        async with aclosing(
+            client.generate(msgspec.to_builtins(asked.prompt), params, uuid.uuid4().hex)
+        ) as outputs:
             async for output in outputs:
                 final = output
     except (VLLMClientError, ValueError, TypeError) as error:
@@ -122,12 +116,6 @@ async def generate(client: Any, asked: Question) -> Json:
         raise
     assert final is not None  # a request ends with an output, or raises
     return answer(final, client.tokenizer)
-
-
-def _prompt(asked: Question) -> str | dict[str, list[int]]:
-    return (
-        asked.prompt if isinstance(asked.prompt, str) else {"prompt_token_ids": asked.prompt.prompt_token_ids}
-    )
 
 
 def answer(final: Any, tokenizer: Any) -> Json:

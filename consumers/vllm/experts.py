@@ -16,7 +16,7 @@ _MADE_WITH_THE_WEIGHTS = ("moe_kernel", "moe_quant_config")
 
 
 @contextmanager
-def packed_anew(layer: Module, info: Any) -> Iterator[None]:
+def packed_again(layer: Module, info: Any) -> Iterator[None]:
     """In the block, processing an expert layer packs it as the first time; afterwards the layer uses its
     earlier kernel.
 

@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
-from typing import Protocol, TypeVar
+from contextlib import ExitStack, asynccontextmanager
+from typing import TypeVar
 
 import msgspec
 
+from shmbridge.consumers.vllm.live_engine import LiveEngine
 from shmbridge.errors import NotReady, ShmBridgeError
+from shmbridge.weights import WeightsReader
 
 logger = logging.getLogger("vllm.shmbridge")
 
@@ -25,58 +27,6 @@ _TRIES = 3  # per version
 _FIRST_RETRY_S = 1.0
 
 Result = TypeVar("Result")
-
-
-class Held(Protocol):
-    """A version that is not overwritten while its lease lasts."""
-
-    @property
-    def version(self) -> int:
-        """Its number."""
-
-
-class Versions(Protocol):
-    """The part of `shmbridge.weights.WeightsReader` that is used, from one thread."""
-
-    @property
-    def version(self) -> int | None:
-        """The newest complete version; None if there is none."""
-
-    def wait(self, after: int | None, timeout_s: float) -> int:
-        """Blocks until the newest version differs from `after`; raises NotReady after the timeout."""
-
-    def lease(self, *, timeout_s: float) -> AbstractContextManager[Held]:
-        """Leases the newest version."""
-
-    def close(self) -> None:
-        """Closes the segment."""
-
-
-class Engine(Protocol):
-    """The part of `LiveEngine` that is used."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine is alive; False ends following."""
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether its version is uncertain, because a load failed and could not be undone."""
-
-    async def is_paused(self) -> bool:
-        """Whether another caller has paused it."""
-
-    async def pause(self) -> None:
-        """Stops generation."""
-
-    async def load(self, version: int) -> None:
-        """Loads a version, all or nothing; after an error `in_doubt` says whether that holds."""
-
-    async def empty_caches(self) -> None:
-        """Drops caches computed with other weights."""
-
-    async def resume(self) -> None:
-        """Resumes generation."""
 
 
 class UpdateTimes(msgspec.Struct, frozen=True):
@@ -106,7 +56,7 @@ class Follower:
         engine: loads them.
     """
 
-    def __init__(self, versions: Versions, engine: Engine) -> None:
+    def __init__(self, versions: WeightsReader, engine: LiveEngine) -> None:
         self._versions = versions
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shmbridge-versions")
@@ -135,9 +85,7 @@ class Follower:
         )
 
     async def start(self) -> None:
-        """Loads the newest version, if any, then follows; awaits that first load, whether or not it
-        succeeds.
-        """
+        """Loads the newest version, if any, and follows; returns after that load, even if it failed."""
         if (newest := await self._in_thread(self._look)) is not None:
             await self._take(newest)
         self._task = asyncio.create_task(self._follow())
@@ -183,10 +131,7 @@ class Follower:
                 return
 
     async def _update(self) -> None:
-        """Makes one update, to the newest version once generation has stopped.
-
-        An engine paused by another caller stays paused.
-        """
+        """Loads the newest version once generation has stopped; leaves an engine paused that was paused."""
         began = time.perf_counter()
         engine = self._engine
         paused_before = await engine.is_paused()
@@ -220,9 +165,7 @@ class Follower:
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[int]:
-        """Leases the newest version, so that the learner does not overwrite its slot before the workers have
-        read it.
-        """
+        """Leases the newest version, so that its slot stays until the workers have read it."""
         # of the thread, which makes calls in order, including those of a cancelled task
         held = ExitStack()
         try:
@@ -246,9 +189,7 @@ class Follower:
         return self._readable(lambda: self._versions.version)
 
     def _wait(self) -> int | None:
-        """Waits until the newest version differs from the last tried; it may be lower, if the segment was
-        recreated.
-        """
+        """Waits until the newest version differs from the last tried; a new segment's may be lower."""
 
         def wait() -> int | None:
             try:

@@ -1,7 +1,4 @@
-"""The steps of an update on vLLM's AsyncLLM: pause, load a version, empty the caches, resume.
-
-Used by `follow.py`; vLLM is imported where it is called.
-"""
+"""The steps of an update on vLLM's AsyncLLM: pause, load, empty the caches, resume. Used by `follow.py`."""
 
 from __future__ import annotations
 
@@ -36,9 +33,7 @@ class LiveEngine:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether its version is uncertain: the last load failed in the middle, or perhaps in only some
-        data-parallel engines.
-        """
+        """Whether its version is uncertain: a load failed midway, or in only some engines."""
         return self._in_doubt
 
     async def is_paused(self) -> bool:

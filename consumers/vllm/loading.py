@@ -1,20 +1,18 @@
-"""Loads tensors into one worker's model by vLLM's layerwise reload, in two steps: check everything, then load
-everything.
-"""
+"""Loads tensors into one worker's model by vLLM's layerwise reload: first checks everything, then loads."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from shmbridge.consumers.engines.published_tensors import as_tensor
-from shmbridge.consumers.vllm.experts import packed_anew
+from shmbridge.consumers.vllm.experts import packed_again
 from shmbridge.consumers.vllm.release import (
     LinearBase,
     RoutedExperts,
@@ -26,6 +24,7 @@ from shmbridge.consumers.vllm.release import (
 )
 from shmbridge.consumers.vllm.staging import Staging
 from shmbridge.errors import ShmBridgeError, WeightsMismatch
+from shmbridge.weights import WeightsLease
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OTHER_MODEL = "serve the model that the learner trains"
@@ -38,26 +37,15 @@ class WeightsNotLoaded(ShmBridgeError, RuntimeError):
     code = "SB506"
 
 
-class Lease(Protocol):
-    """The part of a weights lease that is used."""
-
-    tensors: Any
-    dtypes: Any
-
-
-def as_tensors(lease: Lease, names: Collection[str]) -> list[tuple[str, Tensor]]:
-    """Returns read-only views of some of a lease's tensors, in the table's order. Valid only while the lease
-    lasts.
-    """
+def as_tensors(lease: WeightsLease, names: Collection[str]) -> list[tuple[str, Tensor]]:
+    """Returns read-only views of some tensors, in the table's order. Valid while the lease lasts."""
     return [
         (name, as_tensor(array, lease.dtypes[name])) for name, array in lease.tensors.items() if name in names
     ]
 
 
 def with_their_layers(changed: frozenset[str], names: Sequence[str]) -> frozenset[str]:
-    """Returns the names to load if some changed: whole decoder layers, since vLLM fuses tensors of one layer,
-    such as q, k and v.
-    """
+    """Returns the names to load if some changed: whole decoder layers, as vLLM fuses their tensors."""
     return frozenset(
         name for group in layerwise_groups(list(names)) if not changed.isdisjoint(group) for name in group
     )
@@ -101,7 +89,7 @@ class ModelWeights:
         )
         came: list[tuple[str, Tensor]] = []
 
-        def told() -> Iterator[tuple[str, Tensor]]:
+        def noted() -> Iterator[tuple[str, Tensor]]:
             for each in weights:
                 came.append(each)
                 yield each
@@ -109,7 +97,7 @@ class ModelWeights:
         initialize_layerwise_reload(self._model)
         try:
             with _quiet(), _processing_deferred() as self._waiting:
-                loaded: set[str] | None = self._load_weights(told())
+                loaded: set[str] | None = self._load_weights(noted())
         except Exception as wrong:
             last = _described(*came[-1]) if came else "no tensor"
             raise WeightsMismatch(f"{last} does not fit: {_reason(wrong)}", hint=_OTHER_MODEL) from wrong
@@ -122,8 +110,8 @@ class ModelWeights:
                 )
 
     def _require_whole_layers(self, names: dict[int, str]) -> None:
-        """Raises if a layer is incomplete. Weight loaders of linear layers and experts silently narrow their
-        input or target, so this compares element counts.
+        """Raises if a layer is incomplete, by element counts: loaders of linear layers and experts narrow
+        silently.
         """
         parallel = self._vllm_config.parallel_config
         for name, layer in self._model.named_modules():
@@ -140,10 +128,10 @@ class ModelWeights:
                 info.load_numel < info.load_numel_total
                 or not info.load_numel <= numbers <= info.load_numel * ranks
             ):
-                told = ", ".join(_described(names.get(tensor.data_ptr(), "?"), tensor) for tensor in given)
+                tensors = ", ".join(_described(names.get(tensor.data_ptr(), "?"), tensor) for tensor in given)
                 raise WeightsMismatch(
                     f"the model's {name!r} takes {info.load_numel_total} numbers on each of {ranks} "
-                    f"workers, and was given {told}",
+                    f"workers, and was given {tensors}",
                     hint=_OTHER_MODEL,
                 )
 
@@ -162,7 +150,7 @@ class ModelWeights:
                 name = names[layer]
                 self._before.append(_Before(layer, info.kernel_tensors))
                 self._staging.lend(layer, info)
-                with packed_anew(layer, info):
+                with packed_again(layer, info):
                     layerwise._layerwise_process(layer, info)
             self._finalize()
             self._repack_shared()
@@ -202,9 +190,7 @@ class ModelWeights:
             finalize_layerwise_reload(self._model, self._model_config)
 
     def _repack_shared(self) -> None:
-        """vLLM's CPU build computes with a packed copy; its reload repacks the layer that was loaded, not one
-        that is tied to it.
-        """
+        """Repacks layers tied to a loaded one: vLLM's CPU build repacks only the loaded one."""
         owners: dict[int, Module] = {}
         layer: Any
         for layer in self._model.modules():
@@ -218,9 +204,7 @@ class ModelWeights:
 
 
 class _Before:
-    """The state of one layer on a CPU before processing; on an accelerator, which has no memory for it, only
-    the layer.
-    """
+    """A layer's state before processing. Only CPU tensors are saved: a device has no memory for copies."""
 
     def __init__(self, layer: Module, kernel_tensors: Any) -> None:
         self.layer = layer
@@ -239,10 +223,7 @@ class _Before:
 
 
 def _set_aside(tensor: Tensor, layer: Module) -> Tensor:
-    """Saves a tensor's values before vLLM overwrites them.
-
-    Of an embedding, which is large, it keeps the memory itself and gives vLLM new memory.
-    """
+    """Saves a tensor before it is overwritten. An embedding, which is large, gets new memory instead."""
     old = tensor.data
     if not isinstance(layer, VocabParallelEmbedding):
         return old.clone()

@@ -11,7 +11,7 @@ serves `/generate`.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import hmac
 import logging
 import os
@@ -19,20 +19,17 @@ from collections.abc import Collection
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shmbridge.consumers.vllm import atropos_generate
 from shmbridge.consumers.vllm.asgi import (
-    App,
     BodyTooLong,
-    ClientGone,
     Json,
-    Message,
-    Receive,
-    Scope,
-    Send,
+    error_response,
+    json_response,
     read_body,
-    send_error,
-    send_json,
     unless_gone,
 )
 from shmbridge.consumers.vllm.follow import Follower
@@ -58,7 +55,7 @@ class ShmBridge:
         app: vLLM's.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._state: Any = None  # vLLM's app.state, which it deletes from the app before the middleware ends
         self._settings: FollowSettings | None = None
@@ -122,9 +119,12 @@ class ShmBridge:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         match scope["method"], path:
             case "POST", "/generate":
-                await self._generate(scope, receive, send)
+                with contextlib.suppress(ClientDisconnect):
+                    response = await self._generate(Request(scope, receive))
+                    await response(scope, receive, send)
             case "GET", "/policy_version":
-                await send_json(send, self._policy_version(), headers=version_header(self._version()))
+                response = json_response(self._policy_version(), headers=version_header(self._version()))
+                await response(scope, receive, send)
             case _:
                 await self._app(scope, receive, stamped(send, path, self._version))
 
@@ -136,44 +136,35 @@ class ShmBridge:
         settings = msgspec.to_builtins(self._settings)
         return {"version": None, "follows": self._follower is not None, **settings, **stats}
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, request: Request) -> Response:
         state = self._state
-        if not _allowed(scope, state.args.api_key or [os.environ.get("VLLM_API_KEY")]):
-            await send_error(
-                send, 401, "unauthorized", "this server wants Authorization: Bearer with one of its API keys"
+        if not _allowed(request, state.args.api_key or [os.environ.get("VLLM_API_KEY")]):
+            return error_response(
+                401, "unauthorized", "this server wants Authorization: Bearer with one of its API keys"
             )
-            return
         try:
             models = [base.name for base in state.openai_serving_models.base_model_paths]
-            asked = atropos_generate.question(await read_body(receive), models)
-            body = await unless_gone(atropos_generate.generate(state.engine_client, asked), receive)
-        except ClientGone:
-            return
+            asked = atropos_generate.question(await read_body(request), models)
+            body = await unless_gone(atropos_generate.generate(state.engine_client, asked), request.receive)
+        except ClientDisconnect:
+            raise
         except BodyTooLong as error:
-            await send_error(send, 413, "invalid_request_error", str(error))
+            return error_response(413, "invalid_request_error", str(error))
         except atropos_generate.BadRequest as error:
-            await send_error(send, 400, "invalid_request_error", str(error))
+            return error_response(400, "invalid_request_error", str(error))
         except Exception as error:
             # keep serving: log the traceback, send the client the reason
             status = 503 if state.engine_client.errored else int(getattr(error, "http_status", 500))
             if status == 500:
                 logger.exception("POST /generate failed")
-            await send_error(send, status, "internal_error", f"{type(error).__name__}: {error}")
-        else:
-            await send_json(send, body, headers=version_header(body["weight_version"]))
+            return error_response(status, "internal_error", f"{type(error).__name__}: {error}")
+        return json_response(body, headers=version_header(body["weight_version"]))
 
 
-def _allowed(scope: Scope, keys: Collection[str | None]) -> bool:
+def _allowed(request: Request, keys: Collection[str | None]) -> bool:
     """Returns whether a request has one of the server's keys; True if the server has none."""
-    known = [_digest(key) for key in keys if key]
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode(
-        "latin-1"
-    )
-    scheme, _, token = given.partition(" ")
+    known = [key.encode() for key in keys if key]
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return not known or (
-        scheme.lower() == "bearer" and any(hmac.compare_digest(_digest(token), key) for key in known)
+        scheme.lower() == "bearer" and any(hmac.compare_digest(token.encode(), key) for key in known)
     )
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()

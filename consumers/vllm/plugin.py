@@ -1,6 +1,4 @@
-"""The plugin that vLLM calls in each process: registers the weight-transfer backend shmbridge, without
-importing it.
-"""
+"""The plugin that vLLM calls in each process: registers the backend shmbridge without importing it."""
 
 from contextlib import suppress
 
@@ -15,10 +13,7 @@ _REGISTRIES = {
 
 
 def register() -> None:
-    """Registers the backend with vLLM's two factories.
-
-    Never blocks; idempotent, since vLLM may load plugins several times in a process.
-    """
+    """Registers the backend with vLLM's two factories. Never blocks; idempotent, as vLLM requires."""
     from vllm.distributed.weight_transfer import factory
 
     for registry, (module, name) in _REGISTRIES.items():

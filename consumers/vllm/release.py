@@ -65,10 +65,7 @@ _UPDATE_IS_OPEN = "_weight_update_active"
 
 
 def require() -> None:
-    """Raises BadConfig, which lists the missing names, if this vLLM lacks any.
-
-    Never blocks.
-    """
+    """Raises BadConfig with the missing name if this vLLM lacks any. Never blocks."""
     for lacking in _lacking():
         raise _refused(lacking)
 

@@ -32,18 +32,12 @@ class Staging:
         if not _is_packed(layer, info):
             return
         wanted: Tensor = layer._parameters["weight"]  # type: ignore[assignment]
-        given = [(each, arguments) for each, arguments in info.loaded_weights if each == "weight"]
-        tensor = (
-            next(
-                each
-                for each in given[0][1].arguments.values()
-                if isinstance(each, Tensor) and not each.is_meta
-            )
-            if given
-            else None
-        )
-        if tensor is not None and len(given) == 1 and _lies_as(tensor, wanted):
-            place = tensor.detach()
+        given = [call.arguments.values() for name, call in info.loaded_weights if name == "weight"]
+        tensors = [
+            each for values in given for each in values if isinstance(each, Tensor) and not each.is_meta
+        ]
+        if len(given) == 1 and _lies_as(tensors[0], wanted):
+            place = tensors[0].detach()
             info.loaded_weights = [each for each in info.loaded_weights if each[0] != "weight"]
         else:
             place = self._place(wanted)
@@ -63,9 +57,7 @@ def _lies_as(tensor: Tensor, wanted: Tensor) -> bool:
 
 
 def _is_packed(layer: Module, info: Any) -> bool:
-    """Returns whether processing moves the weights into oneDNN's own memory: the layer kept no weight after
-    the last time, nor another tensor.
-    """
+    """Returns whether processing moves the weights into oneDNN's memory, so that none stays here."""
     if not isinstance(layer, LinearBase) or not isinstance(layer.quant_method, UnquantizedLinearMethod):
         return False
     cells = getattr(getattr(layer, "cpu_linear", None), "__closure__", None) or ()

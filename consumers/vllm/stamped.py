@@ -6,24 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shmbridge.consumers.vllm.asgi import Header, Message, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Send
 
 Version = Callable[[], int | None]
 
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 
-def version_header(version: int | None) -> list[Header]:
+def version_header(version: int | None) -> dict[str, str]:
     """Returns the header `X-Policy-Version`, or nothing for an unknown version."""
-    return [] if version is None else [(b"x-policy-version", str(version).encode())]
+    return {} if version is None else {"x-policy-version": str(version)}
 
 
 def stamped(send: Send, path: str, version: Version) -> Send:
-    """Returns a `send` that adds the version to a response.
+    """Returns a `send` that adds the version to the response for a request that has just arrived.
 
     Args:
         send: of the request.
-        path: of the request that has just arrived.
+        path: of the request.
         version: returns the version of tokens generated now.
     """
     oldest = version()
@@ -31,9 +32,12 @@ def stamped(send: Send, path: str, version: Version) -> Send:
 
     async def send_stamped(message: Message) -> None:
         if message["type"] == "http.response.start":
-            if version_header(newest := version()):
-                message = {**message, "headers": [*message.get("headers", ()), *version_header(newest)]}
-                if path in _COMPLETIONS and message["status"] == 200 and _is_json(message):
+            if header := version_header(version()):
+                message = {"headers": [], **message}
+                headers = MutableHeaders(scope=message)
+                headers.update(header)
+                is_json = headers.get("content-type", "").startswith("application/json")
+                if path in _COMPLETIONS and message["status"] == 200 and is_json:
                     held.append(message)
                     return
         elif held and message["type"] == "http.response.body":
@@ -42,8 +46,8 @@ def stamped(send: Send, path: str, version: Version) -> Send:
                 return
             raw = b"".join(part.get("body", b"") for part in held[1:])
             raw = _with_versions(raw, version(), oldest)
-            headers = [pair for pair in held[0]["headers"] if pair[0].lower() != b"content-length"]
-            await send({**held[0], "headers": [*headers, (b"content-length", str(len(raw)).encode())]})
+            MutableHeaders(scope=held[0])["content-length"] = str(len(raw))
+            await send(held[0])
             held.clear()
             message = {"type": "http.response.body", "body": raw}
         await send(message)
@@ -51,17 +55,8 @@ def stamped(send: Send, path: str, version: Version) -> Send:
     return send_stamped
 
 
-def _is_json(start: Message) -> bool:
-    return any(
-        name.lower() == b"content-type" and value.startswith(b"application/json")
-        for name, value in start["headers"]
-    )
-
-
 def _with_versions(raw: bytes, newest: int | None, oldest: int | None) -> bytes:
-    """Returns the JSON object with two fields appended; null means that tokens may be of an unknown
-    version.
-    """
+    """Returns the JSON object with two fields appended; null stands for an unknown version."""
     body = raw.rstrip()
     if not body.endswith(b"}") or body == b"{}":
         return raw

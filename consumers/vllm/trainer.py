@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from shmbridge.consumers.engines.engine import UNKNOWN, doubt_hint
+from shmbridge.consumers.engines.vllm_steps import begin_update
 from shmbridge.consumers.vllm.plugin import BACKEND
 from shmbridge.weights import WeightsWriter
 
@@ -82,23 +83,13 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         if version is None:
             version = (self._writer.last_version or 0) + 1
         self._writer.publish(version, self.source)
-        self._start()
+        begin_update(self.client.start_weight_update, self.client.finish_weight_update)
         try:
             self.client.update_weights({"bridge": self._writer.bridge, "version": version})
             self.client.finish_weight_update(str(version))
         except BaseException as error:  # also a signal's exception: vLLM continues its running call
             error.add_note(self._disown())
             raise
-
-    def _start(self) -> None:
-        """Begins an update, also if a dead trainer left one active."""
-        try:
-            self.client.start_weight_update()
-        except Exception:
-            # if none was active, starting failed for another reason, which is raised now
-            with suppress(Exception):
-                self.client.finish_weight_update()
-            self.client.start_weight_update()
 
     def _disown(self) -> str:
         """Stamps samples with no version, by an update that loads nothing; returns a note for the error."""

@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ShmBridgeInitInfo(WeightTransferInitInfo):
-    """The argument of `init_weight_transfer_engine`; calling it is optional.
+    """The argument of `init_weight_transfer_engine`, an optional call.
 
     Args:
-        bridge: name of the bridge whose segment to open now instead of at the first update; empty: none.
+        bridge: whose segment is opened now instead of at the first update; empty: none.
     """
 
     bridge: str = ""
@@ -123,19 +123,17 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         log.warning("%s", refused)
 
     def _attempt(self, step: Callable[[], None]) -> Exception | None:
-        """Makes one step of a load; returns why the load must stop, in this or another worker.
-
-        Blocks until every worker has made the step.
-        """
+        """Makes one step on every worker; blocks for all. Returns why the load must stop, if it must."""
         mine: Exception | None = None
         try:
             step()
         except Exception as error:  # any error must be reported: the other workers wait
             mine = error
-        told = first_refusal("" if mine is None else str(mine) or type(mine).__name__)
-        if mine is None and told:
+        refusal = first_refusal("" if mine is None else str(mine) or type(mine).__name__)
+        if mine is None and refusal:
             return WeightsNotLoaded(
-                f"another worker of this engine said: {told}", hint="the workers load together or not at all"
+                f"another worker of this engine said: {refusal}",
+                hint="the workers load together or not at all",
             )
         return mine
 

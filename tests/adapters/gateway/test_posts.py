@@ -127,8 +127,8 @@ class Endless:
     async def open(self) -> Any:
         return self
 
-    def check(self, groups: list[Any]) -> None:
-        """All of them fit."""
+    def check(self, group: dict[str, Any]) -> None:
+        """It fits."""
 
     async def put_async(self, *_: Any, **__: Any) -> int:
         return 1

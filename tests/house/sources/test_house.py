@@ -15,7 +15,6 @@ MOST_LINES = {".py": 400, ".pyx": 600}
 # A longer file has a reason. Length alone is no cause to cut a class in two.
 LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
-    "consumers/gateway/posts.py": "a post from its body to its answer",
     "shmbridge/atropos/queue.py": "upstream's queue, as it is",
     "shmbridge/consumer.py": "which of its calls releases what is told in one place",
     "shmbridge/hub/lanes.py": "adopting, removing and counting share one table of lanes and its locks",
