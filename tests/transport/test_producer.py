@@ -38,21 +38,6 @@ def test_put_counts_sequences_from_zero(producer) -> None:
     assert (stats["records_total"], stats["tokens_total"], stats["held"]) == (5, 20, 5)
 
 
-def test_forms_may_differ_per_column(producer, consumer) -> None:
-    producer.put(
-        {
-            "tokens": (np.array([1, 2, 3]), [2, 1]),
-            "advantages": [[0.5, 1], np.array([2.0])],
-            "score": (1, 0),
-            "is_last": np.array([True, False]),
-        }
-    )
-    record = consumer.get(timeout_s=5)
-    assert [row.tolist() for row in record["tokens"]] == [[1, 2], [3]]
-    assert [row.tolist() for row in record["advantages"]] == [[0.5, 1.0], [2.0]]
-    assert record["is_last"].tolist() == [True, False]
-
-
 def test_group_identity_and_split_are_carried(producer, consumer) -> None:
     producer.put(GROUP, group_id=17, group_size=8, split="eval")
     producer.put(GROUP)

@@ -66,32 +66,8 @@ def test_a_batch_has_every_column_of_numbers_as_a_tensor(bridge, producer):
     put(producer, 1, 1)
     with BridgeDataset(bridge, groups=2) as data:
         batch = next(iter(DataLoader(data, batch_size=None)))
-    assert batch["tokens"].tolist() == [
-        1000,
-        0,
-        0,
-        1000,
-        1,
-        0,
-        1,
-        1000,
-        2,
-        0,
-        1,
-        2,
-        1001,
-        0,
-        0,
-        1001,
-        1,
-        0,
-        1,
-        1001,
-        2,
-        0,
-        1,
-        2,
-    ]
+    rows = ([1000 + group, row, *range(row + 1)] for group in range(2) for row in range(SIZE))
+    assert batch["tokens"].tolist() == [token for row in rows for token in row]
     assert batch["tokens"].dtype == torch.int32
     assert batch["cu_seqlens"].tolist() == [0, 3, 7, 12, 15, 19, 24]
     assert batch["position_ids"].tolist()[:7] == [0, 1, 2, 0, 1, 2, 3]

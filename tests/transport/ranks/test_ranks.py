@@ -326,24 +326,6 @@ def test_what_grows_stale_while_it_waits_is_not_handed_out(
     assert consumer.stats()["batches_total"] == consumer.current_step == 1
 
 
-def test_an_exception_leaves_the_share_to_the_successor(bridge, make_consumer, make_producer, put_groups):
-    consumer, producer = make_consumer(), make_producer()
-    put_groups(producer, range(1))
-    consumer.serve_ranks(1, groups=1)
-
-    def fail():
-        with shmbridge.Rank(bridge, 0, 1) as rank:
-            for _ in rank.batches(timeout_s=10):
-                raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    with shmbridge.Rank(bridge, 0, 1) as successor:
-        batch = next(successor.batches(timeout_s=10))
-        assert batch.manifest.reissued
-        assert all(meta.redelivered for meta in batch.meta)
-
-
 def test_an_exception_tells_what_was_released(bridge, make_consumer, make_producer, put_groups):
     """The end of the `with` is a close: what was released is done, what was not goes to the successor."""
     consumer, producer = make_consumer(), make_producer()
