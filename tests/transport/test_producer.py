@@ -152,19 +152,6 @@ def test_block_goes_on_as_soon_as_there_is_room(make_producer, consumer) -> None
     assert producer.stats()["late_wakes_total"] == 0
 
 
-def test_a_producer_waits_for_the_next_consumer(make_producer, make_consumer) -> None:
-    producer = make_producer()
-    count = fill(producer)
-    result: list[int | None] = []
-    thread = threading.Thread(target=lambda: result.append(producer.put(BIG, timeout_s=10)))
-    thread.start()
-    consumer = make_consumer()
-    for _ in range(count):
-        consumer.get(timeout_s=5).release()
-    thread.join()
-    assert result == [count]
-
-
 def test_lossy_masks_respect_timeout_and_drop_policy_when_the_lane_is_full(make_producer) -> None:
     lossy = {"tokens": [list(range(1000, 1900))], "masks": [[7] * 900], "scores": [1.0]}
     for on_full in ("block", "raise", "drop"):

@@ -169,27 +169,6 @@ def test_rows_of_one_token_are_not_taken_for_scalars(bridge, producer):
     assert [row["score"].shape for row in rows] == [torch.Size([])] * 2
 
 
-def test_an_item_is_given_back_when_the_next_is_asked_for(bridge, producer):
-    put(producer, 0, 6)
-    with BridgeDataset(bridge, groups=GROUPS, prefetch=0) as data:
-        items = iter(data)
-        assert numbers([next(items)]) == [0, 1]
-        assert numbers([next(items)]) == [2, 3]
-        assert data.stats()["released_total"] == 2
-    assert left_over(bridge) == [2, 3, 4, 5]
-
-
-def test_a_break_gives_nothing_back_until_somebody_says_so(bridge, producer):
-    put(producer, 0, 6)
-    with BridgeDataset(bridge, groups=GROUPS) as data:
-        assert numbers(take(data, 1)) == [0, 1]
-        assert numbers(take(data, 1)) == [2, 3]  # a second iteration goes on, and gives the first item back
-        assert data.stats()["released_total"] == 2
-        data.release()
-        assert data.stats()["released_total"] == 4
-    assert left_over(bridge) == [4, 5]
-
-
 def test_held_for_a_checkpoint_nothing_is_given_back_before(bridge, producer):
     put(producer, 0, 6)
     with BridgeDataset(bridge, groups=GROUPS, hold="checkpoint") as data:
