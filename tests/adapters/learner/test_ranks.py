@@ -573,7 +573,7 @@ def test_torchrun_that_is_told_to_stop_lets_them_save_once(bridge, torchrun, tmp
         ([RankStatus(gave_up="nobody"), RankStatus("here", 4)], (NoBatch, "nobody")),
     ],
 )
-def test_why_all_leave(said, expected):
+def test_all_ranks_leave_for_the_reason_that_one_of_them_has(said, expected):
     error, why = expected
     with pytest.raises(error, match=why):
         leave_together(said)

@@ -53,7 +53,9 @@ def read_in_threads(make_rank):
 
 
 @pytest.mark.parametrize("hold", ["step", "gather"])
-def test_sharded(hold, make_producer, make_consumer, read_in_threads, put_groups):
+def test_two_ranks_share_every_batch_between_them(
+    hold, make_producer, make_consumer, read_in_threads, put_groups
+):
     consumer, producers = make_consumer(), [make_producer(), make_producer()]
     server = consumer.serve_ranks(2, groups=4)
     outs, threads = read_in_threads(consumer, 2, hold=hold)
@@ -276,7 +278,7 @@ def test_another_world_size_is_refused(make_rank, make_consumer):
         make_rank(0, 2).next_share(5)
 
 
-def test_bad_arguments(make_consumer, bridge):
+def test_arguments_of_ranks_that_cannot_be_are_refused(make_consumer, bridge):
     consumer = make_consumer()
     wrongs = (
         {"world_size": 0},
