@@ -83,7 +83,7 @@ def bridge() -> Iterator[str]:
     assert not kept
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_model() -> Callable[[int], PreTrainedModel]:
     """Return a maker of random models: seed -> 86,208 parameters, float32."""
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(400)
-def test_it_runs_whole_on_the_processor(tmp_path):
+def test_make_gpu_runs_whole_on_the_processor(tmp_path):
     command = [
         sys.executable,
         "-m",

@@ -87,7 +87,7 @@ def demo(folder: Path, *flags: str) -> Iterator[Run]:
         run.process.wait(30)
 
 
-def test_it_trains_on_over_a_killed_learner_and_tells_the_truth_at_the_end(tmp_path):
+def test_the_demo_trains_on_over_a_killed_learner_and_tells_the_truth_at_the_end(tmp_path):
     with demo(tmp_path, "--steps", "30") as run:
         run.wait_until(lambda: run.steps[-1:] >= [12])
         (learner,) = run.members("consumers.grpo")

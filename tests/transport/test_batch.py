@@ -382,39 +382,6 @@ def test_any_records_become_the_batch_they_say(make_producer, consumer, layout, 
         assert it.has(name).tolist() == reached, name
 
 
-def test_random_groups_equal_their_records(producer, consumer) -> None:
-    draw = np.random.default_rng(3)
-    for layout in ("packed", "padded"):
-        groups = []
-        for _ in range(12):
-            lengths = draw.integers(1, 40, draw.integers(1, 5))
-            group = {
-                "tokens": [draw.integers(0, 1000, n) for n in lengths],
-                "score": draw.normal(size=len(lengths)),
-            }
-            if draw.random() < 0.5:
-                group["inference_logprobs"] = [draw.normal(size=n).astype(np.float32) for n in lengths]
-            groups.append(group)
-            producer.put(group)
-        it = next(consumer.batches(groups=12, layout=layout, prefetch=0))
-        row = 0
-        for group in groups:
-            for place, tokens in enumerate(group["tokens"]):
-                where = (
-                    (row, slice(len(tokens))) if layout == "padded" else slice(*it.cu_seqlens[row : row + 2])
-                )
-                assert it.tokens[where].tolist() == tokens.tolist()
-                expected = (
-                    group["inference_logprobs"][place]
-                    if "inference_logprobs" in group
-                    else np.zeros(len(tokens))
-                )
-                assert it.inference_logprobs[where].tolist() == expected.tolist()
-                assert it.scores[row] == group["score"][place]
-                row += 1
-        it.release()
-
-
 def test_columns_in_place_stay_out_of_the_batch_and_in_its_records(batch, consumer) -> None:
     made = []
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import signal
 import threading
 import time
 
@@ -186,58 +185,6 @@ def test_a_successor_gets_what_was_not_released_with_exact_flags(make_producer, 
     assert not second.get(timeout_s=5).meta.redelivered
 
 
-def test_a_killed_consumer_loses_nothing(make_producer, make_consumer, child) -> None:
-    producer = make_producer()
-    for number in range(5):
-        producer.put(numbered(number))
-    process = child(
-        """
-import shmbridge, time
-consumer = shmbridge.Consumer(bridge)
-records = [consumer.get(timeout_s=5) for _ in range(3)]
-records[0].release()
-print("ready", flush=True)
-time.sleep(60)
-"""
-    )
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    records = make_consumer().poll()
-    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [
-        (1, True),
-        (2, True),
-        (3, False),
-        (4, False),
-    ]
-
-
-def test_a_killed_producer_keeps_what_it_committed_and_its_lane_goes_after(
-    consumer, child, segments, until
-) -> None:
-    process = child(
-        """
-import shmbridge, time
-producer = shmbridge.Producer(bridge, lane_bytes="64K")
-for number in range(3):
-    producer.put({"tokens": [[number]]})
-slot = producer.claim(1, {"tokens": [1]}).__enter__()
-print("ready", flush=True)
-time.sleep(60)
-"""
-    )
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    records = [consumer.get(timeout_s=5) for _ in range(3)]
-    assert numbers(records) == [0, 1, 2]
-    assert consumer.poll() == []
-    until(lambda: consumer.stats()["lanes_dead"] == 1)
-    assert any(".l." in name for name in segments())
-    for record in records:
-        record.release()
-    until(lambda: not any(".l." in name for name in segments()))
-    assert consumer.stats()["records_total"] == consumer.stats()["released_total"] == 3
-
-
 def test_discard_drops_and_counts_what_was_left(make_producer, make_consumer) -> None:
     producer = make_producer()
     for number in range(3):
@@ -335,20 +282,6 @@ def test_nothing_is_lost_or_counted_twice(make_producer, make_consumer) -> None:
     )
     assert stats["held"] == len(held) + len(unread) == put - released - discarded
     assert dropped > 0
-
-
-def test_garbage_in_one_lane_quarantines_that_lane_only(make_producer, make_consumer) -> None:
-    good, bad = make_producer(), make_producer()
-    consumer = make_consumer()
-    for producer in (good, bad):
-        producer.put(numbered(7))
-    np.frombuffer(memoryview(segment.open_mapping(bad.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40
-    good.put(numbered(8))
-    assert numbers(consumer.poll()) == [7, 8]
-    stats = consumer.stats()
-    assert (stats["lanes_quarantined"], stats["discarded_total{corrupt}"]) == (1, 1)
-    good.put(numbered(9))
-    assert numbers(consumer.poll()) == [9]
 
 
 def test_garbage_among_lanes_is_said_once_and_the_records_before_it_come(

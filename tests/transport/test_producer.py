@@ -38,21 +38,6 @@ def test_put_counts_sequences_from_zero(producer) -> None:
     assert (stats["records_total"], stats["tokens_total"], stats["held"]) == (5, 20, 5)
 
 
-def test_forms_may_differ_per_column(producer, consumer) -> None:
-    producer.put(
-        {
-            "tokens": (np.array([1, 2, 3]), [2, 1]),
-            "advantages": [[0.5, 1], np.array([2.0])],
-            "score": (1, 0),
-            "is_last": np.array([True, False]),
-        }
-    )
-    record = consumer.get(timeout_s=5)
-    assert [row.tolist() for row in record["tokens"]] == [[1, 2], [3]]
-    assert [row.tolist() for row in record["advantages"]] == [[0.5, 1.0], [2.0]]
-    assert record["is_last"].tolist() == [True, False]
-
-
 def test_group_identity_and_split_are_carried(producer, consumer) -> None:
     producer.put(GROUP, group_id=17, group_size=8, split="eval")
     producer.put(GROUP)
@@ -165,19 +150,6 @@ def test_block_goes_on_as_soon_as_there_is_room(make_producer, consumer) -> None
     assert producer.put(BIG, timeout_s=10) == count
     timer.join()
     assert producer.stats()["late_wakes_total"] == 0
-
-
-def test_a_producer_waits_for_the_next_consumer(make_producer, make_consumer) -> None:
-    producer = make_producer()
-    count = fill(producer)
-    result: list[int | None] = []
-    thread = threading.Thread(target=lambda: result.append(producer.put(BIG, timeout_s=10)))
-    thread.start()
-    consumer = make_consumer()
-    for _ in range(count):
-        consumer.get(timeout_s=5).release()
-    thread.join()
-    assert result == [count]
 
 
 def test_lossy_masks_respect_timeout_and_drop_policy_when_the_lane_is_full(make_producer) -> None:

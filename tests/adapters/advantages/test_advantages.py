@@ -8,7 +8,7 @@ import pytest
 from shmbridge.consumers.advantages.from_scores import group_normalised, override_rows, spread_to_tokens
 
 
-def test_no_rows():
+def test_no_rows_have_no_advantages():
     assert group_normalised([], []).shape == (0,)
 
 

@@ -100,20 +100,6 @@ def test_process_advantages_are_those_of_a_loop(rows, reach, discount, scale):
     np.testing.assert_allclose(result, slow_process(rows, reach, discount, scale), rtol=1e-5, atol=1e-5)
 
 
-@given(batches(), st.integers(0, 1000))
-def test_the_order_of_rows_does_not_matter(rows, seed):
-    order = np.random.default_rng(seed).permutation(len(rows))
-    ways = {}
-    for name, these in (("as is", rows), ("shuffled", [rows[i] for i in order])):
-        group, mask, steps, dense, _, lengths = unpacked(these)
-        starts = starts_of(lengths)
-        found = process_advantages(steps, group, mask), token_reward_advantages(dense, group, starts, mask)
-        ways[name] = [np.split(each, starts[1:-1]) for each in found]
-    for before, after in zip(ways["as is"], ways["shuffled"], strict=True):
-        for place, row in enumerate(order):
-            np.testing.assert_allclose(after[place], before[row], rtol=1e-4, atol=1e-5)
-
-
 # Six tokens in two steps, the first a prompt that is not trained, the last after the last step; the other row
 # of the group has one step. Rewards 1, 0 | 2: mean 1, and 0, -1, 1 over the deviation.
 TWO_ROWS = {"rewards": [[1.0, 0.0], [2.0]], "ends": [[3, 5], [2]], "lengths": [6, 2]}
@@ -188,12 +174,6 @@ def test_the_columns_of_a_packed_batch(producer, consumer):
     np.testing.assert_array_equal(result, [0, 0, -1, -1, -1, 1, 1, 1])
 
 
-def test_groups_do_not_see_each_other():
-    steps = steps_of([[1.0, 0.0], [100.0, 0.0]], [[1, 2], [1, 2]], [2, 2])
-    result = process_advantages(steps, [0, 1], [1] * 4, reach="step", eps=0.0)
-    np.testing.assert_allclose(result, [1, -1, 1, -1])
-
-
 def test_mixed_with_the_outcome():
     cu_seqlens, mask = [0, 6, 8, 9], [*MASK, 1]
     steps = steps_of([*TWO_ROWS["rewards"], []], [*TWO_ROWS["ends"], []], [6, 2, 1])
@@ -207,19 +187,6 @@ def test_mixed_with_the_outcome():
     np.testing.assert_array_equal(mixed(outcome, process, steps.counts > 0, cu_seqlens, weight=0.0), outcome)
     alone = mixed(outcome, process, steps.counts > 0, cu_seqlens, weight=1.0)
     np.testing.assert_array_equal(alone, [*process[:8], 3])
-
-
-@given(batches(), st.floats(0, 1))
-def test_mixing_keeps_untrained_tokens_at_zero_and_rows_without_steps_at_their_outcome(rows, weight):
-    group, mask, steps, _, _, lengths = unpacked(rows)
-    cu_seqlens = starts_of(lengths)
-    outcome = spread_to_tokens(np.arange(1.0, len(rows) + 1), cu_seqlens, np.array(mask, bool))
-    result = mixed(
-        outcome, process_advantages(steps, group, mask), steps.counts > 0, cu_seqlens, weight=weight
-    )
-    assert not result[~np.array(mask, bool)].any()
-    without = np.repeat(steps.counts == 0, lengths)
-    np.testing.assert_array_equal(result[without], outcome[without])
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,6 @@
 """The fixtures of all tests with torch."""
 
-from tests.adapters.torch_fixtures import (
-    _one_thread,
-    _rows_are_what_was_put,
-    agreement,
-    bridge,
-    differences_allowed,
-    on_ranks,
-    packed_batch,
-    pytest_terminal_summary,
-    serving,
-    tiny_model,
-    wandb_history,
-)
+from tests.adapters.torch_fixtures import *  # noqa: F403
+from tests.adapters.torch_fixtures import pytest_terminal_summary
 
-__all__ = [
-    "_one_thread",
-    "_rows_are_what_was_put",
-    "agreement",
-    "bridge",
-    "differences_allowed",
-    "on_ranks",
-    "packed_batch",
-    "pytest_terminal_summary",
-    "serving",
-    "tiny_model",
-    "wandb_history",
-]
+__all__ = ["pytest_terminal_summary"]

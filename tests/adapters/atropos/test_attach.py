@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from waiting import until
 
 import shmbridge
 from shmbridge.control.client import ControlClient
@@ -25,15 +23,6 @@ from shmbridge.producers import atropos
 from shmbridge.producers.atropos import control_link, patches
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000, wandb_group="g", wandb_project="p")
-ENV_FILE = Path(__file__).parent / "envs" / "seeded_env.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("seeded_env", ENV_FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -78,14 +67,6 @@ async def left(env: Any) -> None:
         pass
 
     await atropos._attachments._runs(nothing)(env)
-
-
-async def until(holds: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := holds()):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-    return value
 
 
 def work_on(env: Any, item: int) -> asyncio.Task[Any]:

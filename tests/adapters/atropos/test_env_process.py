@@ -1,6 +1,5 @@
 """Unedited environments as processes: the consumer gets what they record themselves, whatever happens."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,6 @@ MODULE = ("-m", "shmbridge.producers.atropos")
 SCRIPT = str(ENVS / "as_a_script.py")
 FLOAT32 = ("advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs")
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
-
-
-def seeded_env() -> Any:
-    spec = importlib.util.spec_from_file_location("seeded_env", ENVS / "seeded_env.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def rounded(value: Any) -> Any:
@@ -116,7 +109,7 @@ def test_an_environment_waits_for_a_run_and_then_delivers_what_it_records(
 
 
 def test_an_environment_outlives_its_consumer_and_serves_the_next(
-    bridge: str, start_env: Callable[..., Any]
+    bridge: str, start_env: Callable[..., Any], script: ModuleType
 ) -> None:
     env = start_env("--env.collect_s", "0.05")
     groups: list[str] = []
@@ -136,9 +129,8 @@ def test_an_environment_outlives_its_consumer_and_serves_the_next(
         assert stats["lanes_live"] == 0
         assert stats["records_total"] == len(groups) == len(set(groups))
     made = {}
-    module = seeded_env()
     for item in range(len(groups)):
-        each = module.groups_of(item)
+        each = script.groups_of(item)
         for group in each if isinstance(each, list) else [each]:
             defaults = dict.fromkeys(["ref_logprobs", "overrides", "group_overrides"])
             defaults |= dict.fromkeys(["distill_token_ids", "distill_logprobs"])
@@ -147,27 +139,6 @@ def test_an_environment_outlives_its_consumer_and_serves_the_next(
     # Only what the killed process had under way may be missing, at the end: 8 workers.
     assert set(range(items[-1] - 8)) <= set(items)
     assert env.output.count("no consumer answers") == env.output.count("going on after") <= 2
-
-
-def test_a_kill_leaves_the_other_environment_alone(bridge: str, start_env: Callable[..., Any]) -> None:
-    with shmbridge.Consumer(bridge, run=RUN) as consumer:
-        one, two = start_env("--env.collect_s", "0.02"), start_env("--env.collect_s", "0.02")
-        seen: list[str] = []
-
-        def from_both() -> bool:
-            seen.extend(record.meta.producer_id for record in consumer.poll())
-            return len(set(seen)) == 2
-
-        two.until(from_both)
-        one.end(signal.SIGKILL)
-        for record in consumer.poll(10_000):
-            record.release()
-        two.until(lambda: consumer.stats()["lanes_live"] == 1)
-        seen.clear()
-        two.until(
-            lambda: seen.extend(record.meta.producer_id for record in consumer.poll()) or len(seen) > 50
-        )
-        assert consumer.stats()["lanes_quarantined"] == 0
 
 
 def test_workers_cancelled_by_the_throttle_lose_nothing(

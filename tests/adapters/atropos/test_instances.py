@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from waiting import until
 
 import shmbridge
 
@@ -41,12 +42,6 @@ def other_bridge(bridge: str) -> Iterator[str]:
     yield name
     gc.collect()
     assert not shmbridge.clean(name, dry_run=False).kept
-
-
-async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 def tokens_of(consumer: shmbridge.Consumer, into: list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import until
 
 import shmbridge
 from shmbridge.segments import segment
@@ -31,13 +32,6 @@ from shmbridge.producers.atropos.version_stamps import Stamp
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
 ENVS = Path(__file__).parent / "envs"
-
-
-async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def stopped(running: asyncio.Task[None]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from waiting import until
 
 import shmbridge
 
@@ -333,13 +333,6 @@ def work_on(env: Any, item: int) -> asyncio.Task[Any]:
     """A worker as add_train_workers makes it."""
     env.running_items[str(item)] = {"item": item, "worker": None, "start_time": 0}
     return asyncio.create_task(env.handle_env(str(item)))
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def record_of(env: Any, consumer: shmbridge.Consumer, item: int = 1) -> shmbridge.Record:

@@ -198,7 +198,7 @@ def test_what_a_killed_pusher_left_in_memory_goes_with_the_next_one(bridge, serv
         assert not kept.exists()
 
 
-def test_its_memory_is_given_back_where_it_can(bridge, serving, tiny_model):
+def test_the_memory_of_sglang_is_given_back_where_it_can(bridge, serving, tiny_model):
     sglang = StandInSglang(memory_saver=True)
     with WeightSync(bridge, serving(sglang)) as sync:
         for _ in range(2):

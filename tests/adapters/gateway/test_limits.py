@@ -305,7 +305,7 @@ def test_bodies_in_memory_have_a_limit(start_gateway: Callable[..., GatewayProce
     assert refused["held_bytes"] == 0
 
 
-def test_it_listens_to_this_machine_only_unless_told_otherwise(gateway: GatewayProcess):
+def test_a_gateway_listens_to_this_machine_only_unless_told_otherwise(gateway: GatewayProcess):
     assert gateway.url.startswith("http://127.0.0.1:")
     port = f":{gateway.address[1]:04X}"
     with open("/proc/net/tcp") as table:

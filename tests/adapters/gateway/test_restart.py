@@ -116,7 +116,7 @@ def test_clean_knows_the_state(gateway: GatewayProcess, bridge: str):
     assert not gateway_directory(bridge).exists()
 
 
-def test_it_is_up_again_before_an_environment_gives_up(gateway: GatewayProcess):
+def test_a_killed_gateway_is_up_again_before_an_environment_gives_up(gateway: GatewayProcess):
     """BaseEnv tries three times within 3 s at most, and about half of that as a rule."""
     gateway.start()
     began = time.monotonic()

@@ -141,7 +141,7 @@ def test_values_and_gradients_are_those_of_all_logits(packed_batch, name, chunk)
 
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head"]])
-def test_lora(packed_batch, targets, chunk):
+def test_adapters_have_the_values_and_gradients_of_all_logits(packed_batch, targets, chunk):
     model = lora("plain", targets)
     parts = micros(packed_batch)
     assert_equal(results(model, parts, chunk_tokens=chunk), by_hand(model, parts))

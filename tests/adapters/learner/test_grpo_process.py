@@ -194,47 +194,6 @@ def test_half_a_batch_is_waited_for_and_left(bridge, start_learner, tmp_path):
         assert len(left_over(bridge)) == 1
 
 
-def test_without_the_fallback_a_group_without_advantages_ends_the_learner(bridge, start_learner, tmp_path):
-    with shmbridge.Producer(bridge, env_name="countdown", lane_bytes="4M") as producer:
-        put_groups(producer, GROUPS)
-        learner = start_learner("--steps", "5", "--no-fallback-to-grpo")
-        _, err = learner.communicate(timeout=60)
-        assert learner.returncode == 1, err
-        assert "Traceback" not in err
-        named = (
-            r"group \S+ of environment 'countdown' has 4 trajectories, .* 4 of them without advantages -> "
-            r"run without --no-fallback"
-        )
-        assert re.search(named, err)
-        assert (
-            f"`shmbridge clean {bridge} --yes`, once the environments have ended, throws away all that waits"
-            in err
-        )
-        assert len(left_over(bridge)) == GROUPS
-    assert metrics(tmp_path) == []
-
-
-def test_what_is_left_out_is_counted_by_environment_and_said_once(bridge, start_learner, tmp_path):
-    with shmbridge.Producer(bridge, env_name="countdown", lane_bytes="4M") as producer:
-        for first in range(GROUPS * 2):
-            group = a_group(first) | {
-                "inference_logprobs": [[-1.0]] * 4,
-                "reward_components": [{"a": 1.0}] * 4,
-            }
-            producer.put(group, policy_version=0, timeout_s=10.0, foreign=True)
-        learner = start_learner("--steps", "2")
-        out, err = learner.communicate(timeout=90)
-    assert learner.returncode == 0, err
-    for line in metrics(tmp_path):
-        assert line["trajectories_uneven{inference_logprobs}"] == line["trajectories"]
-        assert line["atropos/countdown/trajectories_uneven{inference_logprobs}"] == line["trajectories"]
-        assert line["atropos/countdown/columns_ignored/reward_components"] == line["trajectories"]
-        assert line["tokens_without_logprob"] == line["trained_tokens"] > 0
-        assert line["ratio_mean"] == 1.0
-    assert out.count("another number of values of inference_logprobs than tokens") == 1
-    assert out.count("environment countdown: ") == 2
-
-
 def test_images_end_the_learner_with_their_environments_name(bridge, start_learner, tmp_path):
     with shmbridge.Producer(bridge, env_name="vision", lane_bytes="4M") as producer:
         for first in range(GROUPS):

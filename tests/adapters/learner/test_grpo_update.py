@@ -10,10 +10,9 @@ import torch
 
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.learner.data import training_rows
-from shmbridge.consumers.learner.data.microbatch import micro_batches, plan
+from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs as logprobs_of
-from shmbridge.consumers.learner.model.schedule import learning_rate_at
 from shmbridge.consumers.learner.train.grpo_update import Learner, NothingToLearn, Objective, UnknownTokens
 
 CPU = torch.device("cpu")
@@ -60,15 +59,6 @@ def test_packed_logprobs_equal_those_of_each_trajectory_alone(tiny_model, packed
         torch.testing.assert_close(packed[tuple(row)], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_a_trajectory_sees_no_other_trajectory(tiny_model, packed_batch):
-    model = tiny_model(1)
-    before = trained_logprobs(model, packed_batch(ROWS), 1000)[tuple(ROWS[2])]
-    others = [[7] * len(row) for row in ROWS]
-    others[2] = ROWS[2]
-    after = trained_logprobs(model, packed_batch(others), 1000)[tuple(ROWS[2])]
-    torch.testing.assert_close(before, after, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("budget", [1, 7, 30])
 def test_the_token_budget_does_not_change_the_gradient(tiny_model, packed_batch, budget):
     batch = packed_batch(ROWS, scores=[1.0, 0.0, 0.5, 1.0, 0.0], groups=[0, 0, 1, 1, 1])
@@ -89,22 +79,6 @@ def test_gradient_checkpointing_does_not_change_the_gradient(tiny_model, packed_
     _, frugal = gradients(model, batch)
     for name, gradient in plain.items():
         torch.testing.assert_close(frugal[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_plan_uses_every_row_once_within_the_budget():
-    lengths = np.random.default_rng(5).integers(1, 60, 200)
-    parts = plan(lengths, 128)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(200))
-    assert all(len(part) * lengths[part].max() <= 128 for part in parts)
-    assert [part.tolist() for part in plan([3, 500, 4], 128)] == [[1], [2, 0]]
-
-
-def test_untrained_tokens_and_first_tokens_take_no_part(tiny_model, packed_batch):
-    masks = [[1, 1, 0], [0, 0, 0], [1]]
-    rows, metrics = prepare(packed_batch([[1, 2, 3], [4, 5, 6], [7]], masks=masks), 1.0)
-    np.testing.assert_array_equal(rows.trained, [False, True, False, False, False, False, False])
-    assert metrics["trained_tokens"] == 1
-    assert [micro.tokens.tolist() for micro in micro_batches(rows, 100, CPU)] == [[[1, 2, 3]]]
 
 
 def test_a_batch_without_a_trained_token_is_a_step_without_a_change(tiny_model, packed_batch):
@@ -172,11 +146,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(tiny_model, p
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_model, packed_batch):
-    with pytest.raises(UnknownTokens, match=r"28: environment .* uses another tokenizer .* first in group"):
-        learner(tiny_model(1)).accumulate(packed_batch([[1, 2], [1, 28]], scores=[1.0, 0.0]))
-
-
 def test_a_token_outside_the_vocabulary_is_named_also_where_it_lies_on_a_device(tiny_model, packed_batch):
     class OnDevice(torch.Tensor):
         def __array__(self, *args, **named):
@@ -219,13 +188,6 @@ def test_bfloat16_forward_is_close_and_leaves_float32_parameters(tiny_model, pac
     assert half["entropy"] == pytest.approx(full["entropy"], rel=0.05)
     assert half["entropy"] != full["entropy"]
     assert {gradient.dtype for gradient in grads.values()} == {torch.float32}
-
-
-def test_learning_rate_rises_then_falls_to_the_end():
-    rates = [learning_rate_at(step, peak=2.0, warmup=4, steps=12) for step in range(13)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[4:] == pytest.approx([2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.0])
-    assert learning_rate_at(0, peak=2.0, warmup=0, steps=1) == 2.0
 
 
 def sample(model, prompt, rows, generator):

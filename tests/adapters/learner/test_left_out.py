@@ -44,32 +44,6 @@ ATROPOS = {"tokens": [[1, 2, 3, 4]] * 2, "masks": [[-100, -100, 3, 4]] * 2, "sco
 SOUND = {**ATROPOS, "inference_logprobs": [[1.0, 1.0, -0.5, -0.25]] * 2}
 
 
-def test_log_probabilities_of_the_answer_alone_are_not_put_on_the_prompt(batch_of):
-    answers_alone = {**ATROPOS, "inference_logprobs": [[-0.5, -0.25]] * 2, "advantages": [[2.0, 3.0]] * 2}
-    rows, metrics = prepare(batch_of(("good", [SOUND]), ("bad", [answers_alone])), 1.0)
-    assert sorted(rows.sampled_logprobs[rows.trained].tolist()) == [-0.5, -0.5, -0.25, -0.25, 1, 1, 1, 1]
-    assert metrics["tokens_without_logprob"] == 4
-    assert metrics["trajectories_own_advantages"] == 0
-    assert (
-        metrics["trajectories_uneven{inference_logprobs}"]
-        == metrics["atropos/bad/trajectories_uneven{inference_logprobs}"]
-        == 2
-    )
-    assert metrics["atropos/bad/trajectories_uneven{advantages}"] == 2
-    assert {name for name in metrics if name.startswith("atropos/good/trajectories_")} == {
-        "atropos/good/trajectories_scored",
-        "atropos/good/trajectories_trained",
-    }
-    assert np.abs(rows.advantages[rows.trained]).min() > 0  # of the scores, instead
-
-
-def test_masks_of_another_length_are_no_masks(batch_of):
-    rows, metrics = prepare(batch_of(("env", [{**ATROPOS, "masks": [[3, 4], [-100, -100, 3, 4]]}])), 1.0)
-    assert rows.trained.tolist() == [False] * 6 + [True] * 2
-    assert metrics["atropos/env/trajectories_uneven{loss_mask}"] == 1
-    assert metrics["atropos/env/trajectories_without_mask"] == 1
-
-
 @pytest.mark.parametrize(
     "masks",
     [[[3, 4], [-100, -100, 3, 4]], [[-100, -100, 3, 4]] * 3],
@@ -91,26 +65,6 @@ def test_what_a_mask_of_another_length_leaves_out_is_not_trained(batch_of, colum
         )
     batch.train_whole_rows()
     assert batch.loss_mask.tolist() == rows.trained.astype(int).tolist()
-
-
-def test_neither_mask_nor_prompt_trains_nothing(batch_of):
-    batch = batch_of(
-        ("env", [{"tokens": [[1, 2, 3]] * 4, "scores": [1.0, 0.0, 1.0, 0.0]}, {**ATROPOS, "masks": None}])
-    )
-    rows, metrics = prepare(batch, 1.0)
-    assert not rows.trained.any()
-    assert metrics["atropos/env/trajectories_without_mask"] == 6
-
-
-def test_masks_of_zeros_and_ones_are_named(batch_of):
-    """Upstream's convention stands, -100 or the token; but hardly anybody means this."""
-    batch = batch_of(
-        ("env", [{**ATROPOS, "masks": [[0, 0, 1, 1]] * 2}]),
-        ("odd", [{**ATROPOS, "masks": [[-100, -100, 9, 9]] * 2}]),
-    )
-    rows, metrics = prepare(batch, 1.0)
-    assert rows.trained_count == 2 * 3 + 2 * 2
-    assert metrics["trajectories_binary_mask"] == metrics["atropos/env/trajectories_binary_mask"] == 2
 
 
 def test_columns_that_nobody_reads_are_counted_by_name(batch_of):

@@ -17,12 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 import shmbridge
 from shmbridge.consumers.learner.data.batch_wait import NoBatch
@@ -95,25 +94,9 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def save_model():
+def save_model(tiny_model):
     """Return a function that writes the same small model to a folder."""
-
-    def save(folder):
-        torch.manual_seed(5)
-        config = Qwen2Config(
-            vocab_size=28,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            initializer_range=0.1,
-            tie_word_embeddings=False,
-        )
-        Qwen2ForCausalLM(config).save_pretrained(folder)
-
-    return save
+    return lambda folder: tiny_model(5).save_pretrained(folder)
 
 
 @pytest.fixture
@@ -590,7 +573,7 @@ def test_torchrun_that_is_told_to_stop_lets_them_save_once(bridge, torchrun, tmp
         ([RankStatus(gave_up="nobody"), RankStatus("here", 4)], (NoBatch, "nobody")),
     ],
 )
-def test_why_all_leave(said, expected):
+def test_all_ranks_leave_for_the_reason_that_one_of_them_has(said, expected):
     error, why = expected
     with pytest.raises(error, match=why):
         leave_together(said)

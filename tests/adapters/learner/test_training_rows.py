@@ -56,11 +56,6 @@ def test_a_row_that_does_not_say_where_its_answer_is_trains_nothing(packed_batch
     assert metrics["trajectories_without_mask"] == 0
 
 
-def test_the_first_token_of_a_row_is_never_trained(packed_batch):
-    rows, _ = prepare(packed_batch([[1, 2], [3], [4, 5]], masks=[[1, 1], [1], [1, 1]]), 1.0)
-    np.testing.assert_array_equal(rows.trained, [False, True, False, False, True])
-
-
 def test_the_narrowest_word_on_temperature_wins(packed_batch):
     batch = packed_batch(
         [[1, 2]] * 5,
@@ -77,14 +72,6 @@ def test_the_narrowest_word_on_temperature_wins(packed_batch):
     )
     rows, _ = prepare(batch, 1.0)
     np.testing.assert_allclose(rows.temperature, [0.1, 0.2, 0.3, 0.4, 1.0])
-
-
-def test_a_temperature_that_samplers_take_for_greedy_is_none(packed_batch):
-    """Its row would have a gradient of a million times the others', or of no number at all."""
-    rows, metrics = prepare(packed_batch([[1, 2]] * 4, temperatures=[1e-6, 1e-42, 0.0, 0.01]), 0.7)
-    np.testing.assert_allclose(rows.temperature, [0.7, 0.7, 0.7, 0.01])
-    assert (metrics["trajectories_odd_temperature"], metrics["trajectories_greedy"]) == (0, 3)
-    assert metrics["atropos/test/trajectories_greedy"] == 3
 
 
 def test_what_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):

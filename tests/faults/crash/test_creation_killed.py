@@ -23,7 +23,9 @@ def one_record_through(make_producer, make_consumer, roles, take) -> None:
 
 
 @pytest.mark.parametrize("label", faults.CREATING_CONTROL + faults.CREATING_LANE + faults.SWEEPING)
-def test_killed_alone(label, faulty, make_producer, make_consumer, roles, take, segments):
+def test_a_creator_that_is_killed_alone_leaves_room_for_the_next(
+    label, faulty, make_producer, make_consumer, roles, take, segments
+):
     """Alone on the bridge; the next start takes over what is there and leaves nothing."""
     faulty("enter", fault=Fault(label)).end_on_fault()
     began = time.monotonic()

@@ -38,6 +38,7 @@ WORDS = {
 COMERS = (
     lambda bridge: shmbridge.Producer(bridge, lane_bytes="64K", on_full="drop"),
     shmbridge.Consumer,
+    lambda bridge: shmbridge.Rank(bridge, 0, 1),
     WeightsReader,
     WeightsWriter,
 )

@@ -36,16 +36,22 @@ WORDS = {
 VALUES = np.arange(8, dtype=np.float32)
 
 
+@contextlib.contextmanager
+def weights_bytes(bridge: str) -> Iterator[mmap.mmap]:
+    with (
+        open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
+        mmap.mmap(file.fileno(), 0) as memory,
+    ):
+        yield memory
+
+
 @pytest.fixture
 def weights(bridge) -> Iterator[tuple[str, mmap.mmap]]:
     """A bridge with one version of weights, the bytes of their segment, and a writer that is alive."""
     with WeightsWriter(bridge) as writer:
         writer.publish(1, [("a", VALUES)])
         writer.publish(2, [("a", VALUES + 1)])
-        with (
-            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
-            mmap.mmap(file.fileno(), 0) as memory,
-        ):
+        with weights_bytes(bridge) as memory:
             yield bridge, memory
 
 
@@ -127,10 +133,7 @@ def test_a_version_that_cannot_be_is_none(bridge, word) -> None:
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(1, [("a", VALUES)])
-        with (
-            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
-            mmap.mmap(file.fileno(), 0) as memory,
-        ):
+        with weights_bytes(bridge) as memory:
             memory[LATEST_AT : LATEST_AT + 16] = struct.pack("<QQ", word, word // 2)
         assert reader.version is None
         for name in ("a", "b"):
@@ -150,10 +153,7 @@ def test_the_version_of_remains_is_not_forgotten(bridge, word) -> None:
     with WeightsReader(bridge):
         with WeightsWriter(bridge) as writer:
             writer.publish(7, [("a", VALUES)])
-        with (
-            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
-            mmap.mmap(file.fileno(), 0) as memory,
-        ):
+        with weights_bytes(bridge) as memory:
             memory[WORDS[word] : WORDS[word] + 8] = struct.pack("<Q", 2**40 - 1)
         with WeightsWriter(bridge) as writer:
             assert writer.last_version == 7
@@ -185,10 +185,7 @@ def test_a_writer_goes_on_over_garbage_words_or_says_why(bridge, word) -> None:
         with WeightsReader(bridge) as reader:
             with WeightsWriter(bridge) as writer:
                 writer.publish(1 if writer.last_version is None else writer.last_version + 1, [("a", VALUES)])
-            with (
-                open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
-                mmap.mmap(file.fileno(), 0) as memory,
-            ):
+            with weights_bytes(bridge) as memory:
                 at = (WORDS | words_of_tensor(memory))[word]
                 memory[at : at + 8] = struct.pack("<Q", value)
             with WeightsWriter(bridge) as writer:
@@ -335,10 +332,7 @@ def test_a_writer_begins_anew_on_a_dead_one_s_garbage(bridge, table) -> None:
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(1, [("a", VALUES)])
-        with (
-            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
-            mmap.mmap(file.fileno(), 0) as memory,
-        ):
+        with weights_bytes(bridge) as memory:
             write_table(memory, table)
             memory[32:40] = struct.pack("<Q", 1)  # slots of one byte
         with WeightsWriter(bridge) as writer:

@@ -54,7 +54,7 @@ def test_little_address_space(start, runs) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 8])
-def test_few_threads(start, bridge, until, most) -> None:
+def test_a_process_with_few_threads_is_told_so(start, bridge, until, most) -> None:
     pids = Path("/sys/fs/cgroup/pids")
     folder = pids / f"shmbridge-{bridge}"
     if not os.access(pids / "cgroup.procs", os.W_OK):

@@ -1,32 +1,7 @@
 """Short runs of ranks_fuzz.py and interrupt_fuzz.py; a planted lost record is found."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
-
-import shmbridge
-
-HERE = Path(__file__).parent
-PACKAGE = Path(shmbridge.__file__).parents[1]
-
-
-def run(script: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=170,
-    )
-    said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.returncode, json.loads(done.stdout.splitlines()[-1]), said
+from short_run import run
 
 
 @pytest.mark.timeout(180)

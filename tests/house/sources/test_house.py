@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from shmbridge import errors
 
 ROOT = Path(__file__).parents[3]
@@ -237,36 +235,6 @@ def test_shared_words_are_touched_by_the_verbs_only():
             if past_the_verbs(line.split("/*")[0].split("# ")[0]):
                 wrong.append(f"{path.name}:{number + 1}: {line.strip()}")
     assert not wrong
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "if (writer->hub->hub_sleeping) {",
-        "header->tail = sequence;",
-        "x = reader->slots[i].generation + 1",
-        "self.words().paused = 1",
-        "n = header.dropped_total[0]",
-        "self._header.latest += 1",
-    ],
-)
-def test_that_sees_what_goes_past_the_verbs(line):
-    assert past_the_verbs(line)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "load_seq32(&writer->hub->hub_sleeping)",
-        "load_acquire64(&reader->slots[i].generation)",
-        "writer->tail = 1",
-        "words = self._reader.header.dropped_total",
-        "tails[i] = &reader._reader.header.tail",
-        "header->column_count = 1",
-    ],
-)
-def test_that_sees_what_does_not(line):
-    assert not past_the_verbs(line)
 
 
 def test_planted_errors_have_their_rows():

@@ -273,7 +273,9 @@ def _counting(reply, asked: list[int]):
     return counted
 
 
-def test_who_waits_is_looked_at_again_also_while_others_talk(bridge, make_producer, limited) -> None:
+@pytest.mark.parametrize("others", ["talk", "are silent"])
+def test_who_waits_is_looked_at_again(bridge, make_producer, limited, others) -> None:
+    """A question that is asked once only is answered when a holder has given up."""
     limited(0, 1)
     holder, waiting = make_producer(), make_producer()
     ticket = holder.begin_group(timeout_s=5)
@@ -284,7 +286,7 @@ def test_who_waits_is_looked_at_again_also_while_others_talk(bridge, make_produc
             while not stop.is_set():
                 client.hello()
 
-    talking = threading.Thread(target=talk)
+    talking = threading.Thread(target=talk if others == "talk" else stop.wait)
     talking.start()
     try:
         with ControlClient(bridge, role="test", name="t") as client:
@@ -293,6 +295,8 @@ def test_who_waits_is_looked_at_again_also_while_others_talk(bridge, make_produc
             assert not client._socket.poll(200)
             ticket.end()
             assert client._socket.poll(3_000)
+            answer = messages.decode_answer(client._socket.recv_multipart())[1]
+            assert isinstance(answer, messages.MayBegin)
     finally:
         stop.set()
         talking.join()

@@ -212,25 +212,6 @@ def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limi
     other.begin_group(timeout_s=5).end()
 
 
-def test_who_waits_is_looked_at_again_though_nobody_says_that_there_is_room(
-    bridge, make_producer, limited
-) -> None:
-    """A question that is asked once only is answered when a holder has given up."""
-    from shmbridge.control import messages
-    from shmbridge.control.client import ControlClient
-
-    limited(0, 1)
-    holder, waiting = make_producer(), make_producer()
-    ticket = holder.begin_group(timeout_s=5)
-    with ControlClient(bridge, role="test", name="t") as client:
-        client.hello()
-        client._socket.send_multipart(messages.encode(99, messages.BeginGroup(waiting.lane_name, 0)))
-        assert not client._socket.poll(200)
-        ticket.end()
-        assert client._socket.poll(10_000)
-        assert isinstance(messages.decode_answer(client._socket.recv_multipart())[1], messages.MayBegin)
-
-
 def test_an_answer_of_a_hub_that_is_gone_counts_for_nothing(producer, make_consumer) -> None:
     from shmbridge.control.messages import MayBegin
 

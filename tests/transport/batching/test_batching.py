@@ -2,7 +2,6 @@
 ever.
 """
 
-import signal
 import threading
 import time
 
@@ -46,26 +45,6 @@ def test_the_rest_that_fills_no_batch_stays_for_the_next_consumer(
     assert [record.meta.sequence for record in make_consumer().poll()] == [3, 4]
 
 
-def test_step_holds_until_the_next_iteration(producer, consumer) -> None:
-    for number in range(4):
-        producer.put(group(number))
-    batches = consumer.batches(groups=2, prefetch=0)
-    next(batches)
-    assert producer.stats()["held"] == 4
-    next(batches)
-    assert producer.stats()["held"] == 2
-    batches.close()
-
-
-def test_gather_releases_at_once(producer, consumer) -> None:
-    for number in range(2):
-        producer.put(group(number))
-    batches = consumer.batches(groups=2, prefetch=0, hold="gather")
-    batch = next(batches)
-    assert producer.stats()["held"] == 0
-    assert firsts(batch) == [0, 1]
-
-
 def test_what_was_gathered_ahead_and_not_handed_out_is_still_held(producer, make_consumer, until) -> None:
     """Under "gather", too, a record is released when its batch is handed out: what nobody got is the next
     consumer's.
@@ -98,38 +77,6 @@ def test_too_many_tokens_are_an_error_and_no_group_is_at_fault(producer, consume
     assert [firsts(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
     assert consumer.stats()["discarded_total"] == 0
     batches.close()
-
-
-def test_an_exception_in_a_step_gives_the_batch_to_the_next_consumer(producer, make_consumer) -> None:
-    for number in range(4):
-        producer.put(group(number))
-    with pytest.raises(ZeroDivisionError), make_consumer() as consumer:
-        for step, batch in enumerate(consumer.batches(groups=2)):
-            if step == 1:
-                raise ZeroDivisionError
-    del batch
-    records = make_consumer().poll()
-    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [(2, True), (3, True)]
-
-
-def test_a_killed_learner_gets_its_batch_again(make_producer, make_consumer, child) -> None:
-    producer = make_producer()
-    for number in range(4):
-        producer.put(group(number))
-    process = child(
-        """
-import shmbridge, time
-for step, batch in enumerate(shmbridge.Consumer(bridge).batches(groups=2, prefetch=0)):
-    if step == 1:
-        print("ready", flush=True)
-        time.sleep(60)
-"""
-    )
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    batch = next(make_consumer().batches(groups=2, prefetch=0))
-    assert firsts(batch) == [2, 3]
-    assert all(meta.redelivered for meta in batch.meta)
 
 
 def test_fragments_become_one_group_again(producer, consumer) -> None:
@@ -305,29 +252,6 @@ def test_close_ends_an_iteration_that_waits(consumer) -> None:
 def test_arguments_are_checked_at_once(consumer, options) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         consumer.batches(**options)
-
-
-def test_breaking_out_releases_and_the_next_iteration_goes_on(producer, consumer) -> None:
-    for number in range(6):
-        producer.put(group(number))
-    for batch in consumer.batches(groups=2, prefetch=2):
-        assert firsts(batch) == [0, 1]
-        break
-    del batch
-    assert firsts(next(consumer.batches(groups=2, prefetch=0))) == [2, 3]
-
-
-def test_the_caller_holds_batches_together_and_releases_them_itself(producer, consumer) -> None:
-    for number in range(6):
-        producer.put(group(number))
-    batches = consumer.batches(groups=2, prefetch=0, hold="caller")
-    first, second = next(batches), next(batches)
-    next(batches)
-    assert producer.stats()["held"] == 6
-    first.release()
-    second.release()
-    assert producer.stats()["held"] == 2
-    batches.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -150,17 +150,6 @@ def test_trajectories_that_are_left_when_the_bridge_drains_come_in_a_short_batch
     assert (consumer.stats()["batches_short_total"], consumer.stats()["released_total"]) == (3, 5)
 
 
-def test_a_group_that_is_stale_when_it_comes_is_never_queued(make_producer, make_consumer) -> None:
-    producer, consumer = make_producer(), make_consumer()
-    consumer.publish_policy_version(5)
-    assert consumer.take_groups(groups=1, max_staleness=1) is None
-    producer.put(group(1), policy_version=1)
-    producer.put(group(2), policy_version=5)
-    taken = consumer.take_groups(groups=1, max_staleness=1, timeout_s=5)
-    assert (firsts(taken), consumer.stats()["discarded_total{stale}"]) == ([2], 1)
-    let_go(taken)
-
-
 def test_what_is_put_back_and_stale_by_then_is_cut(make_producer, make_consumer) -> None:
     producer, consumer = make_producer(), make_consumer()
     for number in range(4):

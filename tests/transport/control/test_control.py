@@ -1,10 +1,8 @@
 """The control plane over its real socket: what is answered, where it lies, and what garbage does to it."""
 
 import os
-import shutil
 import stat
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -184,69 +182,3 @@ def test_the_longest_bridge_name_fits_a_socket_address(hub: FakeHub) -> None:
     with ControlClient(name, role="test", name="t") as client:
         assert isinstance(client.hello(), messages.Welcome)
     server.close()
-
-
-# --- garbage ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def raw(bridge: str, server: ControlServer) -> Iterator[zmq.Socket]:
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(control_address(bridge))
-    yield socket
-    context.destroy(linger=0)
-
-
-def answer_of(raw: zmq.Socket) -> messages.Answer:
-    assert raw.poll(5000)
-    return messages.decode_answer(raw.recv_multipart())[1]
-
-
-def test_garbage_is_refused_and_counted(
-    raw: zmq.Socket, client: ControlClient, server: ControlServer
-) -> None:
-    for frames in ([b""], [b"garbage"], [b"\xff" * 10, b"\xff" * 10], [b"a"] * 50):
-        raw.send_multipart(frames)
-        assert answer_of(raw).code == messages.MALFORMED
-    assert server.stats()["malformed_total"] == 4
-    assert isinstance(client.hello(), messages.Welcome)
-
-
-def test_an_oversized_message_is_refused_and_counted(raw: zmq.Socket, server: ControlServer) -> None:
-    raw.send_multipart([b"x" * (messages.MAX_MESSAGE_BYTES + 1), b"y"])
-    assert answer_of(raw).code == messages.OVERSIZED
-    assert server.stats()["oversized_total"] == 1
-
-
-def test_a_flood_of_bytes_cuts_its_sender_off_and_nobody_else(raw: zmq.Socket, client: ControlClient) -> None:
-    raw.send(b"x" * (64 * 1024 * 1024))
-    assert not raw.poll(300)
-    assert isinstance(client.hello(), messages.Welcome)
-
-
-def test_a_peer_that_never_reads_does_not_stop_the_hub(raw: zmq.Socket, client: ControlClient) -> None:
-    raw.set(zmq.RCVHWM, 1)
-    for _ in range(5000):
-        raw.send_multipart(messages.encode(1, messages.RunInfoRequest()))
-    assert isinstance(client.hello(timeout_s=20), messages.Welcome)
-
-
-def test_an_answer_from_no_hub_is_a_bad_message(bridge: str) -> None:
-    directory = socket_directory(bridge)
-    directory.mkdir()
-    context = zmq.Context()
-    impostor = context.socket(zmq.ROUTER)
-    impostor.bind(control_address(bridge))
-
-    def answer() -> None:
-        peer, *_ = impostor.recv_multipart()
-        impostor.send_multipart([peer, b"who", b"me"])
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    with ControlClient(bridge, role="test", name="t") as client, pytest.raises(messages.BadMessage):
-        client.hello()
-    thread.join()
-    context.destroy(linger=0)
-    shutil.rmtree(directory)

@@ -10,21 +10,9 @@ import pytest
 
 from shmbridge._ext import header, lane_reader, lane_writer
 from shmbridge.segments import membership, segment
+from tests.transport.ext.commit_fields import FIELDS
 
 LINES = 32
-FIELDS = {
-    "rows": 1,
-    "columns": 0,
-    "index_bytes": 0,
-    "group_id_bytes": 0,
-    "flags": 0,
-    "tokens": 0,
-    "min_policy_version": -1,
-    "max_policy_version": -1,
-    "t_created_ns": 0,
-    "group_size": 1,
-    "env_id": -1,
-}
 
 
 class Lane:
@@ -94,18 +82,6 @@ def test_neighbours_grow_together_in_any_order_of_release(make_lane) -> None:
         assert whole is not None
         assert whole[0] == 0
         whole[1].release()
-
-
-def test_gaps_do_not_add_up(make_lane) -> None:
-    lane = make_lane()
-    leases = [lane.put(8)[1] for _ in range(4)]
-    leases[0].release()
-    leases[2].release()
-    assert lane.writer.free_bytes == 16 * 64
-    assert lane.put(9) is None
-    leases[1].release()
-    assert lane.put(24)[0] == 0
-    assert len(leases) == 4
 
 
 def test_nothing_overlaps_and_nothing_is_lost_in_a_long_run(make_lane) -> None:

@@ -11,19 +11,8 @@ import pytest
 from shmbridge._ext import header, lane_reader, lane_writer
 from shmbridge._ext.lane_poller import LanePoller
 from shmbridge.segments import membership, segment
+from tests.transport.ext.commit_fields import FIELDS
 
-FIELDS = {
-    "rows": 1,
-    "columns": 0,
-    "index_bytes": 0,
-    "group_id_bytes": 0,
-    "flags": 0,
-    "tokens": 0,
-    "min_policy_version": -1,
-    "max_policy_version": -1,
-    "t_created_ns": 0,
-    "group_size": 1,
-}
 TAIL_AT = 0x200
 
 
@@ -54,7 +43,7 @@ class Bridge:
     def put(self, *lanes: int) -> None:
         for lane in lanes:
             assert self.writers[lane].claim(1)
-            self.writers[lane].commit(**FIELDS, env_id=lane)
+            self.writers[lane].commit(**FIELDS | {"env_id": lane})
 
     def spoil(self, lane: int) -> None:
         np.frombuffer(self.mappings[lane], "<u8", 1, TAIL_AT)[0] = 1 << 40

@@ -98,6 +98,7 @@ def test_killed_while_environments_collect_it_leaves_no_process(launch, config, 
     assert not shmbridge.clean(bridge, dry_run=False).kept
 
 
+@pytest.mark.long  # its parts in every run: test_config.py, tests/adapters/gateway/test_mix.py
 def test_a_gateway_serves_batches_to_a_trainer_that_polls_it(launch, config, bridge):
     """The recipe's trainer: it registers over HTTP, where `trainer.atropos.api_url` says, and polls."""
     pytest.importorskip("fastapi")

@@ -96,6 +96,7 @@ def test_the_view_is_closed_with_the_block(producer, consumer) -> None:
     [
         (1, {"score": None}),
         (0, {"tokens": []}),
+        (-1, {"tokens": []}),
         (2, {"tokens": [1]}),
         (1, {"tokens": [3], "advantages": [2]}),
         (1, {"tokens": [1], "advantage": [1]}),
@@ -310,9 +311,3 @@ def test_two_threads_in_one_end_are_named_where_that_is_asked_for(
 def test_a_claim_of_more_rows_than_a_record_can_have_is_too_big(producer, rows) -> None:
     with pytest.raises(shmbridge.RecordTooBig, match=rf"{rows} rows, allowed are 2\*\*32 - 1"):
         producer.claim(rows, {"score": None, "tokens": [1]})
-
-
-@pytest.mark.parametrize("rows", [0, -1])
-def test_a_claim_of_no_rows_is_refused(producer, rows) -> None:
-    with pytest.raises(shmbridge.InvalidRecord, match=f"at least one row, got {rows}"):
-        producer.claim(rows, {"tokens": [], "score": None})

@@ -1,0 +1,7 @@
+"""What a commit says of a record, where a test does not care."""
+
+FIELDS = {
+    **dict.fromkeys(("rows", "group_size"), 1),
+    **dict.fromkeys(("columns", "index_bytes", "group_id_bytes", "flags", "tokens", "t_created_ns"), 0),
+    **dict.fromkeys(("min_policy_version", "max_policy_version", "env_id"), -1),
+}
