@@ -39,6 +39,7 @@ def begin(
         ends.append(state.close)
         options = GatewayOptions(bridge, lanes=LANES, lane_bytes="64K", env_timeout_s=SILENT_S)
         envs = RemoteEnvs(options, state, lambda lane: None)
+        envs.restore()
         ends.append(envs.close)
         return envs
 

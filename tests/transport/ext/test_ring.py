@@ -21,7 +21,7 @@ FIELDS = commit_fields.FIELDS | {
     "group_size": 2,
     "env_id": 9,
 }
-WORD = {"layout_version": 8, "slot_count": 32, "data_bytes": 72, "tail": 0x200}
+WORD = {"layout_version": 8, "slot_count": 32, "data_bytes": 72, "tail": 0x200, "space_waiting": 0x280}
 
 
 @pytest.fixture
@@ -186,7 +186,8 @@ def test_wait_space_returns_when_the_hub_releases(lane, until) -> None:
     put(it.writer)
     lease = hub.take(lane_reader.Lease)
     assert not it.writer.claim(1)
-    thread = threading.Thread(target=lambda: (until(lambda: hub.space_waiting), lease.release()))
+    words = memoryview(it.other)
+    thread = threading.Thread(target=lambda: (until(lambda: words[WORD["space_waiting"]]), lease.release()))
     thread.start()
     deadline = time.monotonic() + 5
     while not it.writer.claim(1):
