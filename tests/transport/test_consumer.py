@@ -224,6 +224,7 @@ def test_seventy_environments_are_all_taken_from_by_default(bridge, make_consume
 def test_as_many_lanes_as_descriptors_allow(monkeypatch) -> None:
     def limited_to(count: int) -> int:
         monkeypatch.setattr(os_limits, "raise_descriptors", lambda: None)
+        monkeypatch.setattr(os_limits.os, "listdir", lambda _: [*map(str, range(40))])  # its open files
         monkeypatch.setattr(os_limits.resource, "getrlimit", lambda _: (count, count))
         return os_limits.lanes_at_most()
 
