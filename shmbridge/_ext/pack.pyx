@@ -1,4 +1,7 @@
-"""Packs lists and arrays into the claimed memory, each value checked against its column: BadValue."""
+"""Packs lists and arrays into the claimed memory, each value checked against its column.
+
+Raises BadValue, with the place, for what does not fit.
+"""
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
