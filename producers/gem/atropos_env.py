@@ -1,0 +1,315 @@
+"""An unedited Atropos environment as a `gem.Env`, turn by turn: `AtroposGemEnv`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import weakref
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import gem
+from gem.utils.constants import TERMINAL_STATE
+
+from shmbridge.errors import BadArgument, Closed
+from shmbridge.producers import rewards
+from shmbridge.producers.gem.action import Action, answer_of
+from shmbridge.producers.gem.environment_class import environment_class
+from shmbridge.producers.gem.errors import EnvFailed, GroupNotAlike, NotSuspendable
+from shmbridge.producers.gem.mailbox import Ended, Outcome
+from shmbridge.producers.gem.replayed import ReplayedEpisode
+from shmbridge.producers.gem.request import Request, turn_of
+from shmbridge.producers.gem.runtime import Runtime, leave, runtime_of
+from shmbridge.producers.gem.suspended import SuspendedEpisode
+from shmbridge.producers.gem.trajectory import RewardBridge, RewardOf, Score, collect
+
+_ENDS_S = 5.0  # for the thread of an environment to end in close()
+
+Episode = SuspendedEpisode | ReplayedEpisode
+
+
+class AtroposGemEnv(gem.Env):
+    """Plays an Atropos environment turn by turn: what it asks the policy is the observation, `step` answers.
+
+    The environment's `collect_trajectory` (or `collect_trajectories`, with a group of one) runs once per
+    episode, in an event loop of a thread of its own, and stands still between the turns. Environments of an
+    equal class and config share that loop and the environment object, which is set up once per process.
+
+    For one thread at a time, any thread: `reset` and `step` block until the environment asks again or ends. A
+    context manager.
+
+    Args:
+        environment: a subclass of atroposlib's `BaseEnv`, "package.module:Class", or "path/to/file.py:Class".
+        config: fields of its config, or a whole one; `group_size` is always 1.
+        tokenizer: name or folder of the policy's tokenizer, in place of the config's.
+        reward_config: changes the reward: what `shmbridge.producers.rewards.RewardBridge` takes, such as a
+            mapping, or an object that is awaited with each group and returns it with other scores. None: the
+            environment's own score.
+        reward_of: what an episode is worth that gave more than one row, or none: a function of its groups.
+        replay: run an environment that cannot stand still again for every turn; `info["replays"]` counts it.
+        timeout_s: longest time in seconds between an action and the next request; None: any.
+        items: take the environment's first so many items only, and item `seed % items` for a seed: in every
+            process the same one, if the environment draws its items in the same order in each. None: all.
+        seed: of the first `reset` without one.
+
+    Raises:
+        BadArgument: no such environment, or no such field of its config.
+    """
+
+    takes_actions: ClassVar[bool] = True  # `step` takes an `Action`
+    uses_process_random: ClassVar[bool] = False  # a seed names an item; `random` and NumPy are not seeded
+
+    def __init__(
+        self,
+        environment: Any,
+        *,
+        config: Any = None,
+        tokenizer: str | None = None,
+        reward_config: Any = None,
+        reward_of: RewardOf | None = None,
+        replay: bool = False,
+        timeout_s: float | None = 600.0,
+        items: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._arguments = {
+            "environment": environment,
+            "config": config,
+            "tokenizer": tokenizer,
+            "reward_config": reward_config,
+            "reward_of": reward_of,
+            "replay": replay,
+            "timeout_s": timeout_s,
+            "items": items,
+        }
+        self._reward_of, self._timeout_s, self._seed = reward_of, timeout_s, seed
+        self._kind: type[SuspendedEpisode] | type[ReplayedEpisode] = (
+            ReplayedEpisode if replay else SuspendedEpisode
+        )
+        self._runtime: Runtime | None = runtime_of(
+            environment_class(environment), config, tokenizer, items, self
+        )
+        self._bridge = _reward_bridge(reward_config, self._runtime.tokenizer)
+        self._running = _Running(self._runtime.loop)
+        self._item: Any = None
+        self._request: Request | None = None
+        self.observation = ""
+        weakref.finalize(self, _Running.end, self._running)
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begins an episode; returns the first observation, and what was asked. Blocks; ends the one before.
+
+        Args:
+            seed: the same seed gives the same item as long as an environment of this class and config lives
+                in this process, or in any with `items`; None: the environment's next item.
+
+        Returns:
+            The text of all messages (joined by blank lines), or the prompt, and a dict: the whole
+            `conversation`, `prompt` and `prompt_token_ids` where there are any, `new_messages`, `options`
+            (max_tokens and the like), `rewritten` (the messages do not continue those before), `replays`.
+
+        Raises:
+            EnvFailed: the environment failed; its exception is the cause.
+            NotSuspendable: it asks for completions in a way that has no turns, or for none.
+            Closed: the environment was closed.
+        """
+        self._running.end()
+        runtime = self._open()
+        seed, self._seed = (self._seed if seed is None else seed), None
+        self._item = self._waited(runtime.loop, runtime.item(seed))
+        return self._begin()
+
+    def step(self, action: str | Action) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answers what the environment asked. Blocks until it asks again or ends.
+
+        Args:
+            action: text, or an `Action` with the tokens that were sampled and their log-probabilities.
+
+        Returns:
+            Observation, reward, terminated, truncated (always False), info. The reward is 0.0 until the
+            environment ends. Then it is the score, and info has its `groups` (each an Atropos
+            ScoredDataGroup), the last as `group`, `raw_score`, and `retokenised`, whether tokens were made
+            from text. If an action of the episode had no log-probabilities, groups have no
+            `inference_logprobs`.
+
+        Raises:
+            BadArgument: no episode was begun, or the environment asks for log-probabilities and the action
+                has none: nothing has changed.
+            EnvFailed, NotSuspendable, Closed: as in `reset`; the episode is over, and has no reward.
+        """
+        runtime, episode = self._open(), self._running.episode
+        if episode is None:
+            raise BadArgument("there is no episode", hint="call reset() first, and after an error or the end")
+        reader: Future[Outcome] = Future()
+        runtime.loop.call_soon_threadsafe(episode.resume, action, reader)
+        outcome = self._outcome(reader)
+        if isinstance(outcome, Ended):
+            return self._last(episode, outcome.result)
+        observation, info = self._turn(outcome, episode.answers[-1].text)
+        return observation, 0.0, False, False, info
+
+    def spawn(self, same_state: bool = False, **kwargs: Any) -> AtroposGemEnv:
+        """Returns another environment; blocks while it is made.
+
+        Args:
+            same_state: begin an episode with the same item in it; this one must not have been answered yet.
+            kwargs: arguments that differ.
+
+        Raises:
+            BadArgument: `same_state` in the middle of an episode, which cannot be copied.
+            GroupNotAlike: the same item made another first observation.
+        """
+        if same_state and (self._running.episode is None or self._running.episode.answers):
+            raise BadArgument(
+                "an episode is copied before its first answer, not later", hint="spawn right after reset()"
+            )
+        other = AtroposGemEnv(**{**self._arguments, **kwargs})
+        if same_state:
+            other._item = copy.deepcopy(self._item)
+            try:
+                observation, _ = other._begin()
+                if observation != self.observation:
+                    raise GroupNotAlike(
+                        f"one item began as {self.observation!r:.200} and {observation!r:.200}"
+                    )
+            except BaseException:
+                other.close()
+                raise
+        return other
+
+    def sample_random_action(self) -> str:
+        """Returns the text of eight random tokens."""
+        tokenizer = self._open().tokenizer
+        return str(
+            tokenizer.decode([random.randrange(len(tokenizer)) for _ in range(8)], skip_special_tokens=True)
+        )
+
+    def close(self) -> None:
+        """Ends the episode, and the thread if no other environment uses it. Blocks for seconds at most."""
+        self._running.end()
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            leave(runtime, self, _ENDS_S)
+
+    def __enter__(self) -> AtroposGemEnv:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _open(self) -> Runtime:
+        if self._runtime is None:
+            raise Closed("the environment is closed", hint="make another")
+        return self._runtime
+
+    def _begin(self) -> tuple[str, dict[str, Any]]:
+        runtime = self._open()
+        env, item, reward_of, bridge = runtime.env, self._item, self._reward_of, self._bridge
+        tokenizer = runtime.tokenizer
+        episode = self._kind(
+            runtime.loop,
+            lambda: collect(env, copy.deepcopy(item), reward_of, bridge),
+            lambda action, request: answer_of(action, request, tokenizer),
+        )
+        self._running.episode = episode
+        runtime.loop.call_soon_threadsafe(runtime.episodes.add, episode)
+        self._request = None
+        reader: Future[Outcome] = Future()
+        runtime.loop.call_soon_threadsafe(episode.begin, reader)
+        outcome = self._outcome(reader)
+        if isinstance(outcome, Ended):
+            self._running.end()
+            raise NotSuspendable("the environment ended without asking for a completion")
+        return self._turn(outcome, "")
+
+    def _turn(self, request: Request, answer: str) -> tuple[str, dict[str, Any]]:
+        turn = turn_of(request, self._request, answer)
+        self._request, self.observation = request, turn.observation
+        said = {
+            "conversation": request.messages,
+            "prompt": request.prompt,
+            "prompt_token_ids": request.token_ids,
+        }
+        info = {
+            **{name: value for name, value in said.items() if value is not None},
+            "new_messages": turn.new_messages,
+            "options": dict(request.options),
+            "rewritten": turn.rewritten,
+            "replays": self._replays,
+        }
+        return self.observation, info
+
+    def _last(self, episode: Episode, score: Score) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._running.end()
+        groups = score.groups
+        if any(answer.logprobs is None for answer in episode.answers):
+            groups = [{k: v for k, v in group.items() if k != "inference_logprobs"} for group in groups]
+        info = {
+            "groups": groups,
+            "group": groups[-1],
+            "raw_score": score.raw,
+            "retokenised": any(answer.retokenised for answer in episode.answers),
+            "replays": episode.replays,
+        }
+        self.observation = TERMINAL_STATE
+        return TERMINAL_STATE, score.reward, True, False, info
+
+    @property
+    def _replays(self) -> int:
+        return 0 if self._running.episode is None else self._running.episode.replays
+
+    def _outcome(self, reader: Future[Outcome]) -> Outcome:
+        """Waits for what the episode does next; after an error there is none, except for an unfit action."""
+        try:
+            return reader.result(self._timeout_s)
+        except BadArgument:
+            raise
+        except TimeoutError as late:
+            self._running.end()
+            raise EnvFailed(
+                f"the environment did nothing for {self._timeout_s:g} s",
+                hint="is it stuck? timeout_s=None waits",
+            ) from late
+        except BaseException:
+            self._running.end()
+            raise
+
+    def _waited(self, loop: asyncio.AbstractEventLoop, work: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError as late:
+            future.cancel()
+            raise EnvFailed(
+                f"the environment gave no item within {self._timeout_s:g} s", hint="timeout_s=None waits"
+            ) from late
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class _Running:
+    """The episode of one environment; it does not refer to the environment, which can be collected."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.episode: Episode | None = None
+
+    def end(self) -> None:
+        """Ends the episode, if there is one. Never blocks."""
+        episode, self.episode = self.episode, None
+        if episode is not None:
+            with suppress(RuntimeError):  # the loop is closed, and the episode with it
+                self._loop.call_soon_threadsafe(episode.cancel)
+
+
+def _reward_bridge(reward_config: Any, tokenizer: Any) -> RewardBridge | None:
+    if reward_config is None:
+        return None
+    if callable(reward_config):
+        given: RewardBridge = reward_config
+        return given
+    return rewards.RewardBridge(reward_config, tokenizer=tokenizer)

@@ -1,0 +1,276 @@
+"""Episodes of a gem environment for a `Rollout`: `GemGame`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from shmbridge.errors import BadArgument
+from shmbridge.producers.gem.action import Action, FinishReason
+from shmbridge.producers.gem.alike import Alike, Begun, begin_alike, close, contained, turn_to_draw
+from shmbridge.producers.gem.errors import EnvFailed
+from shmbridge.producers.rollout import ContextFull, Episode, Message, Task
+
+
+class GemGame:
+    """Plays one kind of gem environment: `rollout.run(game.tasks(), game.play)`.
+
+    The environments of a group begin in the same state. The observation's text becomes a user message, the
+    answer is the action. The reward of each step is a step reward that ends with its answer; the score is the
+    sum of the rewards. Environments run in threads, and are used again after an episode.
+
+    For one event loop; an async context manager, which closes the environments.
+
+    Args:
+        env: gem's name of the environment, or a function that makes one, called from any thread.
+        env_args: of `gem.make`.
+        group_size: the rollout's.
+        seed: of the first group; each group's is one more.
+        alike: how a group begins alike: see `begin_alike`.
+        allow_unequal: play groups whose first observations differ.
+        suffix: append `info["suffix"]`, where an environment has one, to its observations.
+        max_turns: end an episode after so many answers; None: when the environment does.
+        threads: environments that run at once.
+
+    Raises:
+        ImportError: gem-llm is missing.
+        BadArgument: gem has no such environment.
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        *,
+        env_args: Mapping[str, Any] | None = None,
+        group_size: int = 8,
+        seed: int = 0,
+        alike: Alike = "auto",
+        allow_unequal: bool = False,
+        suffix: bool = False,
+        max_turns: int | None = None,
+        threads: int = 32,
+    ) -> None:
+        self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+        self._make = _maker(env, dict(env_args or {})) if isinstance(env, str) else env
+        self._group_size, self._seed = group_size, seed
+        self._alike, self._allow_unequal = alike, allow_unequal
+        self._suffix, self._max_turns = suffix, max_turns
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="shmbridge-gem")
+        self._idle: list[Any] = []
+        self._idle_lock = threading.Lock()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the environments that are idle now; others when their calls return. Blocks for the first."""
+        with self._idle_lock:
+            idle, self._idle, self._closed = self._idle, [], True
+        for env in idle:
+            close(env)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def try_one(self) -> None:
+        """Makes one environment, so that a mistake shows before the rollout begins. Blocks."""
+        self._leave(self._make(), usable=True)
+
+    def tasks(self) -> Iterator[Task[GroupStart]]:
+        """Yields a task for each seed, without end. Nothing is begun yet."""
+        for seed in itertools.count(self._seed):
+            # The prompt is only known once an environment is reset: `play` replaces this one.
+            yield Task([{"role": "user", "content": ""}], GroupStart(self, seed), f"{self.name}:{seed}")
+
+    async def play(self, episode: Episode, start: GroupStart) -> None:
+        """Plays one episode. Never blocks the event loop.
+
+        `finish_reason` is "length" only if an answer was cut. The row's extra says `seed`, whether the
+        environment `terminated` or `truncated` it, and else why it was ended: `context_full`, `max_turns`.
+
+        Raises:
+            GroupNotAlike: the group would begin differently.
+            EnvFailed: the environment returned something else than environments do, or would have ended the
+                process.
+            Exception: what the environment raises.
+        """
+        begun = await start.of(episode.repetition_id)
+        usable = False
+        calls: list[Future[Any]] = []
+        try:
+            episode.begin(_messages(begun.observation, begun.info, self._suffix))
+            episode.extra = {"seed": start.seed, "terminated": False, "truncated": False}
+            await self._turns(episode, begun.env, calls)
+            episode.score = math.fsum(episode.step_rewards)
+            usable = True
+        finally:
+            if calls and not calls[-1].done():  # cancelled in the middle of a step
+                calls[-1].add_done_callback(lambda _: close(begun.env))
+            else:
+                self._leave(begun.env, usable)
+
+    def begin(self, seed: int) -> Future[list[Begun]]:
+        """Returns the environments of a group, as they will be begun in a thread."""
+        return self._threads.submit(self._begin, seed)
+
+    def give_up(self, begun: Begun) -> None:
+        """Takes back an environment that was begun for nobody."""
+        self._leave(begun.env, usable=False)
+
+    async def _turns(self, episode: Episode, env: Any, calls: list[Future[Any]]) -> None:
+        while True:
+            try:
+                text = await episode.sample()
+            except ContextFull:
+                if not episode.turn_ends:
+                    raise
+                episode.extra["context_full"] = True
+                return
+            calls.append(self._threads.submit(_step, env, _action(env, episode, text)))
+            observation, reward, terminated, truncated, info = await asyncio.wrap_future(calls[-1])
+            episode.step_reward(_reward(reward))
+            if terminated or truncated:
+                episode.extra.update(terminated=bool(terminated), truncated=bool(truncated))
+                return
+            if len(episode.turn_ends) == self._max_turns:
+                episode.extra["max_turns"] = True
+                return
+            episode.observe(_messages(observation, info, self._suffix))
+
+    def _begin(self, seed: int) -> list[Begun]:
+        return contained(
+            "reset", lambda: begin_alike(self._take, self._group_size, seed, self._alike, self._allow_unequal)
+        )
+
+    def _take(self) -> Any:
+        with self._idle_lock:
+            if self._idle:
+                return self._idle.pop()
+        return self._make()
+
+    def _leave(self, env: Any, usable: bool) -> None:
+        """At most a group's number of environments stay; one that failed does not."""
+        with self._idle_lock:
+            kept = usable and not self._closed and len(self._idle) < self._group_size
+            if kept:
+                self._idle.append(env)
+        if not kept:
+            try:
+                self._threads.submit(close, env)  # it may block
+            except RuntimeError:  # the threads have ended
+                close(env)
+
+
+class GroupStart:
+    """The environments of one group, begun together when the first episode wants one."""
+
+    def __init__(self, game: GemGame, seed: int) -> None:
+        self._game, self.seed = game, seed
+        self._begun: Future[list[Begun]] | None = None
+
+    async def of(self, repetition: int) -> Begun:
+        """Returns the environment of one episode; it is this episode's from now on."""
+        if self._begun is None:
+            self._begun = self._game.begin(self.seed)
+        begun = self._begun
+        try:
+            return (await asyncio.wrap_future(_unbroken(begun)))[repetition]
+        except asyncio.CancelledError:
+            begun.add_done_callback(lambda done: self._give_up(done, repetition))
+            raise
+        except IndexError:
+            raise BadArgument(
+                f"episode {repetition + 1} of a group, whose game has fewer environments",
+                hint="give GemGame the rollout's group_size",
+            ) from None
+
+    def _give_up(self, done: Future[list[Begun]], repetition: int) -> None:
+        if not done.cancelled() and done.exception() is None and repetition < len(done.result()):
+            self._game.give_up(done.result()[repetition])
+
+
+def _unbroken(future: Future[list[Begun]]) -> Future[list[Begun]]:
+    """The same result for one who waits, whose cancellation is not the others'."""
+    mine: Future[list[Begun]] = Future()
+
+    def hand_over(done: Future[list[Begun]]) -> None:
+        if not mine.set_running_or_notify_cancel():
+            return
+        if done.cancelled():
+            mine.set_exception(asyncio.CancelledError())
+        elif (error := done.exception()) is not None:
+            mine.set_exception(error)
+        else:
+            mine.set_result(done.result())
+
+    future.add_done_callback(hand_over)
+    return mine
+
+
+def _step(env: Any, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step() -> Any:
+        with turn_to_draw(env):
+            return env.step(action)
+
+    said = contained("step", step)
+    if not isinstance(said, (tuple, list)) or len(said) != 5:
+        raise EnvFailed(
+            f"step returned {said!r:.120}, not observation, reward, terminated, truncated, info",
+            hint="the group is not put; mend the environment",
+        )
+    observation, reward, terminated, truncated, info = said
+    return observation, reward, terminated, truncated, info or {}
+
+
+def _action(env: Any, episode: Episode, text: str) -> Any:
+    """Text, or for an environment that takes them the tokens, too."""
+    if not getattr(type(env), "takes_actions", False):
+        return text
+    reason: FinishReason = "length" if episode.finish_reason == "length" else "stop"
+    if not episode.exact:
+        return Action(text, finish_reason=reason)
+    begin, end = episode.turns()[-1]
+    logprobs = None if episode.logprobs is None else episode.logprobs[begin:end]
+    return Action(text, episode.tokens[begin:end], logprobs, reason)
+
+
+def _messages(observation: Any, info: Mapping[str, Any], suffix: bool) -> list[Message]:
+    """The user message of an observation, or the messages that an Atropos environment asked with."""
+    if new := info.get("new_messages"):
+        return list(new)
+    if not isinstance(observation, str):
+        raise BadArgument(
+            f"the observation is a {type(observation).__name__}, not text", hint="wrap the environment"
+        )
+    end = str(info.get("suffix") or "") if suffix else ""
+    joint = "\n" if end and observation and not observation.endswith("\n") else ""
+    return [{"role": "user", "content": observation + joint + end}]
+
+
+def _reward(reward: Any) -> float:
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadArgument(f"the environment's reward is {reward!r:.80}", hint="it must be a finite number")
+    return value
+
+
+def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    import gem
+    from gem.envs.registration import ENV_REGISTRY
+
+    if name not in ENV_REGISTRY:
+        raise BadArgument(f"gem has no environment {name!r}", hint="gem.print_envs() lists them")
+    return lambda: gem.make(name, **arguments)

@@ -1,0 +1,84 @@
+"""One completion that an Atropos environment asks for: `Request`, and what of it is new: `Turn`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmbridge.producers.rollout import Message
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an environment asks for.
+
+    Attributes:
+        messages: the conversation, where it asks with messages.
+        prompt: the text to be continued, where it asks with text, or its managed server made it of messages.
+        token_ids: the same as token ids, where it has them.
+        wants_tokens: it is given the token ids of the answer.
+        wants_logprobs: it asks for the log-probability of each token.
+        options: all else that it asks, such as max_tokens and temperature.
+    """
+
+    messages: Sequence[Message] | None = None
+    prompt: str | None = None
+    token_ids: Sequence[int] | None = None
+    wants_tokens: bool = False
+    wants_logprobs: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a request says after the answer before it.
+
+    Attributes:
+        new_messages: the messages since then; those of the answer itself are left out.
+        rewritten: the request is no continuation of that conversation: its messages are then all new.
+    """
+
+    new_messages: list[Message]
+    rewritten: bool = False
+
+    @property
+    def observation(self) -> str:
+        """The text of the new messages."""
+        return "\n\n".join(_text(message) for message in self.new_messages)
+
+
+def turn_of(request: Request, before: Request | None, answer: str) -> Turn:
+    """Returns what is new in `request`, after `answer` to the request `before`; None: it is the first one."""
+    if request.messages is not None:
+        asked = before.messages if before is not None else ()
+        return _chat_turn(request.messages, asked, answer)
+    prompt = request.prompt or ""
+    if before is None:
+        return Turn(_as_user(prompt))
+    said = (before.prompt or "") + answer
+    if before.prompt is None or not prompt.startswith(said):
+        return Turn(_as_user(prompt), rewritten=True)
+    return Turn(_as_user(prompt[len(said) :]))
+
+
+def _chat_turn(messages: Sequence[Message], asked: Sequence[Message] | None, answer: str) -> Turn:
+    if not asked:
+        return Turn(list(messages), rewritten=asked is None)
+    new = list(messages[len(asked) :])
+    said = bool(new) and new[0].get("role") == "assistant"
+    if list(messages[: len(asked)]) != list(asked) or len(new) <= said:
+        return Turn(list(messages), rewritten=True)
+    return Turn(new[1:], rewritten=new[0].get("content") != answer) if said else Turn(new)
+
+
+def _as_user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _text(message: Message) -> str:
+    """Also of a message whose content is a list of parts; parts without text are left out."""
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)

@@ -1,0 +1,194 @@
+"""One Atropos environment that is set up, in an event loop of its own: `Runtime`; shared by equal ones."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from shmbridge.errors import BadArgument
+from shmbridge.producers.atropos.upstream_workarounds import PlainTokens
+from shmbridge.producers.gem.errors import EnvFailed, NotSuspendable
+from shmbridge.producers.gem.event_loop import EventLoopThread, stop
+from shmbridge.producers.gem.replayed import ReplayedEpisode
+from shmbridge.producers.gem.suspended import SuspendedEpisode
+
+_SEEDS = 4096  # items that are remembered by seed
+
+_shared: weakref.WeakValueDictionary[tuple[Any, str], Runtime] = weakref.WeakValueDictionary()
+_sharing = threading.Lock()
+
+
+class Runtime:
+    """An environment object, which any number of episodes use at once, as Atropos' own workers do.
+
+    Made and used by `AtroposGemEnv`, from any thread. Its thread ends when nobody has the runtime any more.
+
+    Args:
+        kind: the environment's class.
+        config: its config, ready.
+        server_configs: as its class gives them; no server is asked.
+        items: of its items, the first so many are taken, in turn; None: all, once.
+    """
+
+    def __init__(self, kind: type[Any], config: Any, server_configs: Any, items: int | None) -> None:
+        self._thread = EventLoopThread(f"shmbridge-gem-{kind.__name__}")
+        self.loop, self.thread = self._thread.loop, self._thread.thread
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Only the loop's thread adds to it and looks at it.
+        self.episodes: weakref.WeakSet[SuspendedEpisode | ReplayedEpisode] = weakref.WeakSet()
+        self._first, self._turn, self._count = list[Any](), 0, items
+        self._items: OrderedDict[int, Any] = OrderedDict()
+        self._asking, self._is_set_up = asyncio.Lock(), False
+        self.stopping = weakref.finalize(self, stop, self.loop)
+        try:
+            self.env = self._thread.submit(_made(kind, config, server_configs, self.episodes)).result()
+        except BaseException:
+            self.stopping()
+            raise
+
+    @property
+    def tokenizer(self) -> Any:
+        """The environment's."""
+        return self.env.tokenizer
+
+    async def item(self, seed: int | None) -> Any:
+        """Returns a copy of the environment's next item; the same one for the same seed. Sets it up first.
+
+        Raises:
+            EnvFailed: the environment failed, or has no more items.
+            NotSuspendable: it asks for a completion before any episode.
+        """
+        async with self._asking:
+            try:
+                if not self._is_set_up:
+                    await self.env.setup()
+                    self._is_set_up = True
+                return copy.deepcopy(await self._next(seed))
+            except (EnvFailed, NotSuspendable):
+                raise
+            except Exception as error:
+                raise EnvFailed(
+                    f"the environment raised {error!r} before the episode",
+                    hint="its own traceback is the cause",
+                ) from error
+
+    async def _next(self, seed: int | None) -> Any:
+        if self._count is not None:
+            return await self._of_the_first(seed, self._count)
+        if seed is not None and seed in self._items:
+            self._items.move_to_end(seed)
+            return self._items[seed]
+        item = self.env.backlog.pop() if self.env.backlog else await self._drawn()
+        if seed is not None:
+            self._items[seed] = item
+            if len(self._items) > _SEEDS:
+                self._items.popitem(last=False)
+        return item
+
+    async def _of_the_first(self, seed: int | None, count: int) -> Any:
+        """The seed alone decides the item's number, not the requests before."""
+        if seed is None:
+            seed, self._turn = self._turn, self._turn + 1
+        while len(self._first) <= seed % count:
+            self._first.append(await self._drawn())
+        return self._first[seed % count]
+
+    async def _drawn(self) -> Any:
+        item = await self.env.get_next_item()
+        if item is None:
+            raise EnvFailed("the environment has no more items", hint="it ended by itself")
+        return item
+
+
+def runtime_of(
+    kind: type[Any], config: Any, tokenizer: str | None, items: int | None, user: object
+) -> Runtime:
+    """Returns the runtime of a class and config; an equal one that is in use is shared, and set up once.
+
+    Blocks while the environment is made. `leave` it in the end.
+
+    Args:
+        kind: the class.
+        config: fields that differ from the class's own config, or a whole config; its group size becomes 1.
+        tokenizer: name or folder, in place of the config's.
+        items: as of `Runtime`.
+        user: who uses it, until it leaves or is collected.
+
+    Raises:
+        BadArgument: the config has no such field, or a value of another type.
+        Exception: whatever the environment's constructor raises.
+    """
+    whole, server_configs = _config_of(kind, config or {}, tokenizer)
+    if items is not None and items < 1:
+        raise BadArgument(f"items={items} is less than 1", hint="items=None takes all")
+    key = (kind, f"{items} {whole!r}")
+    with _sharing:
+        runtime = _shared.get(key)
+        if runtime is None:
+            runtime = _shared[key] = Runtime(kind, whole, server_configs, items)
+        runtime.users.add(user)
+        return runtime
+
+
+def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
+    """Ends the runtime if nobody else uses it. Blocks until its thread has ended, or `timeout_s` seconds."""
+    with _sharing:
+        runtime.users.discard(user)
+        if runtime.users:
+            return
+        for key, each in list(_shared.items()):
+            if each is runtime:
+                del _shared[key]
+    runtime.stopping()
+    if runtime.thread is not threading.current_thread():
+        runtime.thread.join(timeout_s)
+
+
+def _config_of(kind: type[Any], config: Any, tokenizer: str | None) -> tuple[Any, Any]:
+    default, server_configs = kind.config_init()
+    changes = {"group_size": 1, **({} if tokenizer is None else {"tokenizer_name": tokenizer})}
+    if isinstance(config, Mapping):
+        unknown = sorted(set(config) - set(type(default).model_fields))
+        if unknown:
+            raise BadArgument(
+                f"the config of {kind.__name__} has no {', '.join(unknown)}",
+                hint=f"its fields: {', '.join(type(default).model_fields)}",
+            )
+        changes = {**config, **changes}
+    else:
+        default = config
+    try:
+        return type(default)(**{**dict(default), **changes}), server_configs
+    except ValueError as wrong:
+        raise BadArgument(
+            f"the config of {kind.__name__} cannot be: {wrong}", hint="see its fields"
+        ) from wrong
+
+
+async def _made(kind: type[Any], config: Any, server_configs: Any, episodes: weakref.WeakSet[Any]) -> Any:
+    """The environment with a policy in place of its server; made in its event loop, where it will run."""
+    from shmbridge.producers.gem.completions import AskingServer
+
+    taken = inspect.signature(kind).parameters
+    anything = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    # With testing, upstream's ServerManager makes no clients.
+    options = {"slurm": False, "testing": True}
+    env = kind(
+        config, server_configs, **{name: options[name] for name in options if anything or name in taken}
+    )
+    env.tokenizer.apply_chat_template = PlainTokens(env.tokenizer)
+
+    def outside(error: BaseException) -> None:
+        for episode in list(episodes):
+            episode.loop.call_soon_threadsafe(episode.fail, error)
+
+    first = server_configs[0] if isinstance(server_configs, list) and server_configs else server_configs
+    model_name = getattr(first, "model_name", "policy")
+    env.server = AskingServer(env.tokenizer, model_name, outside, getattr(env.server, "tool_parser", None))
+    return env

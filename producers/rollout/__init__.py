@@ -1,0 +1,48 @@
+"""Rollouts of plain Python environments: episodes sample from a token server and go into a lane as groups.
+
+`rollout.py` runs them; `episode.py` is one trajectory; `http_server.py` asks servers as `apis.py` says.
+"""
+
+from shmbridge.producers.rollout.chat_format import ChatFormat
+from shmbridge.producers.rollout.chat_server import ChatServer
+from shmbridge.producers.rollout.episode import ContextFull, Episode, known_versions
+from shmbridge.producers.rollout.group import EpisodeUnfinished, group_of
+from shmbridge.producers.rollout.http_server import HttpServer
+from shmbridge.producers.rollout.options import add_rollout_flags, rollout_of
+from shmbridge.producers.rollout.rollout import Rollout, Task, TooManyFailures
+from shmbridge.producers.rollout.sampling import (
+    Message,
+    NoTokens,
+    Sampled,
+    SampleServer,
+    Sampling,
+    ServerFailed,
+)
+from shmbridge.producers.rollout.stop import EXIT_CODE, leave, orderly_sigterm
+from shmbridge.producers.rollout.token_text import TokenText
+
+__all__ = [
+    "EXIT_CODE",
+    "ChatFormat",
+    "ChatServer",
+    "ContextFull",
+    "Episode",
+    "EpisodeUnfinished",
+    "HttpServer",
+    "Message",
+    "NoTokens",
+    "Rollout",
+    "SampleServer",
+    "Sampled",
+    "Sampling",
+    "ServerFailed",
+    "Task",
+    "TokenText",
+    "TooManyFailures",
+    "add_rollout_flags",
+    "group_of",
+    "known_versions",
+    "leave",
+    "orderly_sigterm",
+    "rollout_of",
+]

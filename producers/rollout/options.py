@@ -1,0 +1,70 @@
+"""The flags that command lines of rollouts share, and the `Rollout` they make."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shmbridge.producers.rollout.apis import APIS
+from shmbridge.producers.rollout.rollout import Rollout
+from shmbridge.producers.rollout.sampling import Sampling
+
+
+def add_rollout_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of bridge, server and sampling to `parser`."""
+    add = parser.add_argument
+    add("--bridge", required=True, help="name of the bridge, the same as the consumer's")
+    add("--server", required=True, metavar="URL", help="inference server, such as http://127.0.0.1:9004")
+    add("--api", choices=("auto", *APIS), default="auto", help="what the server speaks [auto: ask it]")
+    add("--model", help="name of the model in requests [the first that the server lists]")
+    add("--tokenizer", required=True, metavar="DIR_OR_ID", help="the model's tokenizer")
+    add("--allow-retokenise", action="store_true", help="take a chat server that gives no token ids; "
+        "rows are marked, and have no log-probabilities")  # fmt: skip
+    add("--group-size", type=int, default=8, metavar="N", help="episodes of one task [8]")
+    add("--concurrency", type=int, default=8, metavar="N", help="groups generated at once [8]")
+    add("--max-groups", type=int, metavar="N", help="end after N groups [run until the bridge drains]")
+    add("--context", type=int, metavar="N", help="most tokens of a row [as many as the server takes]")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of one answer [what is left of the context]")
+    add("--temperature", type=float, default=1.0, help="of sampling [1.0]")
+    add("--top-p", type=float, default=1.0, help="of sampling [1.0]")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends an answer; may be repeated",
+    )
+    add("--lane-bytes", default="64M", metavar="SIZE", help="size of the lane [64M]")
+    add(
+        "--on-full", choices=("block", "raise", "drop"), default="block", help="when the lane is full [block]"
+    )
+    add("--tickets", action="store_true", help="begin a group only when the consumer has room for it")
+    add("--stop-after-failures", type=int, default=8, metavar="N",
+        help="end after N groups in a row that failed [8; 0: never]")  # fmt: skip
+
+
+def rollout_of(options: argparse.Namespace, env_name: str, **more: Any) -> Rollout:
+    """Returns the `Rollout` that the flags ask for. Reserves the lane's memory."""
+    return Rollout(
+        options.bridge,
+        options.server,
+        options.tokenizer,
+        env_name=env_name,
+        sampling=Sampling(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            stop=tuple(options.stop),
+        ),
+        group_size=options.group_size,
+        concurrency=options.concurrency,
+        context=options.context,
+        api=options.api,
+        model=options.model,
+        allow_retokenise=options.allow_retokenise,
+        stop_after_failures=options.stop_after_failures,
+        tickets=options.tickets,
+        lane_bytes=options.lane_bytes,
+        on_full=options.on_full,
+        **more,
+    )

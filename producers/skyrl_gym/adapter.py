@@ -1,0 +1,211 @@
+"""SkyRL-Gym as an Atropos environment: `SkyRLAdapter`, for runs whose environments are all of Atropos.
+
+    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
+
+    if __name__ == "__main__":
+        SkyRLAdapter.cli()
+
+Such a script runs as any other: `python -m shmbridge.producers.atropos --step-rewards --bridge run1 script.py
+serve --env.skyrl_repo_id DATA_SET`. A run without Atropos takes `python -m shmbridge.producers.skyrl_gym`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from pydantic import Field
+
+from shmbridge.producers.rollout import ChatFormat, Episode, Sampling, Task, TooManyFailures
+from shmbridge.producers.skyrl_gym.atropos_group import scored_group
+from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
+from shmbridge.producers.skyrl_gym.env_process import EnvProcess, server_command
+from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
+from shmbridge.producers.skyrl_gym.play import SkyRLPlay
+from shmbridge.producers.skyrl_gym.tasks import SkyRLTask, SkyRLTasks
+from shmbridge.producers.skyrl_gym.traces import TagPair
+
+log = logging.getLogger(__name__)
+
+
+class SkyRLConfig(BaseEnvConfig):
+    """What an adapter of SkyRL-Gym is told, beside what every Atropos environment is."""
+
+    skyrl_repo_id: str = Field(
+        default="NovaSky-AI/Sky-AIME-5K", description="data set in SkyRL's format: a path, or a name"
+    )
+    skyrl_split: str = Field(default="train", description="part of the data set")
+    skyrl_env: str = Field(default="", description="environment of all rows; empty: what each row says")
+    skyrl_max_turns: int = Field(
+        default=-1, description="most turns, for environments that use it; -1: theirs"
+    )
+    enable_process_rewards: bool = Field(default=True, description="forward the reward of each step")
+    thought_start_tag: str = Field(default="<think>", description="tag before a reasoning trace")
+    thought_end_tag: str = Field(default="</think>", description="tag after a reasoning trace")
+    temperature: float = Field(default=1.0, description="of sampling")
+    top_p: float = Field(default=1.0, description="of sampling")
+    stop: str = Field(default="", description="text that ends an answer, or a JSON list of them")
+    separate_process: bool = Field(default=False, description="run SkyRL-Gym in a process of its own")
+    env_python: str = Field(default="", description="that process's interpreter; empty: this one")
+    env_imports: str = Field(default="", description="modules that register environments, with commas")
+    env_config: str = Field(default="", description="settings of the environment class, a JSON object")
+    stop_after_failures: int = Field(
+        default=8, description="end after so many groups in a row that failed; 0: never"
+    )
+
+
+class SkyRLAdapter(BaseEnv):
+    """Plays SkyRL-Gym episodes as groups of Atropos, with exact tokens, rewards of steps, and traces.
+
+    `step_rewards` and `env_metrics` are no fields of Atropos: its own rollout server drops them, a bridge
+    carries them. Runs in one event loop, as every BaseEnv, and blocks it only to start a process of its own.
+    """
+
+    name = "skyrl"
+    env_config_cls: type[SkyRLConfig] = SkyRLConfig
+    config: SkyRLConfig
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        config = self.config
+        self._process: EnvProcess | None = None
+        self._env_config: dict[str, Any] = json.loads(config.env_config or "{}")
+        self._chat = ChatFormat(self.tokenizer)
+        self._sampler = AtroposServer(self.server)
+        self._sampling = Sampling(
+            max_tokens=config.max_token_length,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            stop=_texts(config.stop),
+        )
+        self._numbers = itertools.count()
+        self.failed: Counter[str] = Counter()  # groups that failed, by kind of error
+        self._in_a_row: list[Exception] = []
+        self._play = SkyRLPlay(
+            self._make,
+            tags=[TagPair(config.thought_start_tag, config.thought_end_tag)],
+            process_rewards=config.enable_process_rewards,
+            max_turns=config.skyrl_max_turns if config.skyrl_max_turns > 0 else None,
+        )
+
+    @classmethod
+    def config_init(cls) -> tuple[SkyRLConfig, list[APIServerConfig]]:
+        """Returns the defaults: a server of token ids on port 9004, as shmbridge's policy server is."""
+        server = APIServerConfig(
+            model_name="policy", base_url="http://127.0.0.1:9004/v1", api_key="x", server_type="vllm"
+        )
+        return cls.env_config_cls(steps_per_eval=0), [server]
+
+    def get_server_command(self) -> list[str]:
+        """Returns the command of the process that serves the data set's environments. Never blocks."""
+        config = self.config
+        return server_command(
+            config.skyrl_repo_id, python=config.env_python or None, split=config.skyrl_split
+        )
+
+    async def setup(self) -> None:
+        """Reads the tasks, and starts the environments' process where it is wanted.
+
+        Raises:
+            BadTask: the data set cannot be read, is not in SkyRL's format, or wants unknown environments.
+            EnvProcessEnded: the process did not start.
+        """
+        config = self.config
+        if config.separate_process:
+            # here, not in a thread that ends: the process ends with the thread that started it
+            self._process = EnvProcess(
+                self.get_server_command(), modules=self._modules(), env_config=self._env_config
+            )
+            rows: Any = await asyncio.to_thread(self._process.rows)
+            self._tasks = SkyRLTasks(rows, env_class=config.skyrl_env or None)
+        else:
+            self._tasks = await asyncio.to_thread(
+                SkyRLTasks.load,
+                config.skyrl_repo_id,
+                split=config.skyrl_split,
+                env_class=config.skyrl_env or None,
+            )
+            names = {self._tasks[number].data.env_class for number in range(len(self._tasks))}
+            check_registered(names, self._modules())
+        log.info("%d tasks of %s", len(self._tasks), config.skyrl_repo_id)
+
+    async def get_next_item(self) -> int:
+        """Returns the number of the next row, over and over.
+
+        Raises:
+            EnvProcessEnded, TooManyFailures: nothing but errors would come; BaseEnv ends with it.
+        """
+        if self._process is not None:
+            self._process.check()
+        most = self.config.stop_after_failures
+        if most and len(self._in_a_row) >= most:
+            raise TooManyFailures(
+                f"{len(self._in_a_row)} groups in a row failed, the last with {self._in_a_row[-1]!r}",
+                hint="mend the environment or the server; --env.stop_after_failures 0 goes on",
+            ) from self._in_a_row[-1]
+        return next(self._numbers) % len(self._tasks)
+
+    async def collect_trajectories(self, item: int) -> tuple[dict[str, Any], list[int]]:
+        """Returns the group of one row. Whatever goes wrong costs the group, and is counted in `failed`."""
+        try:
+            group = await self._group(item)
+        except Exception as error:
+            kind = type(error).__name__
+            self.failed[kind] += 1
+            self._in_a_row.append(error)
+            if self.failed[kind] == 1:
+                log.error("a group failed, further ones like it are only counted: %s", error)
+            raise
+        self._in_a_row.clear()
+        return group, []
+
+    async def _group(self, item: int) -> dict[str, Any]:
+        task = await asyncio.to_thread(self._tasks.__getitem__, item)
+        episodes = [self._episode(task, number) for number in range(self.config.group_size)]
+        try:
+            async with asyncio.TaskGroup() as together:
+                for episode in episodes:
+                    together.create_task(self._played(episode, task))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return scored_group(episodes, self._play.env_metrics(episodes))
+
+    async def evaluate(self, *args: Any, **options: Any) -> None:
+        """Does nothing: evaluate with another adapter on another split."""
+
+    def _episode(self, task: Task[SkyRLTask], repetition: int) -> Episode:
+        longest = (
+            self.max_token_len - 1 if self.max_token_len > 0 else None
+        )  # BaseEnv drops a group beyond it
+        return Episode(
+            self._sampler,
+            self._chat,
+            task.messages,
+            self._sampling,
+            context=longest,
+            instance_id=task.instance_id or "",
+            repetition_id=repetition,
+        )
+
+    async def _played(self, episode: Episode, task: Task[SkyRLTask]) -> None:
+        await self._play(episode, task.data)
+
+    def _modules(self) -> list[str]:
+        return [name.strip() for name in self.config.env_imports.split(",") if name.strip()]
+
+    def _make(self, env_class: str, extras: Mapping[str, Any]) -> Any:
+        if self._process is not None:
+            return self._process.make(env_class, dict(extras))
+        return made_here(env_class, dict(extras), self._env_config)
+
+
+def _texts(said: str) -> tuple[str, ...]:
+    if said.startswith("["):
+        return tuple(json.loads(said))
+    return (said,) if said else ()

@@ -1,0 +1,44 @@
+"""A group of episodes in the form of Atropos: `scored_group`, with what that form lacks beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shmbridge.producers.rollout import Episode, group_of
+
+_MASKED = -100  # of `masks`
+_NO_LOGPROB = 1.0  # of `inference_logprobs`, where a token was not sampled
+
+# What Atropos has no field for; on a bridge they arrive in columns, or in `extra`.
+_BESIDE = ("step_rewards", "step_ends", "trace_spans", "instance_id", "repetition_id")
+
+
+def scored_group(episodes: Sequence[Episode], env_metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns a ScoredDataGroup of finished episodes, with `env_metrics` and rewards of steps. Never blocks.
+
+    Raises:
+        EpisodeUnfinished: an episode has no answer, or no score.
+    """
+    columns = group_of(episodes)
+    group: dict[str, Any] = {
+        "tokens": columns["tokens"],
+        "masks": [
+            [token if sampled else _MASKED for token, sampled in zip(each.tokens, each.mask, strict=True)]
+            for each in episodes
+        ],
+        "scores": columns["score"],
+        "messages": [[dict(message) for message in row] for row in columns["messages"]],
+        "generation_params": {"temperature": episodes[0].sampling.temperature},
+        "env_metrics": env_metrics,
+        **{name: columns[name] for name in _BESIDE if name in columns},
+    }
+    if "inference_logprobs" in columns:
+        group["inference_logprobs"] = [
+            [
+                logprob if sampled else _NO_LOGPROB
+                for logprob, sampled in zip(each.logprobs or (), each.mask, strict=True)
+            ]
+            for each in episodes
+        ]
+    return group

@@ -1,0 +1,270 @@
+"""Atropos environments of every way to ask: messages, text, tokens, a managed server; good and bad manners.
+
+Each counts its runs and the completions it asked for, in lists of its own object.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from pydantic import Field
+
+
+class PlainConfig(BaseEnvConfig):
+    turns: int = Field(default=3, description="questions of an episode")
+    score: float = Field(default=1.0, description="of every episode")
+    breaks_in_turn: int = Field(default=-1, description="raise after this many answers")
+    setup_fails: bool = Field(default=False, description="setup raises")
+
+
+class ChatEnv(BaseEnv):
+    """Counts upwards with the model, message by message; every rollout by itself."""
+
+    name = "chat"
+    env_config_cls = PlainConfig
+    setups = 0
+
+    @classmethod
+    def config_init(cls):
+        server = APIServerConfig(model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x")
+        return PlainConfig(group_size=8, use_wandb=False), [server]
+
+    async def setup(self):
+        if self.config.setup_fails:
+            raise RuntimeError("no data")
+        type(self).setups += 1
+        self.items, self.runs, self.said = itertools.count(1), [], []
+
+    async def get_next_item(self):
+        return {"start": next(self.items)}
+
+    async def evaluate(self, *args, **kwargs):
+        pass
+
+    async def ask(self, chat):
+        completion = await self.server.chat_completion(messages=chat, n=1, max_tokens=9, temperature=0.5)
+        self.said.append(completion.choices[0].message.content)
+        if len(chat) // 2 == self.config.breaks_in_turn:
+            raise KeyError("the environment broke")
+        return self.said[-1]
+
+    async def collect_trajectory(self, item):
+        self.runs.append(item["start"])
+        chat = [{"role": "system", "content": "count"}, {"role": "user", "content": str(item["start"])}]
+        for turn in range(self.config.turns):
+            chat.append({"role": "assistant", "content": await self.ask(chat)})
+            if turn + 1 < self.config.turns:
+                chat.append({"role": "user", "content": f"and after {chat[-1]['content']}?"})
+        row = tokenize_for_trainer(
+            self.tokenizer, chat, include_messages=True, train_on_all_assistant_turns=True
+        )
+        item["start"] = -1  # items may be changed
+        return ScoredDataItem(**row, scores=self.config.score), []
+
+
+class GroupEnv(ChatEnv):
+    """Token-exact through the managed server, over several turns, a whole group at a time."""
+
+    name = "group"
+
+    async def collect_trajectories(self, item):
+        self.runs.append(item["start"])
+        chat = [{"role": "user", "content": str(item["start"])}]
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            for _ in range(self.config.turns):
+                completion = await managed.chat_completion(
+                    messages=chat, n=self.config.group_size, max_tokens=9, temperature=0.5
+                )
+                self.said.append(completion.choices[0].message.content)
+                chat += [{"role": "assistant", "content": self.said[-1]}, {"role": "user", "content": "next"}]
+            (node,) = managed.get_state()["nodes"]
+        self.logprobs_seen = node.logprobs
+        group = ScoredDataGroup(
+            tokens=[node.tokens],
+            masks=[node.masked_tokens],
+            inference_logprobs=[node.logprobs],
+            scores=[self.config.score],
+        )
+        return group, []
+
+
+class TextEnv(ChatEnv):
+    """Continues a text."""
+
+    name = "text"
+
+    async def collect_trajectory(self, item):
+        self.runs.append(item["start"])
+        text = f"{item['start']}:"
+        for _ in range(self.config.turns):
+            completion = await self.server.completion(prompt=text, n=1, max_tokens=9, stop=["\n"])
+            self.said.append(completion.choices[0].text)
+            text += self.said[-1] + "\nnext:"
+        tokens = self.tokenizer.encode(text)
+        return ScoredDataItem(tokens=tokens, masks=tokens, scores=self.config.score), []
+
+
+class TokensEnv(ChatEnv):
+    """Asks for token ids and log-probabilities itself."""
+
+    name = "tokens"
+
+    async def collect_trajectory(self, item):
+        prompt, tokens, logprobs, reasons = await self.server.tokens_and_logprobs_completion(
+            prompt=f"{item['start']}:", n=1, max_tokens=9
+        )
+        row = {
+            "tokens": prompt + tokens[0],
+            "masks": [-100] * len(prompt) + tokens[0],
+            "inference_logprobs": [1.0] * len(prompt) + logprobs[0],
+            "messages": [{"role": "assistant", "content": reasons[0]}],
+        }
+        return {**row, "scores": self.config.score}, []
+
+
+class LogprobsEnv(ChatEnv):
+    """Asks for the log-probabilities of a chat completion and of a text completion."""
+
+    name = "logprobs"
+
+    async def collect_trajectory(self, item):
+        chat = await self.server.chat_completion(messages=[{"role": "user", "content": "a"}], logprobs=True)
+        text = await self.server.completion(prompt="b", logprobs=1)
+        seen = [each.logprob for each in chat.choices[0].logprobs.content]
+        seen += text.choices[0].logprobs.token_logprobs
+        return {
+            "tokens": [1] * len(seen),
+            "masks": [1] * len(seen),
+            "inference_logprobs": seen,
+            "scores": 1.0,
+        }, []
+
+
+class FourEnv(ChatEnv):
+    """Best of four: asks for them at once, whatever the group size."""
+
+    name = "four"
+
+    async def collect_trajectory(self, item):
+        self.runs.append(item["start"])
+        completion = await self.server.chat_completion(messages=[{"role": "user", "content": "4"}], n=4)
+        self.said = [choice.message.content for choice in completion.choices]
+        tokens = self.tokenizer.encode(max(self.said))
+        return ScoredDataItem(tokens=tokens, masks=tokens, scores=float(len(set(self.said)))), []
+
+
+class TogetherEnv(ChatEnv):
+    """Two conversations at the same time."""
+
+    name = "together"
+
+    async def collect_trajectory(self, item):
+        self.runs.append(item["start"])
+        self.said = await asyncio.gather(*(self.ask([{"role": "user", "content": each}]) for each in "ab"))
+        return ScoredDataItem(tokens=[1], masks=[1], scores=float(self.said == ["A", "B"])), []
+
+
+class ThreadEnv(ChatEnv):
+    """Asks from a thread, in an event loop of its own, and swallows errors."""
+
+    name = "thread"
+
+    async def collect_trajectory(self, item):
+        self.runs.append(item["start"])
+        chat = [{"role": "user", "content": "t"}]
+        try:
+            said = await asyncio.to_thread(lambda: asyncio.run(self.ask(chat)))
+        except Exception:
+            said = ""
+        return ScoredDataItem(tokens=[1], masks=[1], scores=float(said == "T")), []
+
+
+class WorkerEnv(ChatEnv):
+    """One task asks for all episodes."""
+
+    name = "worker"
+
+    async def setup(self):
+        await super().setup()
+        self.queue = asyncio.Queue()
+        self.worker = asyncio.create_task(self.work())
+
+    async def work(self):
+        while True:
+            chat, answer = await self.queue.get()
+            with contextlib.suppress(Exception):  # and the episode waits for ever
+                answer.set_result(await self.ask(chat))
+
+    async def collect_trajectory(self, item):
+        answer = asyncio.get_running_loop().create_future()
+        self.queue.put_nowait(([{"role": "user", "content": "w"}], answer))
+        return ScoredDataItem(tokens=[1], masks=[1], scores=float(await answer == "W")), []
+
+
+class ImpatientEnv(ChatEnv):
+    """Bounds the time of a completion, and gives its episode a score of zero."""
+
+    name = "impatient"
+    gave_up = threading.Event()
+
+    async def collect_trajectory(self, item):
+        try:
+            await asyncio.wait_for(self.ask([{"role": "user", "content": "i"}]), 0.05)
+        except TimeoutError:
+            self.gave_up.set()
+        return ScoredDataItem(tokens=[1], masks=[1], scores=0.0), []
+
+
+class OddEnv(ChatEnv):
+    """Answers one question, then does what `ends` says."""
+
+    name = "odd"
+    ends = "none"
+
+    async def collect_trajectory(self, item):
+        if self.ends == "silent":
+            return ScoredDataItem(tokens=[1], masks=[1], scores=1.0), []
+        await self.ask([{"role": "user", "content": "o"}])
+        if self.ends == "exit":
+            raise SystemExit(3)
+        if self.ends == "hang":
+            await asyncio.Event().wait()
+        if self.ends == "teacher":
+            await self.server.get_logprobs(prompt="o")
+        if self.ends == "postprocessed":
+            return ScoredDataItem(tokens=[1], masks=[1], scores=1.0), [{"start": 77}]
+        return {"none": None, "nan": {"tokens": [1], "masks": [1], "scores": float("nan")}}[self.ends], []
+
+    async def postprocess_histories(self, group):
+        return (
+            {**group, "scores": [score + 10 for score in group["scores"]]}
+            if self.ends == "postprocessed"
+            else group
+        )
+
+
+class StepwiseEnv(ChatEnv):
+    """A group for every step."""
+
+    name = "stepwise"
+
+    async def collect_trajectories(self, item):
+        groups = []
+        for step in range(self.config.turns):
+            await self.ask([{"role": "user", "content": str(step)}])
+            groups.append(ScoredDataGroup(tokens=[[step]], masks=[[step]], scores=[float(step)]))
+        return groups, []
+
+
+class RewrittenEnv(ChatEnv):
+    """Shows the model a summary instead of the conversation."""
+
+    name = "rewritten"
+
+    async def collect_trajectory(self, item):
+        said = await self.ask([{"role": "user", "content": "first"}])
+        await self.ask([{"role": "user", "content": f"so far: {said}"}])
+        return ScoredDataItem(tokens=[1], masks=[1], scores=1.0), []

@@ -1,0 +1,273 @@
+"""SkyRLAdapter under `serve`: an Atropos environment whose groups arrive with rewards of steps and traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from skyrl_rows import task
+from skyrl_scripted import Scripted
+
+import shmbridge
+from shmbridge.testing import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+HERE = Path(__file__).parent
+RUN = shmbridge.Run(batch_size=16, max_token_len=120, num_steps=1000)
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        task(uid=str(number), prompt=[{"role": "user", "content": f">{number}"}], log=str(tmp_path / "log"))
+        for number in range(4)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def serve(
+    tmp_path: Path, bridge: str, tiny: Path, data: str, policy_server: str, child_environment: dict[str, str]
+) -> Iterator[Start]:
+    """Starts the adapter under `serve`; its output goes into tmp_path/env.log."""
+    started = []
+
+    def run(*flags: str, **env: str) -> subprocess.Popen[str]:
+        settings = {
+            "tokenizer_name": str(tiny),
+            "skyrl_repo_id": data,
+            "group_size": "4",
+            "max_token_length": "6",
+            "use_wandb": "false",
+            "ensure_scores_are_not_same": "false",
+            "total_steps": "1000",
+        } | env
+        command = [
+            sys.executable,
+            "-m",
+            "shmbridge.producers.atropos",
+            "--bridge",
+            bridge,
+            "--lane-bytes",
+            "1M",
+        ]
+        command += [*flags, str(HERE / "envs" / "counting_adapter.py"), "serve"]
+        for name, value in settings.items():
+            command += [f"--env.{name}", value]
+        command += ["--openai.base_url", f"{policy_server}/v1", "--openai.tokenizer_name", str(tiny)]
+        with (tmp_path / "env.log").open("wb") as log:
+            started.append(
+                subprocess.Popen(command, stdout=log, stderr=log, text=True, env=child_environment)
+            )
+        return started[-1]
+
+    yield run
+    for each in started:
+        if each.poll() is None:
+            each.kill()
+        each.wait(30)
+
+
+def first(consumer: shmbridge.Consumer, process: subprocess.Popen[str], log: Path) -> Any:
+    """The first record; a process that ends before fails the test with its log."""
+    give_up = time.monotonic() + 120
+    while time.monotonic() < give_up:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            return consumer.get(1)
+        except shmbridge.ConsumerEmpty:
+            continue
+    raise AssertionError(log.read_text()[-4000:])
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["here", "own process"])
+def test_groups_arrive_whole(
+    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path, separate: bool
+) -> None:
+    consumer = make_consumer(run=RUN)
+    settings = {"separate_process": "true", "env_imports": "counting_env"} if separate else {}
+    process = serve("--step-rewards", thought_start_tag="1", thought_end_tag="?", **settings)
+    records = 0
+    pids = set()
+    while records < 3:
+        with first(consumer, process, tmp_path / "env.log") as record:
+            records += 1
+            noted = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+            pids |= {each["pid"] for each in noted}
+            group = record.to_scored_data()
+            metrics = record.json("extra")["env_metrics"]
+            assert group["env_metrics"] == metrics
+            assert metrics["prm_supported"] is True
+            assert len(metrics["reasoning_traces"]) == len(record) == 4
+            for row in range(4):
+                check(record, group, row, noted)
+                said = "".join(
+                    each["content"] for each in group["messages"][row] if each["role"] == "assistant"
+                )
+                assert (metrics["reasoning_traces"][row] is not None) <= ("1" in said)
+    assert pids == {process.pid} or separate
+    assert process.pid not in pids or not separate
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    if separate:
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=10)
+
+
+def check(record: Any, group: dict[str, Any], row: int, noted: list[dict[str, Any]]) -> None:
+    """One row against what its environment noted, and against itself."""
+    uid = group["instance_id"][row]
+    answers = [each["content"] for each in group["messages"][row] if each["role"] == "assistant"]
+    rewards = record["step_rewards"][row].tolist()
+    assert any(
+        each["uid"] == uid
+        and each["actions"] == answers
+        and np.float32(each["rewards"]).tolist() == rewards
+        and sum(each["rewards"]) == pytest.approx(group["scores"][row])
+        for each in noted
+    )
+    tokens, masks, logprobs = (group[name][row] for name in ("tokens", "masks", "inference_logprobs"))
+    trained = [mask != -100 for mask in masks]
+    assert [mask for mask in masks if mask != -100] == [
+        t for t, each in zip(tokens, trained, strict=True) if each
+    ]
+    assert all(
+        (value <= 0.0) if each else (value == 1.0) for value, each in zip(logprobs, trained, strict=True)
+    )
+    ends = [
+        at + 1 for at, each in enumerate(trained) if each and (at + 1 == len(trained) or not trained[at + 1])
+    ]
+    assert record["step_ends"][row].tolist() == ends
+    assert len(tokens) < RUN.max_token_len
+    assert (record["token_versions"][row] >= 0).tolist() == trained  # stamped from the server's responses
+
+
+def test_errors_of_environments_are_no_rows(
+    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path
+) -> None:
+    path = tmp_path / "mixed.jsonl"
+    rows = [task(uid="bad", breaks_at=2), task(uid="good", max_turns=1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    consumer = make_consumer(run=RUN)
+    process = serve(skyrl_repo_id=str(path), enable_process_rewards="false")
+    for _ in range(2):
+        with first(consumer, process, tmp_path / "env.log") as record:
+            assert record.to_scored_data()["instance_id"] == ["1"] * 4
+            assert "step_rewards" not in record
+            assert record.json("extra")["env_metrics"]["prm_supported"] is False
+    wait_until(lambda: "a group failed, further ones" in (tmp_path / "env.log").read_text(), timeout_s=30)
+    assert "ZeroDivisionError: as the task wants" in (tmp_path / "env.log").read_text()
+
+
+def ended(process: subprocess.Popen[str], consumer: shmbridge.Consumer) -> int | None:
+    """The exit code of a process that ends by itself; a consumer answers it meanwhile."""
+    give_up = time.monotonic() + 90
+    while process.poll() is None and time.monotonic() < give_up:
+        for record in consumer.poll():
+            record.release()
+        time.sleep(0.05)
+    return process.poll()
+
+
+def test_the_end_of_the_environments_process_ends_the_adapter(
+    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path
+) -> None:
+    consumer = make_consumer(run=RUN)
+    process = serve(separate_process="true", env_imports="counting_env")
+    with first(consumer, process, tmp_path / "env.log"):
+        pass
+    (pid,) = {json.loads(line)["pid"] for line in (tmp_path / "log").read_text().splitlines()}
+    os.kill(pid, signal.SIGKILL)
+    assert ended(process, consumer) == 2, (tmp_path / "env.log").read_text()[-3000:]
+    assert "[SB514] the environments' process" in (tmp_path / "env.log").read_text()
+
+
+def test_its_command_names_the_data_set(tiny: Path, data: str) -> None:
+    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter, SkyRLConfig
+
+    config, servers = SkyRLAdapter.config_init()
+    assert (config.skyrl_repo_id, config.enable_process_rewards) == ("NovaSky-AI/Sky-AIME-5K", True)
+    assert (config.thought_start_tag, config.thought_end_tag) == ("<think>", "</think>")
+    assert (SkyRLAdapter.name, SkyRLAdapter.env_config_cls) == ("skyrl", SkyRLConfig)
+    settings = config.model_dump() | {"tokenizer_name": str(tiny), "skyrl_repo_id": data, "use_wandb": False}
+    servers[0].tokenizer_name = str(tiny)
+    env = SkyRLAdapter(SkyRLConfig(**settings), servers)
+    command = env.get_server_command()
+    assert command[command.index("--repo_id") + 1] == data
+
+
+async def test_only_errors_end_it(tiny: Path, tmp_path: Path) -> None:
+    """By an error of get_next_item: under `serve` it ends the adapter with exit code 2, as the test above."""
+    from shmbridge.producers.rollout import TooManyFailures
+    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
+    from shmbridge.producers.skyrl_gym.errors import EnvironmentFailed
+
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(task(breaks_at=1)) + "\n")
+    config, servers = SkyRLAdapter.config_init()
+    settings = {"skyrl_repo_id": str(path), "stop_after_failures": 3, "use_wandb": False, "group_size": 2}
+    settings |= {"stop": '["?"]', "env_config": '{"bonus": 1}', "tokenizer_name": str(tiny)}
+    env = SkyRLAdapter(config.model_copy(update=settings), servers, testing=True)
+    env._sampler = Scripted(env.tokenizer, lambda prompt, number: "1")
+    await env.setup()
+    for number in range(3):
+        assert await env.get_next_item() == 0
+        with pytest.raises(EnvironmentFailed, match="ZeroDivisionError: as the task wants"):
+            await env.collect_trajectories(0)
+        assert env.failed == {"EnvironmentFailed": number + 1}
+    with pytest.raises(TooManyFailures, match="3 groups in a row failed"):
+        await env.get_next_item()
+
+
+def test_a_subclass_has_its_own_config() -> None:
+    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter, SkyRLConfig
+
+    class OwnConfig(SkyRLConfig):
+        difficulty: int = 3
+
+    class OwnAdapter(SkyRLAdapter):
+        env_config_cls = OwnConfig
+
+    config, _ = OwnAdapter.config_init()
+    assert isinstance(config, OwnConfig)
+    assert (config.difficulty, config.steps_per_eval) == (3, 0)
+
+
+async def test_a_server_without_token_ids_is_refused() -> None:
+    from atroposlib.envs.base import APIServerConfig
+    from atroposlib.envs.server_handling.server_manager import APIServer, ServerManager
+
+    from shmbridge.producers.rollout import NoTokens, Sampling
+    from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
+
+    config = APIServerConfig(
+        model_name="m", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False
+    )
+    server = AtroposServer(ServerManager([config], server_class=APIServer))
+    with pytest.raises(NoTokens, match="not supported"):
+        await server.sample([1, 2], Sampling(max_tokens=4))
+
+
+async def test_an_answer_that_ended_with_an_error_is_refused() -> None:
+    from shmbridge.producers.rollout import Sampling, ServerFailed
+    from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
+
+    class Manager:
+        async def tokens_and_logprobs_completion(self, **asked: Any) -> Any:
+            return asked["input_ids"], [[5]], [[-0.5]], ["error"]
+
+    with pytest.raises(ServerFailed, match="ended the answer with an error"):
+        await AtroposServer(Manager()).sample([1, 2], Sampling(max_tokens=4))

@@ -1,0 +1,190 @@
+"""`python -m shmbridge.producers.skyrl_gym`: groups on the bridge, mistakes in two lines, an orderly end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from skyrl_rows import task
+
+import shmbridge
+from shmbridge.producers.skyrl_gym.__main__ import main
+from shmbridge.testing import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        task(uid=str(number), max_turns=2, prompt=[{"role": "user", "content": f">{number}"}])
+        for number in range(4)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def start(
+    bridge: str, tiny: Path, data: str, policy_server: str, child_environment: dict[str, str]
+) -> Iterator[Start]:
+    """Starts the command with the flags that all need; others take their place or follow."""
+    started = []
+
+    def run(*flags: str, **instead: str) -> subprocess.Popen[str]:
+        needed = {
+            "bridge": bridge,
+            "server": policy_server,
+            "tokenizer": str(tiny),
+            "repo-id": data,
+        } | instead
+        words = [word for name, value in needed.items() for word in (f"--{name}", value)]
+        command = [sys.executable, "-m", "shmbridge.producers.skyrl_gym", *words, "--import", "counting_env"]
+        command += [
+            "--lane-bytes",
+            "1M",
+            "--max-tokens",
+            "6",
+            "--context",
+            "100",
+            "--group-size",
+            "4",
+            *flags,
+        ]
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment
+            )
+        )
+        return started[-1]
+
+    yield run
+    for each in started:
+        if each.poll() is None:
+            each.kill()
+        each.communicate()
+
+
+@pytest.mark.parametrize("where", [[], ["--env-python", sys.executable]], ids=["here", "own process"])
+def test_groups_of_a_data_set(start: Start, consumer: shmbridge.Consumer, where: list[str]) -> None:
+    process = start("--epochs", "1", "--env-config", "bonus=0.5", *where)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "4 groups were put; failed: none" in output
+    for _ in range(4):
+        with consumer.get(5) as record:
+            assert len(record) == 4
+            assert [len(row) for row in record["step_rewards"]] == [2] * 4
+            assert min(row.min() for row in record["step_rewards"]) >= 0.5
+            assert record.json("extra")["env_metrics"]["prm_supported"]
+
+
+def test_flags_of_tags_and_rewards(start: Start, consumer: shmbridge.Consumer) -> None:
+    """Digits stand for tags: the tiny model says nothing else."""
+    process = start("--max-groups", "2", "--no-process-rewards", *[
+        word for digit in range(10) for word in ("--thought-tags", str(digit), ":")
+    ])  # fmt: skip
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    with consumer.get(5) as record:
+        assert "step_rewards" not in record
+        said = "".join(
+            each["content"] for row in record.json("messages") for each in row if each["role"] == "assistant"
+        )
+        assert any(each.isdigit() for each in said)
+        assert any(record.json("extra")["env_metrics"]["reasoning_traces"])
+
+
+def test_sigterm_ends_it_in_order(start: Start, bridge: str, consumer: shmbridge.Consumer) -> None:
+    process = start("--shuffle", "1")
+    with consumer.get(90):
+        pass
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "Traceback" not in errors
+    wait_until(
+        lambda: (
+            not any(
+                lane.alive for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes
+            )
+        )
+    )
+
+
+def test_a_call_that_never_returns_does_not_keep_it(start: Start, tmp_path: Path) -> None:
+    path, begun = tmp_path / "slow.jsonl", tmp_path / "begun"
+    path.write_text(json.dumps(task(slow=1e6, begun=str(begun))))
+    process = start("--max-groups", "1", **{"repo-id": str(path)})
+    wait_until(begun.exists, timeout_s=90)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 143, errors
+    assert "calls of environments did not return within 3 s" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "instead", "said"),
+    [
+        ([], {"repo-id": "./none.parquet"}, "there is no file or folder ./none.parquet"),
+        (["--env", "chess"], {}, "no environment 'chess' is registered"),
+        (["--import", "no_such_module"], {}, "no_such_module cannot be imported"),
+        (["--thought-tags", "x", "x"], {}, "a trace needs two different tags"),
+        (["--env-config", "bonus"], {}, "--env-config bonus is no KEY=VALUE"),
+        (["--env-python", "/no/python"], {}, "/no/python cannot be run"),
+        ([], {"bridge": "no/such"}, "bridge"),
+        (["--group-size", "0"], {}, "group_size=0"),
+        ([], {"tokenizer": "./no-tokenizer"}, "no-tokenizer"),
+    ],
+)
+def test_mistakes_are_answered_in_two_lines(
+    bridge: str,
+    tiny: Path,
+    data: str,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    instead: dict[str, str],
+    said: str,
+) -> None:
+    """In this process: what can be wrong is found before anything is asked."""
+    needed = {"bridge": bridge, "server": "http://127.0.0.1:9", "tokenizer": str(tiny), "repo-id": data}
+    words = [word for name, value in (needed | instead).items() for word in (f"--{name}", value)]
+    assert main([*words, *flags]) == 2
+    errors = capsys.readouterr().err
+    lines = [line for line in errors.splitlines() if line.startswith(("error: ", "hint: "))]
+    assert [line.split(":")[0] for line in lines] == ["error", "hint"], errors
+    assert said in lines[0]
+    assert "Traceback" not in errors
+
+
+def test_a_command_that_cannot_start_exits_with_two(start: Start) -> None:
+    process = start("--env", "chess")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2, errors
+    assert "error: no environment 'chess' is registered" in errors
+
+
+def test_environments_that_fail_end_it(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "breaking.jsonl"
+    path.write_text(json.dumps(task(breaks_at=1)) + "\n")
+    process = start("--stop-after-failures", "2", **{"repo-id": str(path)})
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert "error: 2 groups in a row failed" in errors
+    assert "as the task wants" in errors
+
+
+def test_help_has_examples(child_environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "shmbridge.producers.skyrl_gym", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=child_environment, timeout=60)
+    assert done.returncode == 0
+    assert "examples:" in done.stdout
