@@ -47,7 +47,7 @@ def _build(tree: Path, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", *build],
         cwd=tree,
-        env={**os.environ, "SHMBRIDGE_FAULTS": "1"},
+        env={**os.environ, "SHMBRIDGE_FAULTS": "1", "CFLAGS": "-O1"},  # compiles in half the time
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

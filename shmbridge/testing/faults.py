@@ -61,6 +61,9 @@ WEIGHTS_FILLING = ("weights.parts_refused",)
 WEIGHTS_PARTS = ("weights.part_locked", "weights.part_written", "weights.part_counted")
 WEIGHTS_READING = ("weights.leased",)
 
+STORING = ("values.created", "values.locked", "values.written", "values.committed")
+CLEARING = ("values.released",)
+
 # Every label, per role that passes it.
 LABELS: Mapping[str, tuple[str, ...]] = {
     "anyone": CREATING_CONTROL + SWEEPING,
@@ -70,6 +73,8 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "weights writer": WEIGHTS_REPLACING + WEIGHTS + WEIGHTS_TENSORS + WEIGHTS_FILLING,
     "weights part": WEIGHTS_PARTS,
     "weights reader": WEIGHTS_READING,
+    "values writer": STORING,
+    "whoever clears values": CLEARING,
 }
 
 
@@ -154,7 +159,7 @@ class FaultyChild:
             while b"\n" not in self._rest:
                 if not selector.select(max(deadline - time.monotonic(), 0)):
                     raise AssertionError(
-                        f"child {self.pid} ({self.fault}) has said nothing for {timeout_s} s after "
+                        f"child {self.pid} ({self.fault}) printed nothing for {timeout_s} s after "
                         f"{self.said[-3:]}"
                     )
                 chunk = os.read(self.process.stdout.fileno(), 1 << 16)

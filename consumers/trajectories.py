@@ -1,0 +1,159 @@
+"""The rows of a batch as trainers take them: one `Trajectory` each, with its mask and its advantages.
+
+The adapters of trainers and the record factories begin here; each pads, shifts and slices for itself. Knows
+no trainer, and needs numpy only.
+
+Letters: B rows, L tokens of one row, R tokens of its response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge import Batch
+from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
+from shmbridge.consumers.advantages.trained_tokens import trained_tokens
+from shmbridge.record.record import RecordMeta
+from shmbridge.schema import FINISH_REASONS, STANDARD
+
+__all__ = ["Credit", "Trajectory", "columns_ignored", "trajectories"]
+
+_DEFAULT = Credit()
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One row of a batch; every array is a view of the batch's arrays, value i belongs to token i."""
+
+    batch: Batch
+    row: int  # in the batch
+    number: int  # in its group, from 0
+    tokens: npt.NDArray[np.int32]  # (L,)
+    prompt_length: int  # tokens before the response; L if it has none
+    trained: npt.NDArray[np.bool_]  # (L,) never in the prompt
+    advantages: npt.NDArray[np.float32]  # (L,) dimensionless, 0 where nothing is trained
+    logprobs: npt.NDArray[np.float32] | None  # (L,) nats, 0 where nothing is trained; None: not all recorded
+    own_advantages: bool  # the environment wrote the advantages; they are not made of scores
+
+    @property
+    def meta(self) -> RecordMeta:
+        """Origin, group, versions and times of the row's record. Valid after release, too."""
+        return self.batch.meta[self.row]
+
+    @property
+    def response(self) -> slice:
+        """Where the response is among the row's tokens; empty in a row of a prompt only."""
+        return slice(self.prompt_length, len(self.tokens))
+
+    @property
+    def score(self) -> float | None:
+        """The outcome reward, in the environment's unit; None if there is none."""
+        return None if (score := self.value("score")) is None else float(score)
+
+    @property
+    def instance_id(self) -> str:
+        """The task of the group: column `instance_id`, or else the group's id."""
+        return self.value("instance_id") or self.meta.group_id
+
+    @property
+    def repetition_id(self) -> int:
+        """The number of the rollout of that task: column `repetition_id`, or else its place in the group."""
+        return self.number if (there := self.value("repetition_id")) is None else int(there)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended: one of "stop", "length", "abort" and "error"; None if nobody said."""
+        code = self.value("finish_reason")
+        return FINISH_REASONS[code] if code is not None and code < len(FINISH_REASONS) else None
+
+    def value(self, name: str) -> Any:
+        """Returns the row's value of any column, without a copy: a per-token column as (L,); None if absent.
+
+        Never blocks.
+        """
+        batch = self.batch
+        if name not in batch or not batch.has(name)[self.row]:
+            return None
+        if name in STANDARD and STANDARD[name].per_token and isinstance(batch[name], np.ndarray):
+            return batch[name][batch.cu_seqlens[self.row] : batch.cu_seqlens[self.row + 1]]
+        return batch[name][self.row]
+
+
+def trajectories(
+    batch: Batch, credit: Credit = _DEFAULT, *, whole_rows: bool = False
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Returns the rows of a packed batch, and metrics on where their advantages come from. Never blocks.
+
+    The response begins where `prompt_length` says, or at the first trained token if that comes earlier or no
+    length was recorded. Advantages are the record's own, or else come from the scores of its group.
+
+    Args:
+        batch: a packed `shmbridge.Batch`; its release ends no view.
+        credit: how advantages are computed; `Credit(fallback=False)` refuses groups without their own.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+
+    Raises:
+        ValueError: the batch is padded.
+        NoAdvantages: a group has none, and the fallback is not allowed.
+    """
+    if batch.layout != "packed":
+        raise ValueError(f"a {batch.layout} batch -> ask for layout='packed': every trainer pads for itself")
+    trained = trained_tokens(batch, whole_rows)
+    require_advantages(batch, trained, credit)
+    advantages, metrics = credited(batch, trained, credit)
+    logprobs, recorded = _logprobs(batch, trained)
+    own = batch.has("advantages") & credit.use_own
+    starts, group_of = batch.cu_seqlens.tolist(), batch.group_index.tolist()
+    lengths = _prompt_lengths(batch, trained)
+    found: list[Trajectory] = []
+    for row, (start, end) in enumerate(pairwise(starts)):
+        follows = row and group_of[row] == group_of[row - 1]
+        found.append(
+            Trajectory(
+                batch,
+                row,
+                found[-1].number + 1 if follows else 0,
+                batch.tokens[start:end],
+                int(lengths[row]),
+                trained[start:end],
+                advantages[start:end],
+                logprobs[start:end] if recorded[row] else None,
+                bool(own[row]),
+            )
+        )
+    return found, metrics
+
+
+def columns_ignored(batch: Batch, read: Container[str]) -> dict[str, int]:
+    """Returns column -> rows that have it, of the columns that `read` does not contain. Never blocks."""
+    return {name: int(batch.has(name).sum()) for name in batch.columns if name not in read}
+
+
+def _prompt_lengths(batch: Batch, trained: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Returns int64 (B,)."""
+    rows = np.repeat(np.arange(len(batch)), batch.lengths)
+    first = batch.lengths.astype(np.int64)
+    np.minimum.at(first, rows[trained], batch.position_ids[trained])
+    if batch.prompt_length is not None:
+        said = batch.has("prompt_length") & (batch.prompt_length >= 0)
+        first = np.where(said, np.minimum(first, batch.prompt_length), first)
+    return first
+
+
+def _logprobs(
+    batch: Batch, trained: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """Returns float32 (N,), 0 where nothing is trained, and bool (B,): rows in which every value is known."""
+    recorded = batch.inference_logprobs
+    if recorded is None:
+        return np.zeros(0, np.float32), np.zeros(len(batch), np.bool_)
+    unknown = trained & ~((recorded <= 0) & np.isfinite(recorded))
+    rows = np.repeat(np.arange(len(batch)), batch.lengths)
+    known = np.bincount(rows[unknown], minlength=len(batch)) == 0
+    return np.where(trained, recorded, np.float32(0)), batch.has("inference_logprobs") & known

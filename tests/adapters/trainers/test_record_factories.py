@@ -1,0 +1,145 @@
+"""Rows as torchtitan, prime-rl and slime take them: their fields, value by value."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge.consumers.record_factories import (
+    prime_rl_micro_batch,
+    prime_rl_training_sample,
+    slime_sample,
+    torchtitan_training_sample,
+)
+from shmbridge.consumers.trajectories import trajectories
+from shmbridge.testing.known_groups import known_groups
+
+FIELDS = json.loads((Path(__file__).parent / "fields.json").read_text())
+KINDS = {"list[int]": int, "list[bool]": bool, "list[float]": float, "list[str]": str}
+
+
+@pytest.fixture
+def rows(bridge):
+    """[(what was put of a row, its group, the Trajectory)], of all known groups."""
+    groups = known_groups()
+    with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, "gsm8k") as producer:
+        for group in groups:
+            group.put(producer)
+        with next(consumer.batches(groups=len(groups), timeout_s=10)) as batch:
+            put = [(row, group) for group in groups for row in group.rows]
+            made = [(*each, row) for each, row in zip(put, trajectories(batch)[0], strict=True)]
+    return made
+
+
+def check_fields(made: dict, trainer: str, name: str) -> None:
+    """Every field is one of the trainer's, of its type, and none that must be given is missing."""
+    table = FIELDS[trainer][name]
+    assert set(made) <= set(table), "a field the trainer does not have"
+    assert {field for field, (_, needed) in table.items() if needed} <= set(made), "a field is missing"
+    for field, value in made.items():
+        kind = table[field][0].removesuffix(" | None")
+        if value is None:
+            assert table[field][0].endswith("| None"), field
+        elif kind in KINDS:
+            assert {type(each) for each in value} <= {KINDS[kind]}, field
+        elif kind in ("int", "str"):
+            assert type(value).__name__ == kind, field
+
+
+def close(values, wanted) -> None:
+    np.testing.assert_allclose(np.array(values, np.float32), wanted, rtol=1e-6)
+
+
+def test_torchtitan(rows):
+    for put, group, row in rows:
+        made = torchtitan_training_sample(row)
+        check_fields(made, "torchtitan", "TrainingSample")
+        check_fields(made["rollout_id"], "torchtitan", "RolloutTurnID")
+        assert made["token_ids"] == put.tokens.tolist()
+        assert made["loss_mask"] == put.trained.tolist()
+        close(made["advantage"], put.advantages)
+        if put.logprobs is None:
+            assert [math.isnan(value) for value in made["logprobs"]] == put.trained.tolist()
+        else:
+            close(made["logprobs"], put.logprobs)
+        assert (made["min_policy_version"], made["max_policy_version"]) == group.versions
+    ids = [torchtitan_training_sample(row)["rollout_id"] for _, _, row in rows]
+    assert [each["rollout_id"] for each in ids] == [0, 1, 2, 3] * 5
+    assert len({each["group_id"] for each in ids}) == 5
+    assert {each["turn_id"] for each in ids} == {0}
+
+
+def test_a_comparison_one_position_later_fails(rows):
+    put, _, row = rows[0]
+    with pytest.raises(AssertionError):
+        close(torchtitan_training_sample(row)["advantage"], np.roll(put.advantages, 1))
+
+
+def test_prime_rl(rows):
+    complete = [each for each in rows if each[0].logprobs is not None]
+    for put, _, row in complete:
+        made = prime_rl_training_sample(row, temperature=0.5)
+        check_fields(made, "prime_rl", "TrainingSample")
+        assert made["token_ids"] == put.tokens.tolist()
+        assert made["mask"] == put.trained.tolist()
+        close(made["logprobs"], put.logprobs)
+        close(made["advantages"], put.advantages)
+        assert made["temperatures"] == [0.5] * len(put.tokens)
+        assert made["env_name"] == "gsm8k"
+    packed = prime_rl_micro_batch([row for _, _, row in complete[:3]])
+    check_fields(packed, "prime_rl", "MicroBatch")
+    lengths = [len(put.tokens) for put, _, _ in complete[:3]]
+    assert packed["sequence_lengths"] == packed["seq_lens"] == lengths
+    assert packed["position_ids"] == [at for length in lengths for at in range(length)]
+    close(packed["advantages"], np.concatenate([put.advantages for put, _, _ in complete[:3]]))
+    tokens = ("input_ids", "loss_mask", "advantages", "inference_logprobs", "temperatures", "env_names")
+    assert {len(packed[name]) for name in tokens} == {sum(lengths)}
+
+
+def test_prime_rl_refuses_what_it_could_not_train(rows):
+    without = next(row for put, _, row in rows if put.logprobs is None)
+    with pytest.raises(shmbridge.InvalidRecord, match=r"row 0 of group known-3-2 of gsm8k"):
+        prime_rl_training_sample(without)
+    with pytest.raises(shmbridge.BadArgument, match="no rows"):
+        prime_rl_micro_batch([])
+
+
+def test_slime(rows):
+    for number, (put, group, row) in enumerate(rows):
+        made = slime_sample(row, number)
+        check_fields(made, "slime", "Sample")
+        assert made["tokens"] == put.tokens.tolist()
+        assert made["response_length"] == len(put.tokens) - put.prompt_length == len(made["loss_mask"])
+        assert made["loss_mask"] == put.trained[put.prompt_length :].astype(int).tolist()
+        close(made["train_metadata"]["advantages"], put.advantages[put.prompt_length :])
+        if put.logprobs is None:
+            assert made["rollout_log_probs"] is None
+        else:
+            close(made["rollout_log_probs"], put.logprobs[put.prompt_length :])
+        assert made["reward"] == put.score
+        assert made["remove_sample"] == (not put.trained.any())
+        mixed = group.name == "two versions" and put.trained.sum() > 1
+        assert made["weight_versions"] == (["2", "4"] if mixed else ["4"])
+        assert made["status"] == "completed"
+
+
+def test_temperature_finish_and_row_index_are_the_rows_own(bridge, producer, consumer):
+    producer.put(
+        {
+            "tokens": [[1, 2, 3]], "loss_mask": [[0, 1, 1]], "prompt_length": [1], "score": [1.0],
+            "inference_logprobs": [[0, -1, -2]], "ref_logprobs": [[0, -3, -4]], "temperature": [0.25],
+            "finish_reason": [1], "row_index": [2],
+        }
+    )  # fmt: skip
+    with next(consumer.batches(groups=1, timeout_s=10)) as batch:
+        ((row,), _) = trajectories(batch)
+        made = prime_rl_training_sample(row)
+        assert (made["temperatures"], made["ref_logprobs"]) == ([0.25] * 3, [0.0, -3.0, -4.0])
+        assert prime_rl_micro_batch([row])["ref_logprobs"] == [0.0, -3.0, -4.0]
+        assert slime_sample(row, 7, 3)["status"] == "truncated"
+        assert slime_sample(row, 7, 3)["rollout_id"] == 3
+        assert slime_sample(row, 7)["weight_versions"] == []
+        assert torchtitan_training_sample(row)["rollout_id"]["turn_id"] == 2
