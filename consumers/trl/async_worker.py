@@ -1,0 +1,282 @@
+"""`ShmRolloutWorker`: a bridge in place of the rollout worker of TRL's experimental `AsyncGRPOTrainer`.
+
+    worker = ShmRolloutWorker("run1")
+    AsyncGRPOTrainer("model", args=..., train_dataset=placeholder, rollout_worker=worker,
+                     weight_transfer=ShmWeightTransfer(worker, "http://127.0.0.1:8000")).train()
+
+**Released**: TRL does not say which samples a step trained. Its data loader fetches one micro-batch ahead and
+its planner one sample beyond that, so a sample is trained by the third optimizer step's end after it was
+handed out. Records are released at the third `update_model_version` after their last sample was handed out;
+TRL calls it every `weight_sync_steps` steps. `hold="none"` releases them when they are handed out.
+
+**Again after a kill**: every group not yet released, `redelivered`; so, also after an orderly end, the groups
+of the last three updates, though some of them were trained.
+
+**Hub**: the main process of the trainer; TRL distributes what it packs to the others through accelerate.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Literal, get_args
+
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+import shmbridge
+from shmbridge import Batch
+from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored, trajectories
+from shmbridge.consumers.trl.rollouts import BridgeDrained
+from shmbridge.consumers.trl.rows import READ
+from shmbridge.consumers.trl.sample_buffer import SampleBuffer
+from shmbridge.consumers.trl.samples import PerToken, different_advantages, samples_of
+from shmbridge.consumers.trl.screening import Screen
+
+TESTED = ("trl", "1.16", "1.17")
+UPDATES_HELD = 3  # why: the module's first lines
+
+Unscored = Literal["refuse", "skip"]
+Hold = Literal["updates", "none"]
+
+_DEFAULT = Credit()
+_READ = READ | {"score", "reward_components"}
+
+
+class NoProducers(RuntimeError):
+    """No producer of the bridge is alive, and nothing came for the trainer's `heartbeat_stale_after_s`."""
+
+
+class ShmRolloutWorker:
+    """TRL's `RolloutWorkerProtocol` on a bridge. Made in every process, opened in the main one only.
+
+    The environments play by themselves; `start` lets the trainer take what they made. Samples are numpy views
+    of each batch's arrays: no list, no pickle, no child process.
+
+    Args:
+        bridge: its name.
+        max_staleness: groups that are more versions behind are discarded whole and counted by the bridge;
+            None: only TRL's own `max_staleness` drops, sample by sample.
+        per_token: for rows with several advantages, see `samples.py`: "split", "refuse" or "mean".
+        most_parts: samples that a row may be split into.
+        unscored: for rows without the sampler's log-probabilities: "refuse" (NoLogprobs), or "skip": released
+            with their group, untrained and counted.
+        hold: "updates" or "none", see above.
+        groups: groups gathered at a time.
+        credit: how advantages are computed for groups without their own.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        consumer: further options of shmbridge.Consumer.
+
+    Raises:
+        ValueError: an argument is not one of the allowed values.
+    """
+
+    def __init__(
+        self,
+        bridge: str,
+        *,
+        max_staleness: int | None = None,
+        per_token: PerToken = "split",
+        most_parts: int = 64,
+        unscored: Unscored = "refuse",
+        hold: Hold = "updates",
+        groups: int = 1,
+        credit: Credit = _DEFAULT,
+        whole_rows: bool = False,
+        **consumer: Any,
+    ) -> None:
+        for name, value, known in (
+            ("per_token", per_token, PerToken),
+            ("unscored", unscored, Unscored),
+            ("hold", hold, Hold),
+        ):
+            if value not in get_args(known):
+                raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
+        warn_if_untested(*TESTED)
+        self.bridge, self.per_token, self.most_parts, self.unscored = bridge, per_token, most_parts, unscored
+        self._max_staleness, self._groups, self._credit = max_staleness, groups, credit
+        self._whole_rows, self._options = whole_rows, consumer
+        self.rollout_buffer = SampleBuffer(self._fetch, UPDATES_HELD if hold == "updates" else None)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.model_version = 0  # TRL's number
+        self._lift = 0  # added to TRL's number to make the policy version
+        self._consumer: shmbridge.Consumer | None = None
+        self._batches: Iterator[Batch] | None = None
+        self._patience: float | None = None  # of `_batches`
+        self._numbers = count()
+        self._screen = Screen(None)
+        self._counts: Counter[str] = Counter()
+        self._ignored: Counter[str] = Counter()
+        self._said: Counter[str] = Counter()
+        self._last_s = time.monotonic()
+
+    # -- what TRL calls
+
+    def start(self) -> None:
+        """Opens the bridge, and announces a run to environments that wait for one. Does not block.
+
+        Raises ConsumerTaken: the bridge has a living consumer.
+        """
+        self._open()
+        self._last_s = time.monotonic()
+
+    def stop(self) -> None:
+        """Closes the bridge; what is not released comes to the next consumer. Idempotent."""
+        self.rollout_buffer.abandon()
+        self._batches = None
+        if self._consumer is not None:
+            self._consumer.close()
+
+    def update_model_version(self, model_version: int) -> None:
+        """Publishes the policy version, and releases what is trained by now. Never blocks.
+
+        Args:
+            model_version: TRL's number; `policy_version` is the bridge's.
+        """
+        consumer = self._open()
+        if self._lift + model_version < consumer.policy_version:
+            self._lift = consumer.policy_version + 1 - model_version
+        self.model_version = model_version
+        consumer.publish_policy_version(self.policy_version)
+        self.rollout_buffer.updated()
+        self._push_metrics()
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raises if nothing can come: BridgeDrained, or NoProducers after so many seconds. Never blocks.
+
+        A producer that lives and is slow is no fault, however slow it is.
+        """
+        consumer = self._open()
+        waited_s = time.monotonic() - self._last_s
+        stats = consumer.stats()
+        if consumer.draining and (left := consumer.queue.groups()) < self._groups:
+            raise BridgeDrained(
+                f"bridge {self.bridge!r} is drained, and has {left} of the {self._groups} groups of a batch "
+                "-> save the model"
+            )
+        if waited_s > stale_after_s and not stats["lanes_live"]:
+            raise NoProducers(
+                f"bridge {self.bridge!r} has no living producer, and gave nothing for {waited_s:.0f} s, "
+                f"allowed are {stale_after_s:g} -> start the environments, or see why they ended"
+            )
+
+    # -- versions
+
+    @property
+    def policy_version(self) -> int:
+        """The bridge's number of the weights that are live."""
+        return self._lift + self.model_version
+
+    def next_policy_version(self, above: int | None) -> int:
+        """Returns the number that the next update will publish; lifts all numbers above one that is taken.
+
+        Never blocks. For `ShmWeightTransfer`, which stamps weights before TRL counts them.
+
+        Args:
+            above: the newest version that weights of this bridge have; None: none.
+        """
+        taken = max(self._open().policy_version, -1 if above is None else above)
+        if self._lift + self.model_version + 1 <= taken:
+            self._lift = taken - self.model_version
+        return self._lift + self.model_version + 1
+
+    # -- samples
+
+    def _open(self) -> shmbridge.Consumer:
+        if self._consumer is None:
+            run = shmbridge.Run(batch_size=64, max_token_len=0, num_steps=(1 << 31) - 1)
+            self._consumer = shmbridge.Consumer(self.bridge, **{"run": run, **self._options})
+            self._consumer.screen(self._screen)
+        return self._consumer
+
+    def _fetch(self, timeout_s: float | None) -> tuple[Batch, list[RolloutSample]]:
+        consumer = self._open()
+        if self._batches is None or self._patience != timeout_s:
+            self._patience = timeout_s
+            self._batches = consumer.batches(
+                groups=self._groups,
+                max_staleness=self._max_staleness,
+                prefetch=0,
+                timeout_s=timeout_s,
+                hold="caller",
+            )
+        try:
+            batch = next(self._batches)
+        except (shmbridge.ConsumerEmpty, StopIteration):
+            self._batches = None
+            raise queue.Empty from None
+        self._last_s = time.monotonic()
+        return batch, self._samples(batch)
+
+    def _samples(self, batch: Batch) -> list[RolloutSample]:
+        rows, metrics = trajectories(batch, self._credit, whole_rows=self._whole_rows)
+        ids = [next(self._numbers) for _ in range(batch.group_count)]
+        now, clock_ns = time.time(), time.monotonic_ns()
+        made: list[RolloutSample] = []
+        said = Counter[str]()
+        for row in rows:
+            if row.logprobs is None and row.trained.any() and self.unscored == "skip":
+                said["rows_without_logprobs"] += 1
+                continue
+            values = different_advantages(row)
+            parts = samples_of(row, values, self.per_token, self.most_parts)
+            said["rows_untrained"] += not parts
+            said["rows_split"] += len(parts) > 1
+            said["samples_added"] += max(len(parts) - 1, 0)
+            said["rows_averaged"] += len(values) > len(parts)
+            said["rows_unstamped"] += row.meta.min_policy_version < 0
+            made += [
+                RolloutSample(
+                    prompt=[],
+                    completion=[],
+                    input_ids=part.tokens,
+                    completion_mask=part.mask,
+                    old_log_probs=part.logprobs,
+                    advantage=part.advantage,
+                    model_version=self._version_of(row),
+                    group_id=ids[int(batch.group_index[row.row])],
+                    metrics=_rewards(row),
+                    enqueued_at=now - (clock_ns - row.meta.t_publish_ns) / 1e9,
+                )
+                for part in parts
+            ]
+        said["rows"] += len(rows)
+        said["groups_fallback"] += int(metrics["groups_fallback"])
+        self._counts.update(said)
+        self._ignored.update(columns_ignored(batch, _READ))
+        return made
+
+    def _version_of(self, row: Trajectory) -> int:
+        """Returns the oldest version that sampled the row, as TRL's number; one without counts as new."""
+        stamped = row.meta.min_policy_version
+        return self.model_version if stamped < 0 else stamped - self._lift
+
+    # -- counters
+
+    def _push_metrics(self) -> None:
+        """Hands TRL what was counted since the last update; it sums names that end in `total`."""
+        new = {name: count - self._said[name] for name, count in self._counts.items()}
+        self._said = Counter(self._counts)
+        self.metrics_queue.put_nowait({f"bridge/{name}_total": float(count) for name, count in new.items()})
+
+    def stats(self) -> dict[str, float]:
+        """Returns flat counters, with the bridge's if it is open. Never blocks.
+
+        `columns_ignored_total{name}` counts rows of columns that went nowhere.
+        """
+        mine = {f"trl_{name}_total": float(count) for name, count in self._counts.items()}
+        mine |= {f"trl_groups_kept_out_total{{{why}}}": float(n) for why, n in self._screen.kept_out.items()}
+        mine |= {f"columns_ignored_total{{{name}}}": float(rows) for name, rows in self._ignored.items()}
+        mine["trl_batches_held"] = float(self.rollout_buffer.batches_held)
+        return mine if self._consumer is None else self._consumer.stats() | mine
+
+
+def _rewards(row: Trajectory) -> dict[str, float]:
+    """Returns TRL's reward metrics of a sample."""
+    parts = row.value("reward_components") or {}
+    reward = {"reward": math.nan if row.score is None else row.score}
+    return reward | {f"rewards/{name}": float(value) for name, value in parts.items()}
