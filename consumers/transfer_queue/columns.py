@@ -1,0 +1,210 @@
+"""One field of a put as a column: the rows of a tensor one after the other, or packed objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+
+from shmbridge.consumers.transfer_queue.plain_objects import NotPlain, dtype_of, pack, tensor_bytes, unpack
+from shmbridge.errors import InvalidRecord, RecordUnreadable
+
+_ALIGNED = 64
+
+
+class Placed(msgspec.Struct, array_like=True, frozen=True):
+    """Where a column lies in its segment; written into the segment's table."""
+
+    name: str
+    dtype: str  # of its tensors; "" if its rows are objects
+    shapes: list[list[int]]  # of the rows; one entry if all are the same
+    sizes: list[int]  # bytes of each row's object
+    at: int  # bytes from the start of the data
+
+
+class Column:
+    """A field of one put, checked, and its bytes: views of the caller's tensors where they are contiguous."""
+
+    def __init__(self, name: str, given: Any, rows: int) -> None:
+        """Copies nothing that is contiguous in main memory.
+
+        Raises:
+            InvalidRecord: it has another number of rows, or a row is of a type that cannot be carried.
+        """
+        self.name, self.dtype = name, ""
+        self.shapes: list[list[int]] = []
+        self.sizes: list[int] = []
+        self.buffers: list[Any] = []
+        self.is_nested = isinstance(given, torch.Tensor) and given.is_nested
+        if isinstance(given, torch.Tensor) and (whole := _whole(given)) is not None:
+            self._take_whole(whole, given, rows)
+        else:
+            each = list(given.unbind()) if isinstance(given, torch.Tensor) else [_bare(row) for row in given]
+            self._require(len(each), rows)
+            if _alike(each):
+                self._take_tensors(each)
+            else:
+                self._take_objects(each)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def placed(self, at: int) -> Placed:
+        """Returns what its segment's table says of it."""
+        return Placed(self.name, self.dtype, self.shapes, self.sizes, at)
+
+    def _take_whole(self, whole: torch.Tensor, given: torch.Tensor, rows: int) -> None:
+        if self.is_nested:
+            ends = _as_nested(given).offsets().tolist()
+            self._require(len(ends) - 1, rows)
+            rest = list(whole.shape[1:])
+            whole = whole[ends[0] : ends[-1]]
+            self.shapes = [[end - start, *rest] for start, end in pairwise(ends)]
+        else:
+            self._require(len(given), rows)
+            self.shapes = [list(given.shape[1:])]
+        self.dtype = _name(given.dtype)
+        self.buffers = [self._bytes(whole, -1)]
+
+    def _take_tensors(self, each: list[torch.Tensor]) -> None:
+        self.dtype = _name(each[0].dtype)
+        self.shapes = [list(row.shape) for row in each]
+        self.buffers = [self._bytes(row, number) for number, row in enumerate(each)]
+
+    def _take_objects(self, each: list[Any]) -> None:
+        for number, row in enumerate(each):
+            try:
+                self.buffers.append(pack(row))
+            except NotPlain as wrong:
+                raise self._refused(number, wrong) from None
+        self.sizes = [len(packed) for packed in self.buffers]
+
+    def _bytes(self, tensor: torch.Tensor, row: int) -> Any:
+        try:
+            return tensor_bytes(tensor)
+        except NotPlain as wrong:
+            raise self._refused(row, wrong) from None
+
+    def _refused(self, row: int, wrong: NotPlain) -> InvalidRecord:
+        return InvalidRecord(
+            f"field {self.name!r}{f', row {row}' if row >= 0 else ''}: {wrong} has no form without pickle",
+            hint="put tensors, arrays, text, numbers, lists and dicts of these",
+            column=self.name,
+            row=row,
+        )
+
+    def _require(self, there: int, rows: int) -> None:
+        if there != rows:
+            raise InvalidRecord(
+                f"field {self.name!r} has {there} rows, the put has {rows}",
+                hint="put one value per row",
+                column=self.name,
+            )
+
+
+class Stored:
+    """A column in a mapped segment. Everything it gives out is a view of the mapping, or a new object."""
+
+    def __init__(self, placed: Placed, data: torch.Tensor, rows: int) -> None:
+        """Raises RecordUnreadable for a table that cannot be true.
+
+        Args:
+            placed: what the table says.
+            data: uint8 (bytes,), the data of the segment.
+            rows: of the segment.
+        """
+        self._placed, self._data = placed, data
+        try:
+            shapes = placed.shapes * rows if len(placed.shapes) == 1 else placed.shapes
+            if self.is_tensor:
+                self._dtype = dtype_of(placed.dtype)
+                sizes = [prod(shape) * self._dtype.itemsize for shape in shapes]
+            else:
+                sizes = placed.sizes
+            self._ends = list(accumulate(sizes, initial=placed.at))
+            fits = (
+                len(sizes) == rows
+                and min(sizes, default=0) >= 0
+                and 0 <= placed.at <= self._ends[-1] <= len(data)
+            )
+            if not fits:
+                raise ValueError(
+                    f"{len(sizes)} rows up to byte {self._ends[-1]} of {len(data)}, for {rows} rows"
+                )
+        except ValueError as wrong:
+            raise RecordUnreadable(f"field {placed.name!r}: {wrong}", hint="put its rows again") from None
+        self._shapes = shapes
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether all rows are tensors of one type."""
+        return bool(self._placed.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensors."""
+        return self._dtype
+
+    def shape(self, row: int) -> list[int]:
+        """Of a row's tensor."""
+        return self._shapes[row]
+
+    def flat(self, first: int, last: int) -> torch.Tensor:
+        """Returns the values of rows `first` to `last` - 1, one after the other: a view (values,)."""
+        return self._data[self._ends[first] : self._ends[last]].view(self._dtype)
+
+    def value(self, row: int) -> Any:
+        """Returns a row: a view of its tensor, or its object."""
+        if self.is_tensor:
+            return self.flat(row, row + 1).view(self._shapes[row])
+        packed = self._data[self._ends[row] : self._ends[row + 1]].numpy()
+        try:
+            return unpack(packed.data)
+        except (msgspec.MsgspecError, ValueError, TypeError) as wrong:
+            raise RecordUnreadable(
+                f"field {self._placed.name!r}, row {row}: {wrong}", hint="put its row again"
+            ) from wrong
+
+
+def place(columns: Sequence[Column]) -> tuple[list[Placed], list[tuple[int, list[Any]]]]:
+    """Returns where each column lies, and its buffers; columns begin at multiples of 64 bytes."""
+    placed, parts, at = [], [], 0
+    for column in columns:
+        placed.append(column.placed(at))
+        parts.append((at, column.buffers))
+        at += (column.size + _ALIGNED - 1) & -_ALIGNED
+    return placed, parts
+
+
+def _whole(given: torch.Tensor) -> torch.Tensor | None:
+    """Returns the rows in one tensor, one after the other; None if they do not lie so."""
+    if not given.is_nested:
+        return given
+    jagged = given.layout == torch.jagged and _as_nested(given).lengths() is None
+    # the second dimension is the ragged one: torch shows its length as a symbol
+    return given.values() if jagged and not isinstance(given.shape[1], int) else None
+
+
+def _as_nested(tensor: torch.Tensor) -> Any:
+    """torch's stubs know no methods of nested tensors."""
+    return tensor
+
+
+def _alike(rows: list[Any]) -> bool:
+    return bool(rows) and all(isinstance(row, torch.Tensor) and row.dtype == rows[0].dtype for row in rows)
+
+
+def _bare(row: Any) -> Any:
+    """Returns what tensordict wraps in NonTensorData."""
+    wraps = type(row).__name__ == "NonTensorData"
+    return row.data if wraps else row
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

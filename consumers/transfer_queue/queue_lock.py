@@ -1,0 +1,100 @@
+"""Who keeps a queue alive, and who takes part in it: locks on the control segment of its bridge.
+
+The controller of TransferQueue dies with the process that made it, and with it all that is known of the
+values; so the lock of that process proves that the queue lives, and the next queue of the bridge may remove
+what it left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from shmbridge.errors import BadConfig, QueueTaken
+from shmbridge.segments import locks, membership, segment, values
+from shmbridge.segments.locks import LockByte
+
+log = logging.getLogger(__name__)
+
+BRIDGE = "transfer-queue"  # if the configuration names none
+
+
+class Membership:
+    """This process' part in a bridge: its lock shows it to `shmbridge clean`, and keeps the bridge."""
+
+    def __init__(self, bridge: str) -> None:
+        """Blocks while another process creates the bridge, 10 s at most."""
+        self._control = membership.open_control(bridge)
+        self._leave = weakref.finalize(self, _leave, self._control, bridge, os.getpid())
+
+    @property
+    def fd(self) -> int:
+        """Of the control segment, for locks."""
+        return self._control.mapping.fd
+
+    def leave(self) -> None:
+        """Gives up all its locks, and removes what dead processes left. Idempotent."""
+        self._leave()
+
+
+class Queue:
+    """The queue of a bridge, for the process that began it; its values go with it."""
+
+    def __init__(self, bridge: str) -> None:
+        """Takes the bridge, and removes what an earlier queue left there.
+
+        Raises:
+            QueueTaken: a living process has a queue on that bridge.
+        """
+        self._membership = Membership(bridge)
+        if not locks.lock_exclusive(self._membership.fd, LockByte.VALUES):
+            self._membership.leave()
+            raise QueueTaken(
+                f"bridge {bridge!r} has a living queue",
+                hint=f"choose another name: backend.shmbridge.bridge={bridge}2",
+            )
+        _remove_all(bridge, "an earlier queue of the bridge left them")
+        membership.sweep(bridge)
+        self._end = weakref.finalize(self, _end, bridge, self._membership, os.getpid())
+
+    def close(self) -> None:
+        """Ends the queue: removes all its values. Idempotent; the end of the process does it, too."""
+        self._end()
+
+
+def join(settings: Mapping[str, Any]) -> Membership:
+    """Takes part in the bridge of a queue that was begun; raises BadConfig on another node."""
+    here, there = segment.mount_id(), settings.get("mount", "")
+    if here != there:
+        raise BadConfig(
+            f"this process has another {segment.MOUNT} ({here or 'unknown'}) than who began the queue "
+            f"({there or 'unknown'})",
+            hint="keep all clients of the queue on one node, or share /dev/shm between their containers",
+        )
+    return Membership(settings["bridge"])
+
+
+def begin(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
+    """Begins the queue that the configuration names; returns it, and the configuration for its clients."""
+    bridge = settings.get("bridge") or BRIDGE
+    return Queue(bridge), {**settings, "bridge": bridge, "mount": segment.mount_id()}
+
+
+def _remove_all(bridge: str, why: str) -> None:
+    found = [values.remove_values(name, with_records=True) for name in segment.value_names(bridge)]
+    if rows := sum(held for removed, _, held in found if removed):
+        log.warning("bridge %s: %d rows that nobody had cleared were removed: %s", bridge, rows, why)
+
+
+def _leave(control: Any, bridge: str, pid: int) -> None:
+    if os.getpid() == pid:
+        membership.leave(control.mapping.fd, bridge)
+
+
+def _end(bridge: str, member: Membership, pid: int) -> None:
+    if os.getpid() == pid:
+        _remove_all(bridge, "the process that began their queue has ended it")
+        member.leave()

@@ -1,0 +1,205 @@
+"""The values of one bridge: a put becomes a segment, a read a view of it, a clear the release of its rows.
+
+Any thread may call anything here; two puts share nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from shmbridge.config import format_size
+from shmbridge.consumers.transfer_queue.columns import Column, Placed, Stored, place
+from shmbridge.errors import LaneFull, LayoutMismatch, RecordUnreadable, ShmPermission
+from shmbridge.segments import segment, values
+
+_LOOK_AGAIN_S = 0.01
+_decode_table = msgspec.msgpack.Decoder(list[Placed]).decode
+
+
+class Cleared(KeyError):
+    """The values of a row are gone: the row was cleared."""
+
+
+class Run(NamedTuple):
+    """Rows that follow each other in one stored column."""
+
+    column: Stored
+    first: int
+    last: int  # exclusive
+
+
+class OpenSegment:
+    """A segment of values, mapped copy-on-write: readers may write there, and nobody else sees it."""
+
+    def __init__(self, name: str) -> None:
+        """Copies nothing but the table. Raises Cleared, LayoutMismatch, RecordUnreadable."""
+        path = segment.MOUNT / name[1:]
+        try:
+            whole = torch.from_file(str(path), shared=False, size=_size_of(path), dtype=torch.uint8)
+        except (RuntimeError, OSError):
+            if segment.stands_there(name):
+                raise
+            raise Cleared(f"{name} is gone: its rows were cleared") from None
+        self.name = name
+        head = values.head_of(whole.numpy(), name)
+        self._data = whole[head.data_at : head.size]
+        self._rows = {owner: row for row, owner in enumerate(head.owners.tolist())}  # the last of equal ones
+        self._count = len(head.owners)
+        try:
+            self._placed = {each.name: each for each in _decode_table(head.table)}
+        except msgspec.MsgspecError as wrong:
+            raise RecordUnreadable(f"{name}: its table: {wrong}", hint="put its rows again") from wrong
+        self._columns: dict[str, Stored] = {}
+
+    def column(self, field: str) -> Stored:
+        """Returns a field's column; raises KeyError if the put had no such field."""
+        if field not in self._columns:
+            self._columns[field] = Stored(self._placed[field], self._data, self._count)
+        return self._columns[field]
+
+    def row(self, owner: int) -> int:
+        """Returns the place of a row; raises KeyError if it is not in this put."""
+        return self._rows[owner]
+
+
+class ValueStore:
+    """The values of one bridge, for this process. Holds no memory and no descriptor between calls."""
+
+    def __init__(self, bridge: str, capacity: int | None = None, timeout_s: float = 60.0) -> None:
+        """Does not block.
+
+        Args:
+            bridge: the name of the bridge.
+            capacity: bytes of all values of the bridge; None: what the mount and the memory cgroup have.
+            timeout_s: how long a put waits for room.
+        """
+        self.bridge, self.capacity, self.timeout_s = bridge, capacity, timeout_s
+        self._lock = threading.Lock()
+        self._owners: dict[str, frozenset[int]] = {}  # of the segments seen, for clear
+
+    def put(self, owners: Sequence[int], columns: Sequence[Column]) -> str:
+        """Commits the columns of some rows and returns the name of their segment. One copy of each byte.
+
+        Blocks while it copies, and while the bridge holds as much as its capacity.
+
+        Args:
+            owners: the number of each row in the whole queue.
+            columns: fields of these rows.
+
+        Raises:
+            LaneFull: there was no room in time; nothing was committed.
+            ShmTooSmall: the mount or the memory cgroup has no room; nothing was committed.
+        """
+        placed, parts = place(columns)
+        if self.capacity is not None:
+            self._wait_for_room(sum(column.size for column in columns), self.capacity)
+        table = msgspec.msgpack.encode(placed)
+        return values.write(self.bridge, np.array(owners, np.int64), table, parts)
+
+    def open(self, name: str) -> OpenSegment:
+        """Maps the segment of a put; raises Cleared if its rows were cleared. Copies no values."""
+        return OpenSegment(name)
+
+    def clear(self, owners: Iterable[int]) -> None:
+        """Releases all values of these rows, from every process and every put. Idempotent, never blocks."""
+        wanted = set(owners)
+        with self._lock:
+            names = segment.value_names(self.bridge)
+            self._owners = {name: found for name in names if (found := self._owners_of(name)) is not None}
+            touched = [name for name, found in self._owners.items() if not wanted.isdisjoint(found)]
+        for name in touched:
+            if (head := values.read_head(name)) is not None:
+                values.release(name, np.flatnonzero(np.isin(head.owners, list(wanted))).tolist())
+
+    def discard(self, name: str) -> None:
+        """Releases a put that nobody was told of."""
+        if (head := values.read_head(name)) is not None:
+            values.release(name, range(len(head.owners)))
+
+    def _owners_of(self, name: str) -> frozenset[int] | None:
+        if name not in self._owners:
+            try:
+                head = values.read_head(name)
+            except (RecordUnreadable, LayoutMismatch, ShmPermission):  # being written, or garbage: not ours
+                return None
+            if head is None:
+                return None
+            return frozenset(head.owners.tolist())
+        return self._owners[name]
+
+    def _wait_for_room(self, size: int, capacity: int) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while (held := values.stored_bytes(self.bridge))[1] + size > capacity:
+            if size > capacity or time.monotonic() > deadline:
+                raise LaneFull(
+                    f"a put of {format_size(size)} found {format_size(held[1])} in {held[0]} puts that "
+                    f"nobody has cleared, of {format_size(capacity)}, for {self.timeout_s:g} s",
+                    hint="clear rows after their step (kv_clear), or raise backend.shmbridge.capacity",
+                )
+            time.sleep(_LOOK_AGAIN_S)
+
+
+def runs(stored: Iterable[tuple[Stored, int]]) -> list[Run]:
+    """Joins rows that follow each other in one column."""
+    found: list[Run] = []
+    for column, row in stored:
+        if found and found[-1].column is column and found[-1].last == row:
+            found[-1] = found[-1]._replace(last=row + 1)
+        else:
+            found.append(Run(column, row, row + 1))
+    return found
+
+
+def joined(found: Sequence[Run]) -> Any:
+    """Returns a field of some rows as TransferQueue gives it: (rows,) for numbers, a jagged or strided nested
+    tensor, or else a NonTensorStack. A view if all rows follow each other in one put, otherwise one copy.
+    """
+    first = found[0].column
+    rows = [(run.column, row) for run in found for row in range(run.first, run.last)]
+    if not all(run.column.is_tensor and run.column.dtype == first.dtype for run in found):
+        return _stack([column.value(row) for column, row in rows])
+    shapes = [column.shape(row) for column, row in rows]
+    rest = shapes[0][1:]
+    if any(len(shape) != len(rest) + 1 or shape[1:] != rest for shape in shapes[1:]) or not rest + shapes[0]:
+        if not any(shapes):
+            return _flat(found)
+        return _odd([column.value(row) for column, row in rows])
+    lengths = [shape[0] for shape in shapes]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    whole = (
+        _flat(found).view(-1, *rest) if 0 not in rest else torch.empty(sum(lengths), *rest, dtype=first.dtype)
+    )
+    return torch.nested.nested_tensor_from_jagged(
+        whole, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )
+
+
+def _flat(found: Sequence[Run]) -> torch.Tensor:
+    parts = [run.column.flat(run.first, run.last) for run in found]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _odd(rows: list[torch.Tensor]) -> Any:
+    """Tensors whose shapes differ in more than the first dimension."""
+    try:
+        return torch.nested.as_nested_tensor(rows, layout=torch.strided)
+    except (RuntimeError, TypeError):
+        return _stack(rows)
+
+
+def _stack(rows: list[Any]) -> Any:
+    from tensordict import NonTensorStack
+
+    return NonTensorStack(*rows)
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size

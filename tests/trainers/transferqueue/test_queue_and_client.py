@@ -1,0 +1,177 @@
+"""The client by keys, room that is bounded, who owns a bridge, and what an ended queue leaves. No Ray."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
+from transfer_queue.storage.clients.base import StorageClientFactory
+from transfer_queue.storage.managers.base import StorageManagerFactory
+from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
+
+import shmbridge
+from shmbridge.consumers import transfer_queue as room
+from shmbridge.consumers.transfer_queue.queue_lock import Queue, begin, join
+from shmbridge.segments import membership, segment, values
+
+KEYS = ["0@a", "1@a", "0@b@c", "1@b@c"]
+VALUES = [torch.arange(3), torch.arange(5), "text", {"k": 1}]
+
+
+@pytest.fixture
+def make_client(bridge):
+    def make(**settings):
+        room.register()
+        return StorageClientFactory.create("ShmBridgeStorageClient", {"bridge": bridge, **settings})
+
+    yield make
+    make().clear([f"{owner}@" for owner in range(100)])
+    assert segment.value_names(bridge) == []
+
+
+def test_it_is_registered_by_its_name():
+    room.register()
+    room.register()
+    assert StorageBootstrapProvider.get_provider("shmbridge") is not None
+    assert "shmbridge" in StorageManagerFactory._registry
+
+
+def test_put_get_and_clear_by_keys(make_client, bridge):
+    client = make_client()
+    places = client.put(KEYS, VALUES)
+    found = make_client().get(KEYS[::-1], custom_backend_meta=places)
+    assert found[:2] == [{"k": 1}, "text"]
+    assert [each.tolist() for each in found[2:]] == [[0, 1, 2, 3, 4], [0, 1, 2]]
+    make_client().clear(KEYS[:1])
+    assert client.get(["1@a"], custom_backend_meta=places[:1])[0].tolist() == [0, 1, 2, 3, 4]
+    client.clear(KEYS)
+    assert segment.value_names(bridge) == []
+    with pytest.raises(StorageKeyNotFoundError, match="its rows were cleared"):
+        client.get(KEYS, custom_backend_meta=places)
+
+
+def test_what_was_never_put_is_not_found(make_client):
+    client = make_client()
+    places = client.put(KEYS, VALUES)
+    for key, place in (("0@a", None), ("7@a", places[0]), ("0@z", places[0])):
+        with pytest.raises(StorageKeyNotFoundError):
+            client.get([key], custom_backend_meta=[place])
+
+
+@pytest.mark.parametrize(
+    ("keys", "given"),
+    [(["0@a"], []), (["a"], [1]), (["0@a", "1@b"], [1, 2]), (["0@a", "1@a", "0@b"], [1, 2, 3])],
+)
+def test_keys_that_do_not_fit_are_refused(keys, given, make_client, bridge):
+    with pytest.raises(shmbridge.BadArgument):
+        make_client().put(keys, given)
+    assert segment.value_names(bridge) == []
+
+
+def test_a_full_bridge_makes_a_put_wait_until_rows_are_cleared(make_client):
+    client = make_client(capacity="1M", timeout_s=30)
+    client.put(["0@a"], [torch.zeros(600_000, dtype=torch.uint8)])
+    late = threading.Thread(target=client.put, args=(["1@a"], [torch.ones(600_000, dtype=torch.uint8)]))
+    late.start()
+    late.join(0.2)
+    assert late.is_alive()
+    client.clear(["0@a"])
+    late.join(20)
+    assert not late.is_alive()
+
+
+@pytest.mark.parametrize("size", [600_000, 2_000_000])
+def test_no_room_in_time_names_the_numbers(size, make_client, bridge):
+    client = make_client(capacity="1M", timeout_s=0.05)
+    client.put(["0@a"], [torch.zeros(600_000, dtype=torch.uint8)])
+    with pytest.raises(shmbridge.LaneFull, match=r"in 1 puts that nobody has cleared, of 1 MiB.*kv_clear"):
+        client.put(["1@a"], [torch.zeros(size, dtype=torch.uint8)])
+    assert len(segment.value_names(bridge)) == 1
+
+
+def test_garbage_in_a_table_is_refused(make_client, bridge):
+    client = make_client()
+    (place,) = client.put(["0@a"], [torch.arange(3)])
+    path = segment.MOUNT / place[1:]
+    raw = path.read_bytes()
+    at = raw.index(b"int64")
+    path.write_bytes(raw[:at] + b"int99" + raw[at + 5 :])
+    with pytest.raises(shmbridge.RecordUnreadable, match="'int99' is no type"):
+        client.get(["0@a"], custom_backend_meta=[place])
+
+
+def test_a_bridge_has_one_living_queue(bridge):
+    first = Queue(bridge)
+    with pytest.raises(shmbridge.QueueTaken, match=f"backend.shmbridge.bridge={bridge}2"):
+        Queue(bridge)
+    first.close()
+    first.close()
+    Queue(bridge).close()
+    assert bridge not in segment.bridges()
+
+
+ENDED = """
+import os, sys, numpy as np
+from shmbridge.consumers.transfer_queue.queue_lock import Queue
+from shmbridge.segments import values
+queue = Queue(sys.argv[1])
+values.write(sys.argv[1], np.arange(3), b"", [(0, [b"abc"])])
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_what_an_ended_queue_left_goes_at_the_next_start(how, bridge, caplog):
+    """Its controller is gone, and with it all that was known of the values."""
+    done = subprocess.run([sys.executable, "-c", ENDED, bridge, how], timeout=60, check=False)
+    assert done.returncode == (-9 if how == "killed" else 0)
+    left = segment.value_names(bridge)
+    assert len(left) == (1 if how == "killed" else 0)
+    membership.sweep(bridge)
+    assert segment.value_names(bridge) == left, "a start of something else does not throw them away"
+    queue = Queue(bridge)
+    assert segment.value_names(bridge) == []
+    assert ("3 rows that nobody had cleared were removed" in caplog.text) == (how == "killed")
+    queue.close()
+
+
+def test_the_configuration_reaches_the_clients(bridge):
+    conf = OmegaConf.create(
+        {"backend": {"storage_backend": "shmbridge", "shmbridge": {"bridge": bridge, "capacity": "1G"}}}
+    )
+    room.register()
+    queue = StorageBootstrapProvider.get_provider("shmbridge")(conf)
+    settings = conf.backend.shmbridge
+    assert (settings.bridge, settings.capacity, settings.mount) == (bridge, "1G", segment.mount_id())
+    join(settings).leave()
+    queue.close()
+
+
+def test_another_node_is_refused(bridge):
+    queue, settings = begin({"bridge": bridge})
+    with pytest.raises(shmbridge.BadConfig, match="keep all clients of the queue on one node"):
+        join({**settings, "mount": "elsewhere"})
+    queue.close()
+
+
+def test_without_a_name_the_bridge_has_one(monkeypatch, bridge):
+    monkeypatch.setattr("shmbridge.consumers.transfer_queue.queue_lock.BRIDGE", bridge)
+    queue, settings = begin({})
+    assert settings["bridge"] == bridge
+    queue.close()
+
+
+def test_a_put_that_is_being_written_is_not_cleared(make_client, bridge):
+    """It belongs to nobody yet; a clear leaves it alone."""
+    with open(segment.MOUNT / segment.new_name(bridge, "v")[1:], "wb") as half:
+        client = make_client()
+        client.clear(["0@a"])
+        assert segment.value_names(bridge) == [f"/{half.name.rpartition('/')[2]}"]
+        assert membership.sweep(bridge).removed == segment.value_names(bridge) or not segment.value_names(
+            bridge
+        )
+    assert values.stored_bytes(bridge) == (0, 0)
