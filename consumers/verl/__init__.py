@@ -1,0 +1,1 @@
+"""Feeds verl from a bridge."""

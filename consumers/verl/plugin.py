@@ -1,0 +1,51 @@
+"""What verl loads in each of its processes, through the entry point group `verl.plugins`.
+
+Loading this module registers, under verl's own registries: the advantage estimators `shmbridge` and
+`grpo_atropos`, the checkpoint engine, the rollout name and the trainer mode `shmbridge`. It opens no bridge
+and starts nothing. verl logs a plugin's failure at debug level only, so the failure is logged here as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from shmbridge.consumers.tested_versions import warn_if_untested
+
+__all__ = ["register"]
+
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Registers everything; idempotent. Never blocks.
+
+    Raises ValueError if another package has taken one of the estimators' names.
+    """
+    from verl.trainer.ppo.core_algos import register_adv_est
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    from shmbridge.consumers.verl import estimator
+
+    warn_if_untested("verl", "0.9.1", "0.10")
+    for name in estimator.NAMES:
+        register_adv_est(name)(estimator.passed_through)
+    RolloutReplicaRegistry.register("shmbridge", _replica)
+    # These register themselves when made: one of them may be what imported verl, and is then half made.
+    for name in ("checkpoint_engine", "trainer"):
+        importlib.import_module(f"shmbridge.consumers.verl.{name}")
+
+
+def _replica() -> type[Any]:
+    """Returns the class that verl would start engines with under the rollout name `shmbridge`."""
+    from shmbridge.consumers.verl.no_replicas import NoReplicas
+
+    return NoReplicas
+
+
+try:
+    register()
+except Exception:
+    log.exception("the verl plugin of shmbridge is not loaded")
+    raise

@@ -1,0 +1,131 @@
+"""The configuration of a bridge in verl: the seed recipe's keys under `trainer.atropos`, and the name.
+
+    trainer:
+      atropos: {bridge: run1, use_advantages: true, fallback_to_grpo: true}
+
+The recipe's keys mean what they mean for the learner and in `shmbridge launch`: docs/how-to/launch.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from shmbridge.consumers.learner.data.batch_wait import Patience
+from shmbridge.consumers.trajectories import Credit
+from shmbridge.consumers.verl import estimator
+from shmbridge.consumers.verl.rows import Form
+
+__all__ = ["Settings", "form_of"]
+
+log = logging.getLogger(__name__)
+
+Normalise = Literal["none", "batch", "global"]
+
+_REFUSED = {
+    "use_advantage_weighting": "a loss of verl's is -> actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is read under `trainer.atropos`; times in seconds."""
+
+    bridge: str = ""
+    api_url: str = ""  # not used: nothing is between the environments and the trainer
+    timeout: float | None = None  # of one try to get a step's groups
+    retry_attempts: int | None = None
+    retry_delay: float | None = None  # before the second try; grows
+    max_wait_time: float | None = None  # all tries together
+    use_advantages: bool = True  # of the records, where they have some; False: always from scores
+    fallback_to_grpo: bool = True  # rows without advantages get theirs from the group's scores
+    advantage_normalization: Normalise = "none"
+    advantage_clipping: tuple[float, float] | None = None
+    whole_rows: bool = False  # rows with neither mask nor prompt_length are trained whole
+    max_off_policy_steps: int | None = None  # environments that ask begin no group that gets older than this
+    lanes: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be."""
+        if not self.bridge:
+            raise ValueError("trainer.atropos.bridge is not set -> +trainer.atropos.bridge=run1")
+        if self.advantage_normalization not in get_args(Normalise):
+            raise ValueError(
+                f"trainer.atropos.advantage_normalization={self.advantage_normalization!r} is none of "
+                f"{', '.join(get_args(Normalise))}"
+            )
+        if not self.use_advantages and not self.fallback_to_grpo:
+            raise ValueError(
+                "trainer.atropos.use_advantages=false needs fallback_to_grpo, as nothing else gives "
+                "advantages -> set one of them to true"
+            )
+
+    @classmethod
+    def of(cls, config: Any) -> Settings:
+        """Returns the settings in verl's whole configuration. Never blocks.
+
+        Raises:
+            ValueError: no bridge is named, or a key or value is not one of the allowed; names it.
+        """
+        from omegaconf import OmegaConf
+
+        found = OmegaConf.select(config, "trainer.atropos")
+        given: dict[str, Any] = {} if found is None else OmegaConf.to_container(found, resolve=True)
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            if key in _REFUSED:
+                raise ValueError(f"trainer.atropos.{key}: {_REFUSED[key]}; remove the key")
+            if key not in known:
+                raise ValueError(f"trainer.atropos.{key} is no key -> use one of {', '.join(known)}")
+        if (limits := given.get("advantage_clipping")) is not None:
+            low, high = limits
+            given["advantage_clipping"] = (float(low), float(high))
+        if given.get("api_url"):
+            log.info("trainer.atropos.api_url is not used: the trainer reads bridge %s", given.get("bridge"))
+        return cls(**given)
+
+    @property
+    def credit(self) -> Credit:
+        """How advantages are made of the records."""
+        return Credit(
+            use_own=self.use_advantages,
+            fallback=self.fallback_to_grpo,
+            normalise=self.advantage_normalization,
+            clip=self.advantage_clipping,
+        )
+
+    @property
+    def patience(self) -> Patience | None:
+        """How long a step waits for its groups; None: for ever, with reminders in the log."""
+        limits = {
+            "timeout_s": self.timeout,
+            "attempts": self.retry_attempts,
+            "retry_delay_s": self.retry_delay,
+            "max_wait_s": self.max_wait_time,
+        }
+        given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+        return Patience(**{"max_wait_s": math.inf, **given}) if given else None
+
+
+def form_of(config: Any) -> Form:
+    """Returns what verl's whole configuration asks of rows. Never blocks.
+
+    Raises ValueError for a key that would change what the rows carry.
+    """
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    per_token = str(algorithm.adv_estimator) in estimator.NAMES
+    if per_token and algorithm.use_kl_in_reward:
+        raise ValueError(
+            "algorithm.use_kl_in_reward changes the advantages that rm_scores carry -> set it to False and "
+            "use actor_rollout_ref.actor.use_kl_loss"
+        )
+    if config.reward.reward_model.enable:
+        raise ValueError(
+            "reward.reward_model.enable: verl's reward model would overwrite what environments scored -> "
+            "turn it off, or score with shmbridge's rewards"
+        )
+    correction = algorithm.get("rollout_correction", None) or {}
+    corrected = any(correction.get(key) for key in ("bypass_mode", "rollout_is", "rollout_rs"))
+    return Form(per_token, bool(corrected or rollout.calculate_log_probs), float(rollout.temperature))

@@ -1,0 +1,86 @@
+"""verl's trainer mode `shmbridge`: no inference engine of its own, weights out through the bridge.
+
+    trainer.v1.trainer_mode: shmbridge
+
+A step is verl's own. What this mode adds: the weights go out when training begins and after each step, then
+the step's groups are released and its `atropos/...` metrics are logged. verl samples with its asynchronous
+replay buffer, so `trainer.v1.sampler.max_off_policy_threshold` drops stale groups or waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.utils.debug import marked_timer
+
+from shmbridge.consumers.verl.metrics import VERSION
+
+__all__ = ["BridgePPOTrainer"]
+
+MODE = "shmbridge"
+
+
+@register_trainer(MODE)
+class BridgePPOTrainer(PPOTrainer):
+    """verl's PPO trainer with a `ShmAgentLoopManager`. As verl's trainers, for one thread.
+
+    Args:
+        config: verl's whole configuration.
+
+    Raises:
+        ValueError: the checkpoint engine is not `shmbridge`.
+    """
+
+    _enable_hybrid_replicas = False  # verl's word: no engines on the training GPUs
+
+    def __init__(self, config: Any) -> None:
+        backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
+        if backend != "shmbridge":
+            raise ValueError(
+                f"trainer mode {MODE} sends weights through the bridge, and checkpoint_engine.backend is "
+                f"{backend!r} -> actor_rollout_ref.rollout.checkpoint_engine.backend=shmbridge"
+            )
+        super().__init__(config)
+        self._trained: list[str] = []
+
+    def _load_checkpoint(self) -> None:
+        """Loads verl's checkpoint, but not its copy of TransferQueue: the bridge has those groups."""
+        super()._load_checkpoint()
+        restored = list((tq.kv_list("train") or {}).get("train", {}))
+        if restored:
+            tq.kv_clear(keys=restored, partition_id="train")
+        self._restored_tq_prompt_count = 0
+
+    def on_train_begin(self) -> None:
+        """Sends the weights that training begins with, and asks for the batches to gather ahead."""
+        self._send_weights(self.global_steps - 1)
+        ahead = self.config.trainer.v1.get(MODE, {}).get("num_warmup_batches", 0)
+        self._add_async_warmup_batches(ahead)
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        """Trains one step of verl's, and notes its rows."""
+        batch = super().step(metrics, timing_raw)
+        self._trained = list(batch.keys)
+        return batch
+
+    def on_sample_end(self) -> None:
+        """Does nothing: there is no engine that would free its memory."""
+
+    def on_step_end(self) -> None:
+        """Sends the step's weights, then releases its groups. verl has saved its checkpoint by now."""
+        with marked_timer("update_weights", self.timing_raw, color="red"):
+            sent = self._send_weights(self.global_steps)
+        released = self.agent_loop_manager.step_ended(self._trained, sent.get(VERSION))
+        self._pending_sync_metrics = {**sent, **released}
+
+    def _send_weights(self, step: int) -> dict[str, Any]:
+        """Returns what the writing actor reports.
+
+        verl's CheckpointEngineManager is not used: it fails where there are no engines.
+        """
+        of_ranks = ray.get(self.actor_rollout_wg.update_weights(global_steps=step, mode=MODE))
+        return {name: value for each in of_ranks for name, value in (each or {}).items()}

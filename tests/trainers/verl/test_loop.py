@@ -1,0 +1,174 @@
+"""verl's v1 loop, real but for the accelerator: TransferQueue, replay buffer, FSDP2 actor, policy loss."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge.testing.known_groups import KnownRow, known_groups
+from shmbridge.weights import WeightsReader
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = [("uneven", "prompt only"), ("fragments", "uneven again"), ("two versions", "fragments again")]
+TARGET_STEPS, ROWS, TARGET = 3, 4, 9
+
+
+@dataclass
+class Run:
+    """What one run of verl left behind, killed in the middle of a step."""
+
+    folder: Path
+    log: str
+    steps: list[list[KnownRow]]  # the rows of each step of known groups
+    weights: tuple[int | None, dict[str, np.ndarray]]
+    again: list[tuple[str, bool]]  # group ids that the next consumer got, and whether as redelivered
+    policy_version: int
+
+    def loss(self, step: int) -> dict[str, np.ndarray]:
+        return dict(np.load(self.folder / f"loss-{step}.npz"))
+
+
+def target_group() -> dict[str, Any]:
+    """Rows whose every answer is the target token, advantage 1."""
+    prompt, answer = [3, 10, 11, 4], [TARGET] * 6
+    return {
+        "tokens": [np.array(prompt + answer, np.int32)] * ROWS,
+        "prompt_length": [4] * ROWS,
+        "loss_mask": [np.array([0] * 4 + [1] * 6, np.uint8)] * ROWS,
+        "advantages": [np.array([0] * 4 + [1] * 6, np.float32)] * ROWS,
+        "inference_logprobs": [np.array([1] * 4 + [-1] * 6, np.float32)] * ROWS,
+        "score": [1.0] * ROWS,
+    }
+
+
+@pytest.fixture(scope="module")
+def run(start_trainer) -> Iterator[Run]:
+    bridge = f"verl-{uuid.uuid4().hex[:12]}"
+    once, again = ({g.name: g for g in known_groups(seed, vocabulary=28, version=2)} for seed in (3, 4))
+    named = {**once, "uneven again": again["uneven"], "fragments again": again["fragments"]}
+    trained = 2 * (len(STEPS) + TARGET_STEPS)
+    try:
+        with shmbridge.Producer(bridge, env_name="known", lane_bytes="1M") as producer:
+            for step in STEPS:
+                for name in step:
+                    named[name].put(producer)
+            for number in range(2 * TARGET_STEPS + 4):
+                producer.put(target_group(), group_id=f"target-{number}", policy_version=0)
+            halt_at = len(STEPS) + TARGET_STEPS + 1
+            trainer = start_trainer(
+                bridge, 20, "actor_rollout_ref.actor.policy_loss.loss_mode=recorded",
+                "algorithm.rollout_correction.bypass_mode=True", f"actor_rollout_ref.rollout.n={ROWS}",
+                "trainer.atropos.max_off_policy_steps=null",
+                "actor_rollout_ref.actor.optim.lr=0.003",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8", halt_at=halt_at,
+            )  # fmt: skip
+            trainer.wait_for_loss(halt_at)
+            reader = WeightsReader(bridge)
+            weights = reader.copy()
+            reader.close()
+            trainer.kill()
+        with shmbridge.Consumer(bridge) as consumer:
+            records = [consumer.get(timeout_s=5) for _ in range(4)]
+            again = [(record.meta.group_id, record.meta.redelivered) for record in records]
+            with pytest.raises(shmbridge.ConsumerEmpty):
+                consumer.get(timeout_s=0.0)
+            for record in records:
+                record.release()
+            del records, record
+            version = consumer.policy_version
+        assert trained == 12
+        rows = [[row for name in step for row in named[name].rows] for step in STEPS]
+        yield Run(trainer.folder, trainer.log(), rows, weights, again, version)
+    finally:
+        shmbridge.clean(bridge, dry_run=False)
+
+
+def differences(rows: list[KnownRow], loss: dict[str, np.ndarray], shift: int = 0) -> float:
+    """Returns the largest difference of what the loss got from the producer's values; inf for a wrong mask.
+
+    verl reorders rows: each is found by its log-probabilities, which are random numbers.
+    """
+    worst, taken = 0.0, set()
+    for row in rows:
+        if row.prompt_length == len(row.tokens):
+            continue  # without a response: left out, and counted
+        width = loss["mask"].shape[1]
+
+        def padded(values: Any, row: KnownRow = row, width: int = width) -> np.ndarray:
+            response = np.roll(np.asarray(values, np.float32), shift)[row.prompt_length :]
+            return np.pad(response, (0, width - len(response)))
+
+        logprobs = padded(row.logprobs)
+        found = int(np.abs(loss["old_log_probs"] - logprobs).sum(1).argmin())
+        assert found not in taken or shift
+        taken.add(found)
+        if not np.array_equal(loss["mask"][found], padded(row.trained)):
+            return float("inf")
+        trained = loss["mask"][found] > 0
+        for name, values in (("advantages", padded(row.advantages)), ("old_log_probs", logprobs)):
+            worst = max(worst, float(np.abs((loss[name][found] - values) * trained).max()))
+    return worst
+
+
+@pytest.mark.parametrize("step", range(len(STEPS)))
+def test_the_loss_gets_the_producers_numbers_at_every_position(run, step):
+    loss = run.loss(step + 1)
+    assert differences(run.steps[step], loss) == 0.0
+    real = [row for row in run.steps[step] if row.prompt_length < len(row.tokens)]
+    assert int((loss["mask"].sum(1) > 0).sum()) == len(real), "rows of padding train nothing"
+    assert np.abs(loss["advantages"] * (1 - loss["mask"])).max() == 0.0
+
+
+def test_the_comparison_sees_a_shift_by_one(run):
+    assert differences(run.steps[0], run.loss(1), shift=1) > 0.1
+
+
+def test_weights_of_every_step_came_out_and_the_engines_side_sees_them(run, tiny):
+    from safetensors.numpy import load_file
+
+    version, tensors = run.weights
+    assert (version, run.policy_version) == (len(STEPS) + TARGET_STEPS,) * 2
+    before = load_file(tiny / "model.safetensors")
+    changed = [name for name in before if not np.array_equal(before[name], tensors[name])]
+    assert len(changed) == len(before)
+
+
+def test_the_target_tokens_become_likelier(run):
+    first, last = len(STEPS) + 1, len(STEPS) + TARGET_STEPS + 1
+    means = []
+    for step in range(first, last + 1):
+        loss = run.loss(step)
+        means.append(float((loss["log_probs"] * loss["mask"]).sum() / loss["mask"].sum()))
+    assert means == sorted(means), means
+    assert means[-1] > means[0] + 0.1, means
+
+
+def test_a_killed_trainers_step_comes_again_and_nothing_else(run):
+    """verl was killed inside the loss of the step: its two groups come again, two more come first."""
+    trained = 2 * TARGET_STEPS
+    of_the_step = [(f"target-{trained + number}", True) for number in range(2)]
+    not_yet_taken = [(f"target-{trained + number}", False) for number in (2, 3)]
+    assert run.again == of_the_step + not_yet_taken
+
+
+def test_the_recipes_metrics_are_in_verls_log(run):
+    line = next(line for line in run.log.splitlines() if "step:1 -" in line)
+    metrics = dict(each.rsplit(":", 1) for each in line.split(" - ") if ":" in each)
+    rows = run.steps[0]
+    scores = [row.score for row in rows]
+    assert float(metrics["atropos/mean_score"]) == pytest.approx(np.mean(scores))
+    assert float(metrics["atropos/num_environments"]) == 1
+    advantages = np.concatenate([row.advantages[row.trained] for row in rows])
+    assert float(metrics["atropos/known/mean_advantage"]) == pytest.approx(advantages.mean(), abs=1e-6)
+    assert float(metrics["shmbridge/rows_without_response_total"]) == 1
+    assert float(metrics["shmbridge/groups_trained_total"]) == 2
+    assert float(metrics["shmbridge/weights_version"]) == 1

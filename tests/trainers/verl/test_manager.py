@@ -1,0 +1,339 @@
+"""The agent loop manager against a real TransferQueue and verl's own replay buffer and advantage step."""
+
+from __future__ import annotations
+
+import types
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from verl_loop import configured
+from verl_process import until
+
+import shmbridge
+from shmbridge.testing.known_groups import KnownGroup, KnownRow, known_groups
+
+pytestmark = pytest.mark.timeout(400)
+
+NO_LIMIT = ["trainer.atropos.max_off_policy_steps=null"]
+NO_LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[Any]:
+    """TransferQueue with its controller and one SimpleStorage unit, in Ray."""
+    import ray
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    yield tq
+    tq.close()
+    ray.shutdown()
+
+
+@pytest.fixture
+def clear(queue: Any) -> Iterator[Any]:
+    yield queue
+    there = list((queue.kv_list("train") or {}).get("train", {}))
+    if there:
+        queue.kv_clear(keys=there, partition_id="train")
+
+
+@pytest.fixture
+def make_manager(bridge: str, clear: Any, tiny: Any) -> Iterator[Any]:
+    from shmbridge.consumers.verl.agent_loop_manager import ShmAgentLoopManager
+
+    made = []
+
+    def make(*more: str) -> Any:
+        config = configured(
+            bridge, str(tiny), 10, ["actor_rollout_ref.rollout.n=4", NO_LOGPROBS, *NO_LIMIT, *more]
+        )
+        made.append(ShmAgentLoopManager.create(config, llm_client=None, reward_loop_worker_handles=[]))
+        made[-1].config = config
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.step_ended([f"{uid}_0_0" for uid in each._folded.uids()])
+        each.close()
+
+
+@pytest.fixture
+def make_buffer(clear: Any) -> Any:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    def unasked(count: int) -> None:
+        pytest.fail(f"{count} prompts failed or were evicted")
+
+    def make(refill: Any = unasked, threshold: int | None = None) -> Any:
+        return ReplayBufferAsync("shmbridge", {}, threshold, "drop", {}, poll_interval=0.05, refill_fn=refill)
+
+    return make
+
+
+def ask(queue: Any, manager: Any, count: int, step: int = 1) -> list[str]:
+    """Issues prompts as verl's trainer does; returns their uids."""
+    import torch
+    from verl.utils import tensordict_utils as tu
+
+    uids = [str(uuid.uuid4()) for _ in range(count)]
+    prompts = tu.get_tensordict({"uid": np.array(uids, object), "dummy_tensor": torch.zeros(count, 1)})
+    tu.assign_non_tensor_data(prompts, "global_steps", step)
+    tags = [{"is_prompt": True, "status": "pending", "global_steps": step} for _ in uids]
+    queue.kv_batch_put(keys=uids, partition_id="train", tags=tags)
+    manager.generate_sequences(prompts)
+    return uids
+
+
+def advantages_of(config: Any, batch: Any) -> Any:
+    """verl's own advantage step on a batch; returns its rows from TransferQueue."""
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    PPOTrainer._compute_advantage(types.SimpleNamespace(config=config), batch, {})
+    fields = ["uid", "advantages", "returns", "response_mask", "responses", "prompts", "extra_fields"]
+    return tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=fields)
+
+
+def expected(group: KnownGroup) -> list[KnownRow]:
+    return [row for row in group.rows if row.prompt_length < len(row.tokens)]
+
+
+def test_the_known_groups_reach_verls_advantages(make_manager, make_buffer, make_producer, queue):
+    groups, manager = known_groups(vocabulary=28, version=2), make_manager()
+    with make_producer(lane_bytes="1M") as producer:
+        for group in groups:
+            group.put(producer)
+        uids = ask(queue, manager, len(groups), step=3)
+        batch, _ = make_buffer().sample(3, "train", len(groups))
+        rows = advantages_of(manager.config, batch)
+    assert len(batch.keys) == 19
+    for uid, group in zip(uids, groups, strict=True):
+        places = [at for at, key in enumerate(batch.keys) if key.startswith(uid)]
+        assert len(places) == len(expected(group)), group.name
+        for row in expected(group):
+            response = row.tokens[row.prompt_length :]
+            at = next(place for place in places if np.array_equal(rows["responses"][place].numpy(), response))
+            assert list(rows["extra_fields"])[at]["origin"]["group_id"] == group.group_id
+            assert np.array_equal(rows["prompts"][at].numpy(), row.tokens[: row.prompt_length])
+            assert np.array_equal(rows["response_mask"][at].numpy() > 0, row.trained[row.prompt_length :])
+            found = rows["advantages"][at].numpy()
+            assert np.array_equal(found, row.advantages[row.prompt_length :]), group.name
+            assert np.array_equal(found, rows["returns"][at].numpy())
+            assert batch.tags[at]["min_global_steps"] == group.versions[0]
+            assert batch.tags[at]["max_global_steps"] == group.versions[1]
+    stats = manager.stats()
+    assert stats["rows_without_response_total"] == 1
+    assert stats["groups_fallback_total"] == 1
+    assert stats["groups_held"] == 5
+
+
+def test_records_are_released_after_their_step_only(make_manager, make_buffer, make_producer, queue, bridge):
+    groups, manager = known_groups(vocabulary=28, version=2), make_manager()
+    with make_producer(lane_bytes="1M") as producer:
+        for group in groups[:3]:
+            group.put(producer)
+        ask(queue, manager, 3)
+        batch, _ = make_buffer().sample(1, "train", 2)
+        assert manager.release_cleared() == 0, "rows are there: in training"
+        metrics = manager.step_ended(batch.keys, version=7)
+        assert metrics["atropos/batch_groups"] == 2
+        assert metrics["shmbridge/groups_held"] == 1
+        manager.close()
+        with shmbridge.Consumer(bridge) as consumer:
+            assert consumer.policy_version == 7
+            record = consumer.get(timeout_s=5)
+            assert record.meta.redelivered
+            with pytest.raises(shmbridge.ConsumerEmpty):
+                consumer.get(timeout_s=0.0)
+            record.release()
+
+
+def test_what_verl_clears_is_released_at_its_next_call(make_manager, make_buffer, make_producer, queue):
+    """As under verl's own trainer modes, which never call step_ended."""
+    manager = make_manager()
+    with make_producer(lane_bytes="1M") as producer:
+        for group in known_groups(vocabulary=28, version=2)[:2]:
+            group.put(producer)
+        ask(queue, manager, 1, step=1)
+        batch, _ = make_buffer().sample(1, "train", 1)
+        queue.kv_clear(keys=batch.keys, partition_id="train")
+        assert manager.stats()["groups_held"] == 1
+        ask(queue, manager, 1, step=2)
+        assert manager.stats()["groups_cleared_total"] == 1
+
+
+def test_uneven_groups_are_counted_and_whole(make_manager, make_buffer, make_producer, queue):
+    manager = make_manager()
+    with make_producer(lane_bytes="1M") as producer:
+        for rows in (4, 6):
+            known_groups(rows, vocabulary=28, version=2, rows=rows)[0].put(producer)
+        ask(queue, manager, 2)
+        batch, _ = make_buffer().sample(1, "train", 2)
+    assert len(batch.keys) == len(set(batch.keys)) == 10
+    assert manager.stats()["groups_uneven_total"] == 1
+
+
+def test_with_a_limit_whole_steps_are_taken_and_dealt_out(make_manager, make_buffer, make_producer, queue):
+    """A bridge with an off-policy limit hands out a step's two groups at a time; verl asks for one."""
+    manager = make_manager("trainer.atropos.max_off_policy_steps=1")
+    with make_producer(lane_bytes="1M") as producer:
+        for number in range(2):
+            with producer.begin_group(timeout_s=60):
+                producer.put(known_groups(vocabulary=28, version=2)[0].fragments[0], group_id=str(number))
+        for _ in range(2):
+            ask(queue, manager, 1)
+            make_buffer().sample(1, "train", 1)
+    assert manager.stats()["groups_total"] == 2
+
+
+def test_versions_of_a_resumed_run_are_mapped_onto_verls_steps(
+    make_manager, make_buffer, make_producer, queue, bridge
+):
+    """The bridge is at version 9 when verl trains step 6, the weights of whose step 5 are that version."""
+    from shmbridge.weights import WeightsWriter
+
+    with make_producer(lane_bytes="1M") as producer, WeightsWriter(bridge) as writer:
+        writer.publish(9, [("a", np.zeros(3, np.float32))])
+        manager = make_manager()
+        producer.put(known_groups(vocabulary=28, version=2)[0].fragments[0], policy_version=(8, 9))
+        ask(queue, manager, 1, step=6)
+        batch, _ = make_buffer().sample(6, "train", 1)
+        assert {(tag["min_global_steps"], tag["max_global_steps"]) for tag in batch.tags} == {(4, 5)}
+        assert producer.policy_version == 9
+
+
+def test_stale_groups_are_dropped_by_verls_own_rule(make_manager, make_buffer, make_producer, queue):
+    """A prompt row's global_steps is one above the group's oldest version, as for verl's own rollouts."""
+    manager = make_manager()
+    refilled: list[int] = []
+    with make_producer(lane_bytes="1M") as producer:
+        for version in (1, 4):
+            group = known_groups(version, vocabulary=28, version=2)[0]
+            for fragment in group.fragments:
+                producer.put(fragment, group_id=f"of-{version}", policy_version=version)
+        uids = ask(queue, manager, 2, step=5)
+        until(lambda: manager.stats()["groups_held"] == 2, 30, lambda: str(manager.stats()))
+        batch, metrics = make_buffer(refilled.append, threshold=3).sample(5, "train", 1)
+    assert {key.split("_")[0] for key in batch.keys} == {uids[1]}
+    assert refilled == [1]
+    assert metrics["training/off_policy/evicted_samples"] == 1
+    assert metrics["training/off_policy/evicted_samples_staleness/max"] == 4  # steps 2 to 5
+
+
+def test_groups_of_evaluations_are_not_trained(make_manager, make_buffer, make_producer, queue):
+    manager = make_manager()
+    with make_producer(lane_bytes="1M") as producer:
+        group = known_groups(vocabulary=28, version=2)[0]
+        producer.put(group.fragments[0], split="eval")
+        producer.put(group.fragments[0], group_id="train")
+        ask(queue, manager, 1)
+        make_buffer().sample(1, "train", 1)
+    assert manager.stats()["groups_of_evaluation_total"] == 1
+
+
+def test_a_group_without_any_response_is_a_failed_prompt_that_verl_replaces(
+    make_manager, make_buffer, make_producer, queue
+):
+    manager = make_manager()
+    with make_producer(lane_bytes="1M") as producer:
+        producer.put({"tokens": [[1, 2, 3]] * 4, "prompt_length": [3] * 4, "score": [0.0] * 4})
+        known_groups(vocabulary=28, version=2)[0].put(producer)
+        ask(queue, manager, 1)
+        refilled: list[int] = []
+
+        def refill(count: int) -> None:
+            refilled.append(count)
+            ask(queue, manager, count)
+
+        make_buffer(refill).sample(1, "train", 1)
+    assert refilled == [1]
+    assert manager.stats()["groups_without_response_total"] == 1
+
+
+def test_columns_that_verl_has_no_place_for_are_counted_by_name(
+    make_manager, make_buffer, make_producer, queue
+):
+    manager = make_manager()
+    with make_producer(lane_bytes="1M") as producer:
+        group = dict(known_groups(vocabulary=28, version=2)[0].fragments[0])
+        rows = len(group["tokens"])
+        group |= {"messages": ["[]"] * rows, "temperature": [0.5] * rows}
+        producer.put(group)
+        ask(queue, manager, 1)
+        make_buffer().sample(1, "train", 1)
+    stats = manager.stats()
+    assert stats["columns_ignored{messages}_total"] == rows
+    assert stats["rows_of_other_temperature_total"] == rows
+
+
+def test_verls_grpo_gets_scores_and_centres_rewards(make_manager, make_buffer, make_producer, queue):
+    """The seed recipe's fallback centred log-probabilities; arXiv 2402.03300 centres rewards."""
+    manager = make_manager("algorithm.adv_estimator=grpo")
+    group = known_groups(vocabulary=28, version=2)[0]
+    with make_producer(lane_bytes="1M") as producer:
+        group.put(producer)
+        ask(queue, manager, 1)
+        batch, _ = make_buffer().sample(1, "train", 1)
+        rows = advantages_of(manager.config, batch)
+    scores = np.array([row.score for row in group.rows])
+    for at, score in enumerate(scores):
+        wanted = (score - scores.mean()) / (scores.std(ddof=1) + 1e-6)
+        trained = rows["response_mask"][at].numpy() > 0
+        assert rows["advantages"][at].numpy()[trained] == pytest.approx(wanted, abs=1e-5)
+
+
+def error_after(manager: Any, queue: Any, buffer: Any) -> BaseException:
+    """What verl's sampling raises once the thread has ended."""
+
+    def refill(count: int) -> None:
+        ask(queue, manager, count)
+
+    buffer.refill_fn = refill
+    with pytest.raises(Exception) as caught:
+        buffer.sample(1, "train", 1)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("more", "column", "words"),
+    [
+        (("trainer.atropos.fallback_to_grpo=False",), "advantages", "without advantages"),
+        (("actor_rollout_ref.rollout.calculate_log_probs=True",), "inference_logprobs", "lacks inference"),
+        (("algorithm.adv_estimator=grpo",), "score", "has no score"),
+    ],
+)  # fmt: skip
+def test_what_a_row_lacks_ends_training_with_its_name_and_releases_nothing(
+    make_manager, make_buffer, make_producer, queue, bridge, more, column, words
+):
+    manager = make_manager(*more)
+    group = {
+        name: values
+        for name, values in known_groups(vocabulary=28, version=2)[0].fragments[0].items()
+        if name != column
+    }
+    with make_producer(lane_bytes="1M") as producer:
+        producer.put(group, group_id="incomplete")
+        ask(queue, manager, 1)
+        assert words in str(error_after(manager, queue, make_buffer()))
+        manager.close()
+        with shmbridge.Consumer(bridge) as consumer, consumer.get(timeout_s=5) as record:
+            assert (record.meta.group_id, record.meta.redelivered) == ("incomplete", True)
+
+
+def test_too_few_groups_within_the_recipes_limits_end_training(make_manager, make_buffer, queue):
+    manager = make_manager("trainer.atropos.max_wait_time=0.5")
+    ask(queue, manager, 1)
+    error = error_after(manager, queue, make_buffer())
+    assert "0 of the 1 groups" in str(error)
+    assert "trainer.atropos.max_wait_time" in str(error)
+
+
+def test_prompts_of_validation_are_refused_with_what_to_set(make_manager):
+    with pytest.raises(ValueError, match="val_before_train=False"):
+        make_manager().generate_sequences({"validate": True, "uid": ["a"], "global_steps": 0})
