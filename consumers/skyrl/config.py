@@ -1,0 +1,104 @@
+"""SkyRL's config with a section `bridge`, and what else in it a bridge does not go with."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_policy_correction_enabled
+from skyrl.backends.skyrl_train.utils.ppo_utils import LOSSES_WITHOUT_OLD_LOGPROBS
+from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
+
+from shmbridge.consumers.skyrl.estimator import NAME
+
+
+class ConfigDoesNotFit(ValueError):
+    """A setting of SkyRL that would train something else than what the bridge carries."""
+
+
+@dataclass
+class BridgeConfig(BaseConfig):
+    """The section `bridge`; the words are those of ShmGenerator."""
+
+    name: str = "run1"
+    max_staleness: int | None = None  # versions; None: the limit of fully_async there, else none
+    long_groups: str = "refuse"
+    match: str = "arrival"
+    steps: int = 1000  # per epoch, where prompts are empty: data.train_data=[]
+    max_token_len: int = 0  # tokens of a trajectory that environments may send; 0: any number
+    timeout_s: float | None = None
+    # URLs of engines to which each version is pushed; those that follow the bridge need no mention
+    engines: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ShmTrainConfig(SkyRLTrainConfig):  # type: ignore[misc, unused-ignore]
+    """SkyRL's config and the section `bridge`."""
+
+    bridge: BridgeConfig = field(default_factory=BridgeConfig)
+
+
+def check(cfg: Any) -> None:
+    """Raises ConfigDoesNotFit, with one setting to change, if SkyRL would train on other advantages.
+
+    Never blocks.
+    """
+    trainer, generator = cfg.trainer, cfg.generator
+    algorithm = trainer.algorithm
+    if algorithm.advantage_estimator != NAME:
+        _refuse(
+            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} makes advantages "
+            "of the sum of what it takes for rewards",
+            f"trainer.algorithm.advantage_estimator={NAME}",
+        )
+    if algorithm.dynamic_sampling.type is not None:
+        _refuse(
+            "trainer.algorithm.dynamic_sampling judges groups by the sum of their advantages",
+            "trainer.algorithm.dynamic_sampling.type=null; environments drop such groups",
+        )
+    if trainer.fully_async.sample_full_batch:
+        _refuse(
+            "trainer.fully_async.sample_full_batch judges groups by the sum of their advantages",
+            "trainer.fully_async.sample_full_batch=false",
+        )
+    if algorithm.use_kl_in_reward:
+        _refuse(
+            "trainer.algorithm.use_kl_in_reward subtracts from rewards, which are advantages here",
+            "trainer.algorithm.use_kl_loss=true",
+        )
+    if trainer.placement.colocate_all:
+        _refuse(
+            "trainer.placement.colocate_all shares the GPUs with engines of SkyRL's own, and there are none",
+            "trainer.placement.colocate_all=false",
+        )
+    if trainer.eval_interval > 0:
+        _refuse("trainer.eval_interval > 0 needs engines of SkyRL's own", "trainer.eval_interval=-1")
+    if trainer.policy.model.lora.rank > 0 and trainer.strategy == "fsdp":
+        _refuse(
+            "trainer.policy.model.lora.rank > 0: with fsdp SkyRL sends adapters to engines of its own",
+            "trainer.policy.model.lora.rank=0",
+        )
+    if generator.merge_stepwise_output:
+        _refuse(
+            "generator.merge_stepwise_output joins rows after they were counted",
+            "generator.merge_stepwise_output=false",
+        )
+
+
+def max_staleness(cfg: Any) -> int | None:
+    """Returns the most versions that a group may be behind; None: any number."""
+    if cfg.bridge.max_staleness is None and cfg.trainer.fully_async.enabled:
+        return int(cfg.trainer.fully_async.max_staleness_steps)
+    return None if cfg.bridge.max_staleness is None else int(cfg.bridge.max_staleness)
+
+
+def needs_logprobs(cfg: Any) -> bool:
+    """Returns whether the loss compares with the sampler's log-probabilities."""
+    algorithm = cfg.trainer.algorithm
+    return bool(
+        cfg.trainer.fully_async.enabled
+        or algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS
+        or off_policy_correction_enabled(algorithm.off_policy_correction)
+    )
+
+
+def _refuse(what: str, action: str) -> None:
+    raise ConfigDoesNotFit(f"{what} -> {action}")

@@ -1,0 +1,121 @@
+"""SkyRL's own program over a bridge: command line, Ray, simulated trainer; which settings are refused."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import shmbridge
+
+HERE = Path(__file__).parent
+# Python 3.11 needs the room before SkyRL; from 3.12 on it is `python -m skyrl.train.entrypoints.main_base`.
+PROGRAM = "import shmbridge.consumers.skyrl; from skyrl.train.entrypoints.main_base import main; main()"
+
+ASYNC = [
+    "trainer.algorithm.policy_loss_type=rollout_is",
+    "trainer.fully_async.enabled=true",
+    "trainer.fully_async.max_staleness_steps=1",
+    "trainer.fully_async.num_parallel_generation_workers=4",
+    "trainer.fully_async.simulate_training=true",
+    "trainer.fully_async.simulate_training_step_seconds=0.01",
+]
+
+
+@pytest.mark.long  # Ray starts, and imports SkyRL twice
+@pytest.mark.timeout(300)
+def test_skyrls_program_trains_from_a_bridge_under_ray(example, tiny, bridge, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        "shmbridge.consumers.skyrl.config.ShmTrainConfig.from_cli_overrides", lambda words: said.extend(words)
+    )
+    example.config(tiny, bridge, 2, "bridge.steps=3", *ASYNC)
+    words = [
+        *said,
+        "trainer.override_entrypoint=shmbridge.consumers.skyrl.entrypoint",
+        *(f"trainer.{name}={tmp_path / name}" for name in ("export_path", "ckpt_path", "log_path")),
+    ]
+    over = threading.Event()
+    environment = threading.Thread(target=example._play, args=(bridge, over))
+    environment.start()
+    path = os.pathsep.join([str(HERE / "stand_ins"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *words],
+            env=os.environ | {"PYTHONPATH": path, "RAY_DEDUP_LOGS": "0"},
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+    finally:
+        over.set()
+        environment.join()
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert "Training done!" in ended.stdout + ended.stderr
+    with shmbridge.Consumer(bridge, resume="discard") as following:
+        assert following.policy_version == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("trainer.algorithm.advantage_estimator=grpo", "advantage_estimator=shmbridge"),
+        ("trainer.algorithm.dynamic_sampling.type=filter", "dynamic_sampling.type=null"),
+        ("trainer.fully_async.sample_full_batch=true", "sample_full_batch=false"),
+        ("trainer.algorithm.use_kl_in_reward=true", "use_kl_loss=true"),
+        ("trainer.placement.colocate_all=true", "colocate_all=false"),
+        ("trainer.eval_interval=5", "eval_interval=-1"),
+        ("trainer.policy.model.lora.rank=8", "lora.rank=0"),
+        ("generator.merge_stepwise_output=true", "merge_stepwise_output=false"),
+    ],
+)
+def test_settings_that_would_train_something_else(example, tiny, setting, says):
+    from shmbridge.consumers.skyrl.config import ConfigDoesNotFit, check
+
+    check(example.config(tiny, "run1", 2))
+    with pytest.raises(ConfigDoesNotFit, match=f"-> .*{says}"):
+        check(example.config(tiny, "run1", 2, setting))
+
+
+def test_the_staleness_limit_and_the_need_of_log_probabilities(example, tiny):
+    from shmbridge.consumers.skyrl.config import max_staleness, needs_logprobs
+
+    plain = example.config(tiny, "run1", 2)
+    assert max_staleness(plain) is None
+    assert not needs_logprobs(plain)
+    asynchronous = example.config(tiny, "run1", 2, *ASYNC)
+    assert max_staleness(asynchronous) == 1
+    assert needs_logprobs(asynchronous)
+    assert max_staleness(example.config(tiny, "run1", 2, *ASYNC, "bridge.max_staleness=3")) == 3
+    corrected = "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
+    assert needs_logprobs(example.config(tiny, "run1", 2, corrected))
+
+
+def test_the_workers_of_skyrl_keep_their_code_and_send_into_the_bridge(example):
+    example.without_cuda()
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
+
+    from shmbridge.consumers.skyrl.weights import BridgeWeights, with_bridge_weights
+
+    bases = with_bridge_weights(FSDPPolicyWorkerBase).__mro__
+    names = [base.__name__ for base in bases if "init_weight_sync_state" in vars(base)]
+    assert names == ["FSDPPolicyWorkerBase", "BridgeWeights", "Worker"]
+    assert bases.index(FSDPPolicyWorkerBase) < bases.index(BridgeWeights)
+
+
+def test_what_the_client_refuses_and_what_ray_copies_of_it(consumer, bridge):
+    import asyncio
+    import pickle
+
+    from shmbridge.consumers.skyrl.inference_client import SampledElsewhere, ShmInferenceClient
+
+    consumer.publish_policy_version(7)
+    client = ShmInferenceClient(consumer, bridge, "tiny", ["http://127.0.0.1:1"])
+    there = pickle.loads(pickle.dumps(client))
+    assert (there.bridge, there.engines, there.least_version) == (bridge, ("http://127.0.0.1:1",), 8)
+    assert there.weight_version == -1
+    with pytest.raises(SampledElsewhere, match=r"generate\(\)"):
+        asyncio.run(client.generate({}))
+    client.increment_weight_version()  # no weights in the segment: the next number
+    assert client.weight_version == consumer.policy_version == 8
+    asyncio.run(client.teardown())
