@@ -1,0 +1,213 @@
+"""`ShmEnvManager`: an environment manager of ROLL whose episodes come from a bridge.
+
+    custom_envs:
+      gsm8k:
+        env_type: shmbridge
+        env_manager_cls: shmbridge.consumers.roll.env_manager.ShmEnvManager
+        env_config: {bridge: run1}
+
+An episode is one group of the bridge: a DataProto with a row per trajectory. So `group_size` is 1, and
+`rollout_batch_size` counts groups. ROLL generates nothing: `actor_infer` is not asked.
+
+Hub, release and what comes again after a kill: see the package's docstring.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import torch
+from roll.distributed.scheduler.protocol import DataProto
+from roll.pipeline.agentic.env_manager.base_env_manager import BaseEnvManager
+
+from shmbridge import BadArgument, Run
+from shmbridge.consumers.roll.bridge_reader import BridgeReader, Taken
+from shmbridge.consumers.roll.rows import READ, STEP, RollRows, objects, roll_rows
+from shmbridge.consumers.roll.settings import Settings
+from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.trajectories import columns_ignored, trajectories
+
+log = logging.getLogger(__name__)
+
+
+class ShmEnvManager(BaseEnvManager):
+    """Puts groups of a bridge into ROLL's queue, one per episode.
+
+    ROLL makes it, and runs `run_rollout_loop` in a thread of its environment worker. Arguments are those of
+    ROLL's `TrajEnvManager`; `env_config["config"]` has the keys of `Settings`.
+
+    Raises:
+        BadArgument: `group_size` is not 1, several workers name the bridge, or a key of `env_config` is
+            wrong. The bridge is opened in `run_rollout_loop`, not here.
+    """
+
+    def __init__(
+        self,
+        worker_config: Any,
+        pipeline_config: Any,
+        env_config: Any,
+        tokenizer: Any,
+        generate_scheduler: Any,
+        output_queue: Any,
+        thread_lock: Any,
+        mode: str = "train",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        warn_if_untested("roll", "0.3", "0.4")
+        self.env = None
+        self.env_config, self.output_queue, self.mode = env_config, output_queue, mode
+        self.pipeline_config = pipeline_config
+        self.settings = Settings.of(_plain(env_config["config"]))
+        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self._pad = int((end or 0) if pad is None else pad)
+        self._reader: BridgeReader | None = None
+        self._lag = int(pipeline_config.async_generation_ratio) if mode == "train" else 0
+        if worker_config.group_size != 1:
+            raise BadArgument(
+                f"{mode}_env_manager.group_size is {worker_config.group_size}: a group of the bridge is one "
+                "rollout here, whatever its size",
+                hint="group_size: 1; rollout_batch_size then counts groups",
+            )
+        _check_one_worker(worker_config, self.settings.bridge)
+
+    def run_rollout_loop(self, data: DataProto) -> None:
+        """Puts groups until ROLL has no more episodes or calls `stop`. Blocks; in a thread of ROLL's.
+
+        Args:
+            data: `meta_info["seed"]` names the episodes of this run.
+
+        Raises:
+            ConsumerTaken: another process reads the bridge. InvalidRecord: see `roll_rows`. NoAdvantages.
+                After an error nothing is released: the next reader gets the groups again.
+        """
+        self.running = True
+        seed = data.meta_info["seed"] + self.env_config["group_seed"]
+        group_id, env_id = self.env_config["group_id"], self.env_config["env_id"]
+        reader = self._join()
+        orderly = False
+        try:
+            while (episode := self._episode(group_id, env_id)) is not None:
+                name = f"{self.env_config['tag']}_{group_id}_{episode}_{seed}"
+                if not self._put_one(reader, episode, name):
+                    break
+            ray.get(self.output_queue.put.remote(group_id, episode, self.current_step, None, env_id))
+            orderly = True
+        finally:
+            self._reader = None
+            reader.leave(orderly=orderly)
+
+    def update_step(self, global_step: int, trace_meta: Any = None) -> None:
+        """The pipeline begins a step: what the steps before it trained is released. Called by ROLL."""
+        super().update_step(global_step, trace_meta)
+        if (reader := self._reader) is not None:
+            reader.begin_step(global_step)
+
+    def rollout_of(self, taken: Taken) -> tuple[DataProto, RollRows]:
+        """Returns a group as ROLL's rows, and their columns, whose memory they share. Never blocks."""
+        settings = self.settings
+        rows, _ = trajectories(taken.batch, settings.credit)
+        columns = roll_rows(
+            rows,
+            self.pipeline_config.sequence_length,
+            pad=self._pad,
+            logprobs=settings.infer_logprobs,
+            by=settings.rows,
+        )
+        tensors = {name: torch.from_numpy(array) for name, array in columns.tensors.items()}
+        return DataProto.from_dict(tensors, non_tensors=dict(columns.objects)), columns
+
+    def _join(self) -> BridgeReader:
+        pipeline, settings = self.pipeline_config, self.settings
+        size = pipeline.rollout_batch_size if self.mode == "train" else pipeline.val_batch_size
+        most_stale = self._lag if settings.max_staleness is None else settings.max_staleness
+        run = Run(batch_size=max(size, 1), max_token_len=pipeline.sequence_length, num_steps=_steps(pipeline))
+        reader = BridgeReader.join(settings.bridge, max(size, 1), self._lag, most_stale, run)
+        self._reader = reader
+        if self.current_step >= 0:  # ROLL may have called update_step before this thread began
+            reader.begin_step(self.current_step)
+        return reader
+
+    def _episode(self, group_id: int, env_id: int) -> int | None:
+        if not self.running:
+            return None
+        episode: int | None = ray.get(self.output_queue.get_episode_id.remote(group_id, env_id))
+        return episode
+
+    def _put_one(self, reader: BridgeReader, episode: int, name: str) -> bool:
+        """Puts a group for an episode; returns whether there was one before `stop`."""
+        while (taken := reader.take(lambda: not self.running)) is not None:
+            rollout, columns = self.rollout_of(taken)
+            began = self.current_step if taken.step is None else min(taken.step, self.current_step)
+            self._name(rollout, name, began)
+            reader.put(taken)  # first: ROLL may train it before this thread goes on
+            rollout.meta_info = {"metrics": self._metrics(taken, columns, reader)}
+            group_id, env_id = self.env_config["group_id"], self.env_config["env_id"]
+            try:
+                ray.get(self.output_queue.put.remote(group_id, episode, began, rollout, env_id))
+            except AssertionError as older:
+                # ROLL takes no rollout begun before its episode; another may be new enough.
+                reader.take_back(taken, "refused_stale")
+                log.warning("group %s is too old for ROLL: %s", taken.batch.meta[0].group_id, older)
+                continue
+            return True
+        return False
+
+    def _name(self, rollout: DataProto, name: str, began: int) -> None:
+        count, config = len(rollout), self.env_config
+        columns = {
+            "env_ids": [config["env_id"]] * count,
+            "group_ids": [config["group_id"]] * count,
+            "tags": [config["tag"]] * count,
+            "traj_group_id": [name] * count,
+            "traj_id": [f"{name}_{each}" for each in self._trajectory_numbers(rollout)],
+            STEP: [began] * count,
+        }
+        rollout.non_tensor_batch.update({key: objects(values) for key, values in columns.items()})
+
+    def _trajectory_numbers(self, rollout: DataProto) -> list[int]:
+        """Returns the number of each row's trajectory; the steps of one follow each other."""
+        if "step" not in rollout.non_tensor_batch:
+            return list(range(len(rollout)))
+        numbers, number = [], -1
+        for step in rollout.non_tensor_batch["step"]:
+            number += step == 0
+            numbers.append(number)
+        return numbers
+
+    def _metrics(self, taken: Taken, columns: RollRows, reader: BridgeReader) -> dict[str, float]:
+        ignored = columns_ignored(taken.batch, READ)
+        trained = columns.tensors["response_mask"].sum(-1)
+        return {
+            "env/response_length": float(trained.mean()),
+            **{f"shm/{name}@sum": float(count) for name, count in columns.counts.items()},
+            **{f"shm/columns_ignored/{name}@sum": float(rows) for name, rows in ignored.items()},
+            **{f"shm/{name}@max": float(count) for name, count in reader.counts.copy().items()},
+        }
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dicts in place of omegaconf's mappings, which `Credit` and others do not know."""
+    return {key: _plain(value) if hasattr(value, "items") else value for key, value in config.items()}
+
+
+def _steps(pipeline: Any) -> int:
+    return int(pipeline.max_steps) if pipeline.max_steps > 0 else (1 << 31) - 1
+
+
+def _check_one_worker(worker_config: Any, bridge: str) -> None:
+    """Refuses a bridge that two workers would read: it has one hub, in one process."""
+    workers = [
+        rank
+        for rank, configs in (worker_config.env_configs or {}).items()
+        if any((config.get("config") or {}).get("bridge") == bridge for config in configs.values())
+    ]
+    if len(workers) > 1:
+        raise BadArgument(
+            f"bridge {bridge!r} is named by the environments of {len(workers)} workers, and has one reader",
+            hint="max_env_num_per_worker: 0 puts all environments into one worker",
+        )

@@ -1,0 +1,58 @@
+"""What a `ShmEnvManager` reads from its `env_config` in ROLL's YAML: `Settings`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from shmbridge import BadArgument
+from shmbridge.consumers.trajectories import Credit
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of `custom_envs.<tag>.env_config`.
+
+    Args:
+        bridge: the bridge to read.
+        rows: "trajectory" makes a row of ROLL of each row of a group; "step" one of each step that has a
+            step reward, for `adv_estimator` gigpo and step_reinforce.
+        infer_logprobs: whether rows carry the sampler's log-probabilities. ROLL concatenates rows with equal
+            columns only, so it is all rows or none; a row without them is refused if True.
+        max_staleness: most steps between a group's policy version and the step that takes it; None: the
+            pipeline's `async_generation_ratio`.
+        credit: fields of `Credit`, which says how advantages are made where a group has none.
+
+    Raises:
+        BadArgument: an unknown key, or a value that nothing can be done with.
+    """
+
+    bridge: str
+    rows: Literal["trajectory", "step"] = "trajectory"
+    infer_logprobs: bool = True
+    max_staleness: int | None = None
+    credit: Credit = field(default_factory=Credit)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Returns the settings of a mapping. Never blocks."""
+        known = [each.name for each in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise BadArgument(
+                f"env_config has {', '.join(unknown)}", hint=f"these keys are known: {', '.join(known)}"
+            )
+        if "bridge" not in given:
+            raise BadArgument(
+                "env_config names no bridge", hint="custom_envs.<tag>.env_config: {bridge: run1}"
+            )
+        values = dict(given)
+        if values.get("rows", "trajectory") not in ("trajectory", "step"):
+            raise BadArgument(f"env_config.rows is {values['rows']!r}", hint="rows: trajectory, or step")
+        try:
+            values["credit"] = Credit(**(values.get("credit") or {}))
+        except TypeError as wrong:
+            raise BadArgument(
+                f"env_config.credit: {wrong}", hint="docs/reference/advantages.md has its fields"
+            ) from None
+        return cls(**values)

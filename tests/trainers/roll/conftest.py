@@ -1,0 +1,106 @@
+"""ROLL from the checkout that SHMBRIDGE_ROLL_CHECKOUT names, or stand-ins of what interface.json records."""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HERE = Path(__file__).parent
+CHECKOUT = os.environ.get("SHMBRIDGE_ROLL_CHECKOUT", "")
+
+# Before the adapter is imported. `roll` on the package index is another project.
+if CHECKOUT:
+    os.environ.setdefault("ROLL_LOG_DIR", "/tmp/roll-logs")
+    os.environ["USE_TF"] = "0"
+    sys.path.insert(0, CHECKOUT)
+else:
+    from tests.trainers.roll import stand_in
+
+    stand_in.install()
+
+
+def pytest_report_header() -> str:
+    return f"ROLL: {CHECKOUT or 'stand-ins of its recorded interface'}"
+
+
+@pytest.fixture(scope="session")
+def recorded() -> dict:
+    """interface.json."""
+    return json.loads((HERE / "interface.json").read_text())
+
+
+@pytest.fixture
+def needs_checkout() -> str:
+    """The checkout's folder; the test is skipped without one."""
+    if not CHECKOUT:
+        pytest.skip("set SHMBRIDGE_ROLL_CHECKOUT to a checkout of github.com/alibaba/ROLL")
+    return CHECKOUT
+
+
+class Call:
+    """A method as a Ray actor has it; here it runs at once."""
+
+    def __init__(self, method) -> None:
+        self.remote = method
+
+
+class Queue:
+    """ROLL's queue of one group: `episodes` episodes, begun in step `began`; `put` keeps what it gets."""
+
+    def __init__(self, episodes: int, began: int = 0) -> None:
+        self._left, self._began, self.rollouts, self.refused = list(range(episodes)), began, [], 0
+        self.get_episode_id, self.put = Call(self._next), Call(self._put)
+
+    def _next(self, group_id, env_id=None):
+        return self._left.pop(0) if self._left else None
+
+    def _put(self, group_id, episode_id, start_step, rollout, env_id=None):
+        if rollout is None:
+            return
+        self.refused += start_step < self._began
+        assert start_step >= self._began, f"{start_step=} {self._began=}"
+        self.rollouts.append(rollout)
+
+
+def manager_of(bridge: str, queue, *, length=48, size=1, lag=0, group_size=1, **settings):
+    """Returns a ShmEnvManager over that queue."""
+    from shmbridge.consumers.roll.env_manager import ShmEnvManager
+
+    names = {"env_id": 0, "group_id": 0, "tag": "known", "group_seed": 5}
+    config = {**names, "config": {"bridge": bridge, **settings}}
+    pipeline = SimpleNamespace(
+        sequence_length=length,
+        async_generation_ratio=lag,
+        rollout_batch_size=size,
+        val_batch_size=1,
+        max_steps=9,
+    )
+    worker = SimpleNamespace(group_size=group_size, env_configs={0: {0: config}})
+    tokenizer = SimpleNamespace(pad_token_id=63, eos_token_id=62)
+    return ShmEnvManager(worker, pipeline, config, tokenizer, None, queue, None)
+
+
+@pytest.fixture
+def make_manager(bridge, monkeypatch):
+    """`make_manager(queue, length=48, **settings)`: as `manager_of`, for the test's bridge."""
+    from shmbridge.consumers.roll import env_manager
+
+    monkeypatch.setattr(env_manager.ray, "get", lambda value: value)
+    return functools.partial(manager_of, bridge)
+
+
+@pytest.fixture
+def known(bridge):
+    """The known groups, which a producer that lives as long as the test has put."""
+    import shmbridge
+    from shmbridge.testing.known_groups import known_groups
+
+    groups = known_groups(version=4)
+    with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
+        for group in groups:
+            group.put(producer)
+        yield groups, producer

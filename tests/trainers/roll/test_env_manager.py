@@ -1,0 +1,292 @@
+"""Groups of a bridge arrive in ROLL's queue as ROLL's own rows, and are released when they were trained."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import shmbridge
+from shmbridge.consumers.roll.bridge_reader import BridgeDrained, BridgeReader
+from shmbridge.consumers.roll.rows import roll_rows
+from shmbridge.consumers.trajectories import trajectories
+from tests.trainers.roll.conftest import Queue
+
+LENGTH = 48
+pytestmark = pytest.mark.timeout(60)
+
+
+def loop(manager, step: int = 4) -> None:
+    """Runs a manager as an environment worker does, in its step."""
+    from roll.distributed.scheduler.protocol import DataProto
+
+    manager.update_step(step)
+    manager.run_rollout_loop(DataProto(meta_info={"seed": 1}))
+
+
+def differences(rollout, group, shift: int = 0) -> list[float]:
+    """Returns the greatest differences of masks, advantages and log-probabilities from what was put."""
+    worst = [0.0, 0.0, 0.0]
+    for at, row in enumerate(group.rows):
+        width = len(row.tokens)
+        wanted = [row.trained, row.advantages, row.logprobs]
+        columns = ["response_mask", "shm_advantages", "infer_logprobs"]
+        for number, (column, values) in enumerate(zip(columns, wanted, strict=True)):
+            if values is None or column not in rollout.batch:
+                continue
+            full = np.zeros(LENGTH, np.float32)
+            full[:width] = np.roll(values, shift)
+            got = rollout.batch[column][at].numpy().astype(np.float32)
+            worst[number] = max(worst[number], float(np.abs(got - full[LENGTH - len(got) :]).max()))
+    return worst
+
+
+def test_known_groups_arrive_position_by_position(known, make_manager):
+    groups, _ = known
+    queue = Queue(5)
+    loop(make_manager(queue, infer_logprobs=False, max_staleness=2))
+    assert len(queue.rollouts) == 5
+    for rollout, group in zip(queue.rollouts, groups, strict=True):
+        assert differences(rollout, group) == [0.0, pytest.approx(0.0, abs=1e-6), 0.0], group.name
+        assert differences(rollout, group, shift=1)[1] > 0.01, "one position later they differ"
+        for at, row in enumerate(group.rows):
+            width = len(row.tokens)
+            assert rollout.batch["input_ids"][at].tolist() == [*row.tokens.tolist(), *[63] * (LENGTH - width)]
+            assert rollout.batch["attention_mask"][at].sum() == width
+            assert rollout.batch["prompt_mask"][at].sum() == row.prompt_length
+            assert rollout.batch["scores"][at].sum() == pytest.approx(row.score, abs=1e-6)
+            assert rollout.non_tensor_batch["episode_scores"][at] == row.score
+        assert set(rollout.non_tensor_batch["shm_group"]) == {group.group_id}
+        assert len(set(rollout.non_tensor_batch["traj_id"])) == 4
+        assert len(set(rollout.non_tensor_batch["traj_group_id"])) == 1
+        assert set(rollout.non_tensor_batch["shm_min_version"]) == {group.versions[0]}
+        assert set(rollout.non_tensor_batch["shm_step"]) == {group.versions[0]}
+    metrics = queue.rollouts[-1].meta_info["metrics"]
+    assert metrics["shm/columns_ignored/token_versions@sum"] == 4
+    assert metrics["shm/groups_put@max"] == 5
+    assert metrics["shm/rows_trimmed@sum"] == 0
+
+
+def test_logprobs_arrive_shifted_by_one_as_rolls_own(known, make_manager):
+    groups, _ = known
+    queue = Queue(2)
+    loop(make_manager(queue))
+    for rollout, group in zip(queue.rollouts, groups[:2], strict=True):
+        assert rollout.batch["infer_logprobs"].shape == (4, LENGTH - 1)
+        assert differences(rollout, group) == [0.0, 0.0, 0.0]
+        assert min(differences(rollout, group, shift=1)) > 0.01
+
+
+def test_rows_have_rolls_own_columns(known, make_manager, recorded):
+    queue = Queue(1)
+    loop(make_manager(queue))
+    (rollout,) = queue.rollouts
+    for name, (kind, shorter) in recorded["rows of a trajectory"].items():
+        if shorter is None:
+            assert name in rollout.non_tensor_batch.keys()  # noqa: SIM118
+            assert rollout.non_tensor_batch[name].dtype == object
+        else:
+            assert rollout.batch[name].dtype == getattr(torch, kind), name
+            assert rollout.batch[name].shape == (4, LENGTH + shorter), name
+
+
+def test_a_group_without_logprobs_is_refused_by_name_and_comes_again(known, make_manager, bridge):
+    groups, _ = known
+    with pytest.raises(shmbridge.InvalidRecord, match=r"row 0 of group known-3-2.*infer_logprobs: false"):
+        loop(make_manager(Queue(5), max_staleness=2))
+    with shmbridge.Consumer(bridge) as again:
+        found = [record.meta.group_id for record in again.poll()]
+    assert found == [group.group_id for group in groups for _ in group.fragments], "none was released"
+
+
+def test_released_in_the_step_after_the_one_that_trains_it(known, make_manager, bridge):
+    _, producer = known
+    queue = Queue(2)
+    manager = make_manager(queue, size=5, max_staleness=2)
+    reader = BridgeReader.join(bridge, 5, 0, 2, shmbridge.Run())  # it stays open behind the manager
+    loop(manager)
+    assert reader.stats()["held"] > 0
+    assert reader.counts["groups_released"] == 0
+    reader.begin_step(4)
+    assert reader.counts["groups_released"] == 0, "the same step"
+    reader.begin_step(5)
+    assert reader.counts["groups_released"] == 2, "those that were put; the rest stays"
+    reader.leave(orderly=True)
+    assert producer.stats()["records_total"] == 6
+    with shmbridge.Consumer(bridge) as again:
+        left = again.poll()
+        assert [record.meta.group_id[-1] for record in left] == ["2", "3", "3", "4"]
+
+
+def test_a_lag_holds_a_group_for_as_many_steps(known, make_manager, bridge):
+    queue = Queue(2)
+    reader = BridgeReader.join(bridge, 5, 2, 2, shmbridge.Run())
+    loop(make_manager(queue, size=5, lag=2))
+    for step, released in ((5, 0), (6, 0), (7, 2)):
+        reader.begin_step(step)
+        assert reader.counts["groups_released"] == released
+    reader.leave(orderly=False)
+
+
+def test_a_group_older_than_its_episode_is_refused_by_roll_and_counted(known, make_manager):
+    queue = Queue(4, began=3)  # the last group began at version 2
+    loop(make_manager(queue, infer_logprobs=False, max_staleness=2))
+    assert len(queue.rollouts) == 4
+    stale = Queue(1, began=3)
+    manager = make_manager(stale, infer_logprobs=False, max_staleness=2)
+    manager.update_step(4)
+    done = threading.Thread(target=loop, args=(manager,), daemon=True)
+    done.start()
+    deadline = threading.Event()
+    while not stale.refused and not deadline.wait(0.02):
+        pass
+    assert not stale.rollouts
+    newer = {"tokens": [[1, 2]], "loss_mask": [[0, 1]], "advantages": [[0, 1]], "score": [1.0]}
+    known[1].put(newer, group_id="newer", policy_version=4)
+    done.join(20)
+    assert not done.is_alive(), "the episode takes the next group"
+    (rollout,) = stale.rollouts
+    assert set(rollout.non_tensor_batch["shm_group"]) == {"newer"}
+    assert rollout.meta_info["metrics"]["shm/groups_refused_stale@max"] == 1
+    assert stale.refused == 1
+
+
+def test_stale_groups_are_counted_where_they_are_taken(known, make_manager, bridge):
+    queue = Queue(4)
+    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
+    loop(make_manager(queue, infer_logprobs=False))
+    assert len(queue.rollouts) == 4
+    assert reader.take(iter([False, False, True]).__next__) is None
+    assert reader.stats()["discarded_total{stale}"] == 1
+    reader.leave(orderly=False)
+
+
+def test_trimmed_rows_are_counted(known, make_manager):
+    groups, _ = known
+    queue = Queue(1)
+    loop(make_manager(queue, length=10))
+    over = [len(row.tokens) - 10 for row in groups[0].rows if len(row.tokens) > 10]
+    metrics = queue.rollouts[0].meta_info["metrics"]
+    assert metrics["shm/rows_trimmed@sum"] == len(over) > 0
+    assert metrics["shm/tokens_trimmed@sum"] == sum(over)
+    scores = [row.score for row in groups[0].rows]
+    assert queue.rollouts[0].batch["scores"].sum(-1).tolist() == pytest.approx(scores)
+
+
+def test_a_row_of_each_step(bridge, make_manager, make_producer, recorded):
+    make_producer().put(
+        {
+            "tokens": [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4]],
+            "loss_mask": [[0, 0, 1, 1, 0, 1, 1], [0, 0, 1, 1]],
+            "score": [2.0, 1.0],
+            "advantages": [[0, 0, 0.5, 0.25, 0, -1, -2], [0, 0, 3, 4]],
+            "inference_logprobs": [[0, 0, -1, -2, 0, -3, -4], [0, 0, -5, -6]],
+            "step_rewards": [[0.5, 1.5], [1.0]],
+            "step_ends": [[4, 7], [4]],
+        },
+        policy_version=0,
+    )
+    queue = Queue(1)
+    loop(make_manager(queue, length=8, rows="step"), step=0)
+    (rollout,) = queue.rollouts
+    objects = rollout.non_tensor_batch
+    assert set(recorded["rows of a step"]) <= set(rollout.batch.keys()) | set(objects.keys())
+    assert rollout.batch["response_mask"].int().tolist() == [
+        [0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 0, 0, 0, 0]
+    ]  # fmt: skip
+    assert rollout.batch["shm_advantages"].tolist() == [
+        [0, 0.5, 0.25, 0, 0, 0, 0], [0, 0, 0, 0, -1, -2, 0], [0, 3, 4, 0, 0, 0, 0]
+    ]  # fmt: skip
+    assert rollout.batch["attention_mask"].sum(-1).tolist() == [4, 7, 4]
+    assert [list(objects[name]) for name in ("step_scores", "step", "episode_scores")] == [
+        [0.5, 1.5, 1.0], [0, 1, 0], [2.0, 2.0, 1.0]
+    ]  # fmt: skip
+    assert [each[-2:] for each in objects["traj_id"]] == ["_0", "_0", "_1"]
+    assert objects["state_hash"][0] == objects["state_hash"][2] != objects["state_hash"][1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"group_size": 4}, "group_size is 4"),
+        ({"rows": "turn"}, "rows is 'turn'"),
+        ({"bridges": "x"}, "env_config has bridges"),
+        ({"credit": {"estimators": 1}}, "env_config.credit"),
+    ],
+)
+def test_what_is_wrong_in_the_configuration_is_said_before_anything_opens(make_manager, wrong, says):
+    with pytest.raises(shmbridge.BadArgument, match=says):
+        make_manager(Queue(1), **wrong)
+
+
+def test_two_workers_of_one_bridge_are_refused(make_manager, bridge):
+    from shmbridge.consumers.roll.env_manager import _check_one_worker
+
+    config = {"config": {"bridge": bridge}}
+    worker = type("Worker", (), {"env_configs": {0: {0: config, 1: config}, 1: {2: config}}})
+    with pytest.raises(shmbridge.BadArgument, match="2 workers"):
+        _check_one_worker(worker, bridge)
+
+
+def test_a_pipeline_that_begins_again_goes_on_from_the_bridges_version(bridge, producer):
+    with shmbridge.Consumer(bridge) as earlier:
+        earlier.publish_policy_version(7)
+    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
+    reader.begin_step(0)
+    assert reader._consumer.policy_version == 7
+    reader.begin_step(1)
+    assert reader._consumer.policy_version == 8
+    reader.leave(orderly=True)
+
+
+def test_one_bridge_is_read_with_one_lag(bridge):
+    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
+    assert BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run()) is reader
+    with pytest.raises(shmbridge.BadArgument, match=r"\(1, 0, 0\), and asked for with \(1, 1, 1\)"):
+        BridgeReader.join(bridge, 1, 1, 1, shmbridge.Run())
+    reader.leave(orderly=True)
+    reader.leave(orderly=True)
+    BridgeReader.join(bridge, 1, 1, 1, shmbridge.Run()).leave(orderly=True)
+
+
+def test_groups_of_evaluation_are_not_trained(bridge):
+    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
+    with shmbridge.Producer(bridge, lane_bytes="64K") as producer:
+        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]}, group_id="eval", split="eval")
+        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]}, group_id="train")
+        taken = reader.take(lambda: False)
+        assert taken.group.records[0].meta.group_id == "train"
+        assert reader.counts["groups_of_evaluation"] == 1
+        del taken
+        reader.leave(orderly=True)
+
+
+def test_a_drained_bridge_ends_the_wait(bridge):
+    reader = BridgeReader.join(bridge, 2, 0, 0, shmbridge.Run())
+    with shmbridge.Producer(bridge, lane_bytes="64K") as producer:
+        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]})
+        reader._consumer.drain()
+        with pytest.raises(BridgeDrained, match="has 1 of the 2 groups of a step"):
+            reader.take(lambda: False)
+    reader.leave(orderly=True)
+
+
+def test_a_step_that_does_not_fit_into_the_lanes_is_named(bridge):
+    reader = BridgeReader.join(bridge, 3, 0, 0, shmbridge.Run())
+    with shmbridge.Producer(bridge, lane_bytes="64K", on_full="raise") as producer:
+        group = {"tokens": [[1] * 6000], "loss_mask": [[1] * 6000]}
+        with pytest.raises(shmbridge.LaneFull):
+            for _ in range(3):
+                producer.put(group)
+        with pytest.raises(shmbridge.BatchTooBig):
+            reader.take(lambda: False)
+    reader.leave(orderly=True)
+
+
+def test_trained_tokens_after_the_last_step_are_counted(bridge):
+    group = {"tokens": [[1, 2, 3, 4, 5]], "loss_mask": [[0, 1, 1, 1, 1]], "score": [1.0]}
+    with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="64K") as producer:
+        producer.put(group | {"step_rewards": [[1.0]], "step_ends": [[3]]})
+        with next(consumer.batches(groups=1, timeout_s=10)) as batch:
+            made = roll_rows(trajectories(batch)[0], 8, pad=0, logprobs=False, by="step")
+    assert made.counts["tokens_after_last_step"] == 2
