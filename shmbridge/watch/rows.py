@@ -1,0 +1,105 @@
+"""The rows of a table of lanes, grouped by environment and summed: for `inspect` and the live view."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from shmbridge.watch.diagnosis import rate
+from shmbridge.watch.processes import State
+from shmbridge.watch.snapshot import BridgeLook, LaneLook
+
+FEW = 12  # lanes of a bridge that are all shown
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: a lane, or the sum over the lanes of an environment."""
+
+    label: str  # a producer's id, or an environment's name
+    lanes: int  # that it sums up; 1 for a lane
+    pid: int | None  # None for a sum
+    state: str
+    rate: float | None  # records per second; None: unknown
+    held: int
+    fill: float  # 0 to 1, of the fullest lane
+    newest_age_s: float | None  # of the newest put of all
+    wait: float | None  # 0 to 1, share of the time between two looks spent waiting for room; None: unknown
+    lag: int | None  # versions behind the newest policy; None: unknown
+    dropped: int
+    is_trouble: bool
+
+
+def rows(now: BridgeLook, before: BridgeLook | None = None, *, every_lane: bool = False) -> list[Row]:
+    """Returns the rows of a bridge: a sum per environment, and under it its lanes. Never blocks.
+
+    Of a bridge with more than a few lanes, only those in trouble are shown by themselves.
+
+    Args:
+        now, before: two looks; without an earlier one, rates and waits are unknown.
+        every_lane: show every lane.
+    """
+    found: list[Row] = []
+    few = every_lane or len(now.lanes) <= FEW
+    waiting = {lane.name for lane in now.waiting}
+    for env_name, of_it in groupby(now.lanes, key=lambda lane: lane.env_name):
+        each = [_row(now, before, lane, lane.name in waiting) for lane in of_it]
+        shown = [row for row in each if few or row.is_trouble]
+        if len(each) > 1:
+            found.append(_sum(env_name or "(no name)", each))
+        elif not shown:
+            shown = each
+        found += shown
+    return found
+
+
+def _row(now: BridgeLook, before: BridgeLook | None, lane: LaneLook, waits_for_lane: bool) -> Row:
+    state = "waits for a lane" if waits_for_lane else "quarantined" if lane.quarantined else str(lane.state)
+    lag = None
+    if now.policy_version is not None and lane.newest_version is not None:
+        lag = max(now.policy_version - lane.newest_version, 0)
+    return Row(
+        lane.producer_id,
+        1,
+        lane.pid,
+        state,
+        rate(now, before, lane),
+        lane.held,
+        lane.fill,
+        lane.newest_age_s,
+        _wait(now, before, lane),
+        lag,
+        sum(lane.dropped.values()) + sum(lane.discarded.values()),
+        waits_for_lane or lane.quarantined or lane.state is State.STOPPED,
+    )
+
+
+def _wait(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float | None:
+    if before is None or now.at_s <= before.at_s:
+        return None
+    if lane.blocked_s is not None:  # what it sleeps now is counted when it ends
+        return min(1.0, lane.blocked_s / (now.at_s - before.at_s))
+    earlier = next((each for each in before.lanes if each.name == lane.name), None)
+    return None if earlier is None else min(1.0, (lane.wait_s - earlier.wait_s) / (now.at_s - before.at_s))
+
+
+def _sum(label: str, each: list[Row]) -> Row:
+    states = {row.state for row in each}
+    return Row(
+        label,
+        len(each),
+        None,
+        states.pop() if len(states) == 1 else f"{sum(row.is_trouble for row in each)} in trouble",
+        _total(row.rate for row in each),
+        sum(row.held for row in each),
+        max(row.fill for row in each),
+        min((row.newest_age_s for row in each if row.newest_age_s is not None), default=None),
+        max((row.wait for row in each if row.wait is not None), default=None),
+        max((row.lag for row in each if row.lag is not None), default=None),
+        sum(row.dropped for row in each),
+        any(row.is_trouble for row in each),
+    )
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,180 @@
+"""One look at a bridge from outside: its consumer, its lanes, their processes, the room on the mount.
+
+`look(bridge)` reads words that their owners keep for themselves, so it disturbs nobody. Each word is true
+when it is read; together they are of moments some microseconds apart.
+"""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field
+
+from shmbridge._ext import header
+from shmbridge.config import check_bridge_name
+from shmbridge.errors import ShmBridgeError
+from shmbridge.segments import locks, segment
+from shmbridge.segments.discard_reasons import Discard, Drop
+from shmbridge.segments.locks import LockByte
+from shmbridge.watch.processes import State, state_of
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLook:
+    """One lane. Counters are since the lane's beginning, ages are seconds before the look."""
+
+    name: str  # of the segment
+    producer_id: str
+    env_name: str
+    pid: int
+    state: State
+    read: bool  # a consumer has taken it over
+    records: int  # committed
+    tokens: int
+    bytes: int
+    held: int  # committed and not released
+    held_bytes: int
+    data_bytes: int
+    slot_count: int
+    newest_age_s: float | None  # of the last put; None: none yet
+    oldest_age_s: float | None  # of the oldest held record
+    newest_version: int | None  # smallest policy version of the last put; None: not stamped
+    wait_s: float  # slept for room
+    blocked_s: float | None  # since when a put waits for room or the end of a pause; None: none does
+    dropped: dict[str, int]  # by reason: never committed
+    discarded: dict[str, int]  # by reason: released unread
+    leases_dropped: int
+    quarantined: bool
+
+    @property
+    def fill(self) -> float:
+        """The fuller of its bytes and its slots, 0 to 1."""
+        return max(self.held_bytes / max(self.data_bytes, 1), self.held / max(self.slot_count, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerLook:
+    """The consumer of a bridge. Ages are seconds before the look; None: not yet, or not known."""
+
+    pid: int
+    state: State
+    handed_age_s: float | None  # since it handed a batch out
+    asking_s: float | None  # since when somebody waits for a batch or record; None: nobody does
+    paused: bool
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeLook:
+    """A bridge at one moment."""
+
+    name: str
+    at_s: float  # CLOCK_MONOTONIC
+    consumer: ConsumerLook | None  # None: no living one
+    policy_version: int | None
+    published_age_s: float | None
+    mount_free: int  # bytes
+    mount_bytes: int
+    lanes: list[LaneLook] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> list[LaneLook]:
+        """Lanes that the consumer has no room for, while it reads others."""
+        if self.consumer is None or not any(lane.read for lane in self.lanes):
+            return []
+        return [each for each in self.lanes if not each.read and (each.state is not State.DEAD or each.held)]
+
+    @property
+    def held(self) -> int:
+        """Records of all lanes that are committed and not released."""
+        return sum(lane.held for lane in self.lanes)
+
+
+def look(bridge: str) -> BridgeLook | None:
+    """Returns one look at a bridge; None if there is no such bridge. Never blocks; any thread, any process.
+
+    Raises BadBridgeName.
+    """
+    if check_bridge_name(bridge) not in segment.bridges():
+        return None
+    now_ns = time.monotonic_ns()
+    lanes = [each for each in (_lane(name, now_ns) for name in segment.lane_names(bridge)) if each]
+    lanes.sort(key=lambda lane: (lane.env_name, lane.producer_id))
+    consumer, version, published_age_s = _control(bridge, now_ns)
+    return BridgeLook(bridge, now_ns / 1e9, consumer, version, published_age_s, *_mount(), lanes)
+
+
+def _control(bridge: str, now_ns: int) -> tuple[ConsumerLook | None, int | None, float | None]:
+    """Returns the living consumer, the newest policy version, and seconds since that was published."""
+    with contextlib.suppress(OSError, ShmBridgeError, header.LaneCorrupt):
+        mapping = segment.open_mapping(
+            segment.control_name(bridge), readonly=True, minimum=header.control_bytes
+        )
+        if mapping is not None:
+            words = header.Control(mapping)
+            version = words.policy_version
+            published_age_s = _age(words.published_ns, now_ns)
+            return _consumer(words, now_ns), None if version < 0 else version, published_age_s
+    return None, None, None
+
+
+def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
+    if not locks.is_locked(words.mapping.fd, LockByte.HUB):
+        return None
+    return ConsumerLook(
+        words.hub_pid,
+        state_of(words.hub_pid, words.hub_pid_namespace, alive=True),
+        _age(words.handed_ns, now_ns),
+        _age(words.asking_ns, now_ns),
+        words.paused,
+        words.draining,
+    )
+
+
+def _lane(name: str, now_ns: int) -> LaneLook | None:
+    """Returns None for a lane that is gone, not ready, another user's, or not readable."""
+    try:
+        mapping = segment.open_mapping(name, readonly=True)
+        said = None if mapping is None else header.read_lane(mapping)
+        if mapping is None or said is None:
+            return None
+        load, words = header.load(mapping), header.lane_counters(mapping)
+    except (OSError, ShmBridgeError, header.LaneCorrupt):
+        return None
+    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    return LaneLook(
+        name,
+        said["producer_id"],
+        said["env_name"],
+        said["pid"],
+        state_of(said["pid"], said["pid_namespace"], alive=alive),
+        locks.is_locked(mapping.fd, LockByte.READER),
+        words["tail"],
+        words["tokens"],
+        words["bytes"],
+        load["held"],
+        load["held_bytes"],
+        load["data_bytes"],
+        load["slot_count"],
+        _age(load["newest_ns"], now_ns),
+        _age(load["oldest_ns"], now_ns),
+        None if load["newest_version"] < 0 else load["newest_version"],
+        words["wait_ns"] / 1e9,
+        _age(words["blocked_ns"], now_ns) if alive else None,
+        {reason.name.lower(): words["dropped"][reason] for reason in Drop},
+        {reason.name.lower(): words["discarded"][reason] for reason in Discard},
+        words["leases_dropped"],
+        bool(words["quarantined"]),
+    )
+
+
+def _age(stamp_ns: int, now_ns: int) -> float | None:
+    return None if stamp_ns == 0 else max(now_ns - stamp_ns, 0) / 1e9
+
+
+def _mount() -> tuple[int, int]:
+    """Returns (free, all) bytes of the mount."""
+    try:
+        found = os.statvfs(segment.MOUNT)
+    except OSError:
+        return 0, 0
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize

@@ -1,0 +1,110 @@
+"""A bridge in lines of text, 80 columns wide: what is wrong, the consumer, the lanes, the weights."""
+
+from dataclasses import asdict
+
+from shmbridge.config import format_size
+from shmbridge.segments.inventory import BridgeInfo
+from shmbridge.watch.diagnosis import findings, headline, in_words
+from shmbridge.watch.rows import Row, rows
+from shmbridge.watch.snapshot import BridgeLook, look
+
+_TITLES = ("environment", "pid", "state", "rec/s", "held", "fill", "last put", "waits", "lag")
+_LABEL = 24  # characters
+
+
+def document(info: BridgeInfo) -> dict[str, object]:
+    """Returns a bridge and its findings, for JSON. Never blocks."""
+    now = look(info.name)
+    said = [] if now is None else findings(now)
+    return asdict(info) | {
+        "findings": [
+            {"severity": each.severity.name, "text": each.text, "action": each.action} for each in said
+        ]
+    }
+
+
+def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
+    """Returns a bridge as text. Never blocks.
+
+    Args:
+        info: the bridge, just listed.
+        before: an earlier look, for rates; None: none are shown.
+        every_lane: show every lane, not only sums and troubles.
+    """
+    now = look(info.name)
+    lines = [f"{info.name}  {len(info.lanes)} lanes, {format_size(info.size_bytes)}"]
+    if now is not None:
+        said = findings(now) or [headline(now, before)]
+        lines.append(f"  {printable(str(said[0]))}")
+        lines += [f"  also: {printable(str(each))}" for each in said[1:]]
+        lines.append(f"  {_consumer(now)}")
+        if now.lanes:
+            lines.append(_line(_TITLES))
+            lines += [_line(_cells(row)) for row in rows(now, before, every_lane=every_lane)]
+    for lane in info.lanes:
+        if lane.dropped:
+            lines.append(f"  {printable(lane.producer_id)}: {lane.dropped} leases dropped without release")
+        if lane.data_writable:
+            lines.append(
+                f"  {printable(lane.producer_id)}: its data is mapped writable by a reader, whose GPU "
+                "registers no read-only memory"
+            )
+        if lane.unaccounted:
+            by_slots = lane.released + lane.unaccounted
+            lines.append(
+                f"  {printable(lane.producer_id)}: {lane.released} releases counted, {by_slots} by slots: "
+                "lost, unless its consumer was killed"
+            )
+    if (weights := info.weights) is not None:
+        version = "no version yet" if weights.version is None else f"version {weights.version}"
+        writer = f"writer pid {weights.writer_pid}" if weights.writer_pid else "no writer"
+        lines.append(f"  weights {version}  {writer}  {format_size(weights.size_bytes)}")
+    return "\n".join(lines)
+
+
+def _consumer(now: BridgeLook) -> str:
+    """What the consumer does, the policy version, and the room on the mount."""
+    consumer = now.consumer
+    parts = ["no consumer"]
+    if consumer is not None:
+        doing = str(consumer.state)
+        if doing == "running" and consumer.asking_s is not None:
+            doing = f"waiting for {in_words(consumer.asking_s)}"
+        parts = [f"consumer pid {consumer.pid} {doing}"]
+        if consumer.handed_age_s is not None:
+            parts.append(f"last batch {in_words(consumer.handed_age_s)} ago")
+    if now.policy_version is not None:
+        since = "" if now.published_age_s is None else f", {in_words(now.published_age_s)} ago"
+        parts.append(f"policy version {now.policy_version}{since}")
+    parts.append(f"mount {format_size(now.mount_free)} free of {format_size(now.mount_bytes)}")
+    return "  ".join(parts)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    label = printable(row.label) if row.pid is not None else f"{printable(row.label)} ({row.lanes})"
+    return (
+        label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…",
+        "" if row.pid is None else str(row.pid),
+        row.state,
+        "" if row.rate is None else f"{row.rate:.1f}",
+        str(row.held),
+        f"{row.fill:.0%}",
+        "" if row.newest_age_s is None else in_words(row.newest_age_s),
+        "" if row.wait is None else f"{row.wait:.0%}",
+        "" if row.lag is None else str(row.lag),
+    )
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    label, pid, state, *numbers = cells
+    return f"  {label:<{_LABEL}} {pid:>7} {state:<8}" + "".join(
+        f" {number:>{width}}" for number, width in zip(numbers, (6, 5, 4, 8, 5, 3), strict=True)
+    )
+
+
+def printable(text: str) -> str:
+    """Returns the text with control and invisible characters escaped: any process may have chosen it."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
+    )

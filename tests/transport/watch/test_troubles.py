@@ -1,0 +1,174 @@
+"""Troubles of real processes, and the one sentence that an observer says of each."""
+
+import os
+import re
+import signal
+
+import pytest
+
+import shmbridge
+from shmbridge.testing import wait_until
+from shmbridge.watch import diagnosis, snapshot
+from shmbridge.watch.diagnosis import Severity, findings, headline
+from shmbridge.watch.snapshot import look
+
+GROUP = "{'tokens': [[1, 2, 3]], 'scores': [0.5]}"
+ENVIRONMENT = f"""
+import shmbridge, sys, time
+producer = shmbridge.Producer(bridge, env_name=NAME, lane_bytes="64K")
+producer.put({GROUP})
+print("ready", flush=True)
+for line in sys.stdin:
+    producer.put({GROUP}, timeout_s=60)
+"""
+LEARNER = """
+import shmbridge, sys
+consumer = shmbridge.Consumer(bridge, lanes=LANES)
+print("ready", flush=True)
+STEP
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """A wait of a fifth of a second is already long."""
+    monkeypatch.setattr(diagnosis, "LONG_S", 0.2)
+
+
+@pytest.fixture
+def environment(child):
+    return lambda name: child(ENVIRONMENT.replace("NAME", repr(name)))
+
+
+@pytest.fixture
+def learner(child):
+    """A learner in a process of its own; `step` is what it runs before it rests."""
+    return lambda step="", lanes=8: child(LEARNER.replace("STEP", step).replace("LANES", str(lanes)))
+
+
+def says(bridge, pattern, *, where=headline):
+    """Waits until the headline matches."""
+    last = []
+
+    def matches():
+        last[:] = [str(where(look(bridge)))]
+        return re.search(pattern, last[0])
+
+    try:
+        wait_until(matches, 20)
+    except AssertionError:
+        raise AssertionError(f"{last[0]!r} does not match {pattern!r}") from None
+    return last[0]
+
+
+def test_a_healthy_run(bridge, environment, learner):
+    environment("a")
+    learner("consumer.get(10).release()")
+    says(bridge, r"^healthy: 1 environment, 0 records held$")
+
+
+def test_a_stopped_environment(bridge, environment, learner):
+    stopped = environment("gsm8k")
+    environment("code")
+    learner("next(iter(consumer.batches(groups=9)))")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    said = says(
+        bridge,
+        r"^the learner waits for environments \([\d.]+ s\): 1 of 2 is stopped: gsm8k \(pid \d+, last put",
+    )
+    assert said.endswith(f"-> kill -CONT {stopped.pid}")
+    os.kill(stopped.pid, signal.SIGCONT)
+    says(bridge, r"the slowest of 2")
+
+
+def test_a_slow_environment(bridge, environment, learner):
+    environment("slow")
+    learner("next(iter(consumer.batches(groups=9)))")
+    says(
+        bridge,
+        r"^the learner waits for environments \([\d.]+ s\): the slowest of 1, slow, put last [\d.]+ s ago ->",
+    )
+
+
+def test_a_stopped_learner(bridge, environment, learner):
+    environment("a")
+    stopped = learner("batch = next(consumer.batches(groups=1))")
+    wait_until(lambda: look(bridge).consumer.handed_age_s is not None)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    says(bridge, rf"^the learner is stopped \(pid {stopped.pid}\); its last batch is .* -> kill -CONT")
+
+
+def test_a_slow_learner(bridge, environment, learner):
+    """It holds a batch, and the environments' lanes are full."""
+    filling = environment("a")
+    learner("batch = next(consumer.batches(groups=1))")
+    filling.stdin.write("\n" * 2000)
+    filling.stdin.flush()
+    says(bridge, r"^environments wait for the learner: 1 of 1 has no room, for [\d.]+ s; its last batch")
+    [lane] = look(bridge).lanes
+    assert lane.fill > 0.9
+    assert lane.blocked_s > 0
+
+
+def test_a_full_mount(bridge, environment, learner, monkeypatch):
+    environment("a")
+    learner("consumer.get(10).release()")
+    monkeypatch.setattr(snapshot, "_mount", lambda: (12 << 10, 1 << 30))
+    says(bridge, r"^shared memory is full: 12 KiB free of 1 GiB -> shmbridge clean")
+
+
+def test_more_environments_than_lanes(bridge, environment, learner):
+    learner("[consumer.get(10).release() for _ in range(2)]", lanes=2)
+    for number in range(3):
+        environment(f"env{number}")
+    says(bridge, r"^1 of 3 environments waits for a lane: the consumer reads 2 at once -> .* --lanes")
+
+
+def test_no_consumer(bridge, environment):
+    environment("a")
+    says(bridge, r"^no consumer: 1 record waits, and 1 environment lives -> start a learner")
+
+
+def test_a_bridge_that_is_not_there(bridge):
+    assert look(bridge) is None
+
+
+def test_findings_come_worst_first(bridge, environment, learner):
+    environment("a")
+    holder = learner("consumer.get(10).release(); consumer.pause()")
+    wait_until(lambda: look(bridge).consumer.paused)
+    os.kill(holder.pid, signal.SIGSTOP)
+    wait_until(lambda: len(findings(look(bridge))) == 2)
+    assert [each.severity for each in findings(look(bridge))] == [Severity.TROUBLE, Severity.NOTE]
+
+
+def test_a_look_is_of_what_producers_and_consumer_did(bridge, make_producer, make_consumer):
+    consumer, producer = make_consumer(), make_producer(env_name="math")
+    consumer.publish_policy_version(7)
+    before = look(bridge)
+    for _ in range(3):
+        producer.put({"tokens": [[1, 2, 3]], "scores": [0.5]}, policy_version=6)
+    held = consumer.get(5)
+    now = look(bridge)
+    [lane] = now.lanes
+    assert (now.policy_version, lane.newest_version, now.held) == (7, 6, 3)
+    assert (lane.records, lane.tokens, lane.held, lane.env_name, lane.pid) == (3, 9, 3, "math", os.getpid())
+    assert 0 <= lane.newest_age_s <= lane.oldest_age_s < 60
+    assert 0 <= now.published_age_s < 60
+    assert diagnosis.rate(now, before, lane) == pytest.approx(3 / (now.at_s - before.at_s))
+    held.release()
+    assert look(bridge).held == 2
+    assert lane.dropped == {"full": 0, "cancelled": 0, "invalid": 0, "timeout": 0}
+
+
+def test_looking_disturbs_nobody(bridge, make_producer, make_consumer):
+    """An observer neither holds a lane that is gone, nor takes anything."""
+    make_consumer()
+    producer = make_producer()
+    producer.put({"tokens": [[1]]})
+    kept = look(bridge)
+    producer.close()
+    assert kept.lanes[0].records == 1
+    assert look(bridge).held == 1
+    assert shmbridge.clean(bridge).kept
