@@ -3,7 +3,7 @@ producers.
 
     python tests/faults/stress/interrupt_fuzz.py --seconds 600 --seed 1
 
-A record must be seen by the body of the reader's loop and released by its word, or come again: to the same
+A record must be seen by the body of the reader's loop and released explicitly, or come again: to the same
 consumer, to the next, or to the one that takes the rest. Under hold="gather" each interrupt may cost one
 batch: so would SIGKILL. The consumers end by close(), by exceptions, by SIGKILL, and by handlers that close
 them. Prints one JSON object; exit status 1 if anything was lost, doubled without a mark or out of order.
@@ -69,7 +69,7 @@ def play(scene: Scene, way: str, seconds: float, plant: str) -> Counter[str]:
         """Whether the child had said that it would kill itself."""
         assert place.log is not None
         counts["interrupts"] += place.log.words[RAISED]
-        # what nobody had looked at comes again once it is destroyed, be it late
+        # unread records come again once destroyed, even late
         place.may_fall = place.log.words[RAISED]
         counts["lives"] += 1
         return place.log.words[ConsumerLog.STEP] == ENDED_BY_ITSELF

@@ -1,11 +1,11 @@
-"""Kill fuzz: real processes on one bridge, killed and stopped at random moments, and a referee who knows what
-must still be true.
+"""Kill fuzz: real processes on one bridge, killed and stopped at random moments, and a referee that knows
+what must still be true.
 
     python tests/faults/stress/kill_fuzz.py --seconds 600 --seed 1 --producers 16
 
 Prints one line; exit status 1 if anything was lost, duplicated without a mark, torn, out of order, miscounted
-or left behind, with what is needed to find it. The schedule of who is killed and when comes from the seed;
-where the victim is by then does not.
+or left behind, with the details needed to find it. The schedule of who is killed and when comes from the
+seed; where the victim is by then does not.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> int:
     wanted = options()
     seed = int.from_bytes(os.urandom(3)) if wanted.seed is None else wanted.seed
     logging.basicConfig(level=logging.ERROR, format="%(process)d %(name)s: %(message)s")
-    # it says that it waits, which is what it is made to do
+    # it says that it waits, which this fuzz makes it do
     logging.getLogger("shmbridge.producer").setLevel(logging.CRITICAL)
     about = f"seed {seed}, {wanted.producers} producers, {wanted.seconds:.0f} s, {shmbridge.__file__}"
     print(f"kill fuzz: {about}", file=sys.stderr, flush=True)

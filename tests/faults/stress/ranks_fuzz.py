@@ -42,8 +42,8 @@ _HZ = {"rank": 2.5, "producer": 1.0, "hub": 0.4, "stop": 1.5}
 
 
 def note_moved(place: Place) -> bool:
-    """What a dead rank was not issued comes unmarked, after later shares of its heir; whether the child had
-    said that it would end: no.
+    """Notes how many shares not issued to a dead rank come unmarked, after later shares of its heir. Returns
+    False: the child had not said that it would end.
     """
     assert place.log is not None
     place.may_fall = place.log.words[MOVED]
@@ -181,7 +181,7 @@ def main() -> int:
     wanted = parser.parse_args()
     seed = int.from_bytes(os.urandom(3)) if wanted.seed is None else wanted.seed
     logging.basicConfig(level=logging.ERROR, format="%(process)d %(name)s: %(message)s")
-    # it says that it waits, which is what it is made to do
+    # it says that it waits, which this fuzz makes it do
     logging.getLogger("shmbridge.producer").setLevel(logging.CRITICAL)
     for name in _IMPORTED_BEFORE_FORK:
         importlib.import_module(name)

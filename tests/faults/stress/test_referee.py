@@ -1,6 +1,5 @@
-"""The referee of the kill fuzz sees every violation it has a word for, and lets what is right pass.
-
-No process, no bridge.
+"""The referee of the kill fuzz finds every violation that it names, and lets correct logs pass. No process,
+no bridge.
 """
 
 import pytest

@@ -3,8 +3,8 @@ at random moments.
 
     python tests/faults/stress/weights_fuzz.py --seconds 600 --seed 1
 
-What a version gives follows from its number, so that every reader can tell a torn, mixed or half-written one.
-Prints one JSON object; exit status 1 if anything was wrong. The schedule of who is killed comes from the
+The tensors of a version follow from its number, so that every reader can tell a torn, mixed or half-written
+one. Prints one JSON object; exit status 1 if anything was wrong. The schedule of who is killed comes from the
 seed; where the victim is by then does not.
 """
 
@@ -70,8 +70,8 @@ def given_by(version: int) -> tuple[str, set[str]]:
 
 
 def check(version: int, tensors: dict[str, np.ndarray]) -> dict[str, int]:
-    """What each tensor says, if that can be: one value each, of versions that gave it, and none of a version
-    that is only half there.
+    """Returns the value of each tensor; each must have one value, of a version that gave it, and none of an
+    incomplete version.
     """
     values = {}
     for name, tensor in tensors.items():
@@ -149,7 +149,7 @@ def write_parts(bridge: str, rank: int, tickets: int, acks: int, counters: Count
                 except shmbridge.FillingOver:
                     counters.add("late_parts")
                 except json.JSONDecodeError:
-                    pass  # the rest of a line whose beginning a dead rank has read
+                    pass  # the rest of a line whose first part a dead rank has read
 
 
 def lease(bridge: str, counters: Counters) -> None:
@@ -196,7 +196,7 @@ def copy(bridge: str, counters: Counters) -> None:
 
 
 class Director:
-    """Starts all roles as forks of itself, kills and stops them by turns of a die, and starts them again."""
+    """Starts all roles as forks of itself, kills and stops them at random, and starts them again."""
 
     def __init__(self, bridge: str, seed: int) -> None:
         self._rng = random.Random(seed)

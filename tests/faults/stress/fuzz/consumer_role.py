@@ -1,5 +1,5 @@
-"""A consumer of the fuzz: takes in every way there is, checks every byte, and writes down what it was given
-before it gives it back.
+"""A consumer of the fuzz: takes in every way there is, checks every byte, and logs each record before it
+releases it.
 
 Knows the public Consumer; knows nothing of who kills it. Runs in a forked child.
 """
@@ -204,8 +204,8 @@ class ConsumerRole:
             self._log.append(Kind.STAT, place, int(seen[name]))
 
     def _probe(self) -> None:
-        """Holds one record of a producer that is about to die: when is the death seen, and the last lease
-        over?
+        """Holds one record of a producer that is about to die, to time when the death is seen and the last
+        lease ends.
         """
         words, log = self._log.words, self._log
         records = self._get(5.0)
@@ -215,7 +215,7 @@ class ConsumerRole:
         while self._consumer.stats()["lanes_live"] >= live and time.monotonic() < deadline:
             time.sleep(0.0001)
         words[log.TIME_SEEN] = time.monotonic_ns()
-        time.sleep(self._random.uniform(0.0, 0.1))  # at any phase of whatever looks from time to time
+        time.sleep(self._random.uniform(0.0, 0.1))  # at any phase of periodic checks
         for record in records:
             self._log.append(Kind.RELEASING, self._number(record.meta.producer_id), record.sequence)
             words[log.TIME_RELEASED] = time.monotonic_ns()

@@ -112,7 +112,7 @@ class Crew:
             signal.sigtimedwait({signal.SIGCHLD}, timeout_s)
 
     def kill_all(self) -> None:
-        """Nobody is left."""
+        """Kills all children and waits for their ends."""
         deadline = time.monotonic() + 10
         for child in self._children.values():
             child.kill()

@@ -1,8 +1,8 @@
-"""Runs the play: starts producers and consumers, lets the schedule kill and stop them, and makes everybody
-halt to be counted.
+"""Runs the play: starts producers and consumers, lets the schedule kill and stop them, and halts all of them
+to count.
 
-Knows who plays and in which order things are done; what is right is the referee's, what happens to whom is
-the schedule's. Opens no bridge.
+Knows the processes and the order of steps; the referee judges, and the schedule decides who is killed or
+stopped. Opens no bridge.
 """
 
 import heapq
@@ -43,7 +43,7 @@ _MORE_MAPS = 40  # arenas and stacks of threads come and go
 
 @dataclass
 class _Place:
-    """A slot for one producer, or the consumer's place: who is in it, and which number it has in its line."""
+    """A slot for one producer, or the consumer's place: its process, and that process' number in the line."""
 
     slot: int
     life: int = 0
@@ -62,7 +62,7 @@ class Director:
     def __init__(
         self, bridge: str, seed: int, seconds: float, producers: int, *, plant: bool = False
     ) -> None:
-        self._plant = plant  # two records are released without a count: that must be found
+        self._plant = plant  # two records are released uncounted, which must be found
         self._bridge, self._seconds, self._producers = bridge, seconds, producers
         self._pattern = Pattern(seed)
         self._schedule = Schedule(seed, seconds, producers)
@@ -75,12 +75,12 @@ class Director:
         self._consumer = _Place(CONSUMER)
         self._incarnations = itertools.count()
         self._tasks: list[tuple[float, int, Callable[[], None]]] = []  # successors to start
-        # kills and stops; forgotten when everybody halts
+        # kills and stops; dropped when all halt
         self._harm: list[tuple[float, int, Callable[[], None]]] = []
         self._task_numbers = itertools.count()
         self._phase = Phase("calm", 0.0)
-        self._held_back = False  # everybody stands still
-        self._closing = False  # whoever ends has no successor
+        self._held_back = False  # all processes are halted
+        self._closing = False  # a process that ends has no successor
         self._looked = 0.0
         self._records_counted: list[int] = []  # by the referee, at each count of the present consumer
         # kind of phase -> records per second by slot, one entry per phase
@@ -114,7 +114,7 @@ class Director:
         )
 
     def _pump(self, until_s: float, done: Callable[[], bool] = lambda: False) -> bool:
-        """Does what is due until then, or until `done`; whether it is done."""
+        """Does what is due until then, or until `done`; returns whether it is done."""
         while not done():
             now = time.monotonic()
             if now >= until_s:
@@ -280,7 +280,7 @@ class Director:
         after: dict[tuple[int, int], int],
         seconds: float,
     ) -> None:
-        """Of those that live through all calm phases and phases with victims."""
+        """Notes the rates of producers that live through all calm phases and phases with victims."""
         if phase.kind == "chaos":
             return
         done = self._rates.setdefault(phase.kind, [])
@@ -336,14 +336,18 @@ class Director:
             self._start_producer(place)
 
     def _halted(self, place: _Place) -> bool:
-        """Nobody is there, or it puts nothing more; one that is about to end is waited for."""
+        """Returns whether the place is empty, or its process puts nothing more; waits for one that is about
+        to end.
+        """
         if place.child is None:
             return True
         assert place.words is not None
         return place.words[ProducerWords.STATE] == State.HOLDING and not place.child.killed
 
     def _have_single_consumer(self) -> None:
-        """One that obeys: batches cannot be waited for with a deadline."""
+        """Replaces a consumer of batches by one that obeys orders: batches cannot be waited for with a
+        deadline.
+        """
         place = self._consumer
         if place.child is not None and (place.groups or place.child.killed):
             place.child.kill()
@@ -402,8 +406,8 @@ class Director:
                 fault("leaked", f"{message}: {first} then {now}")
 
     def _probe(self) -> None:
-        """An idle producer is killed: how soon is it seen, and how soon after the last lease is its memory
-        back?
+        """Kills an idle producer, and times when that is seen, and when its memory is back after the last
+        lease.
         """
         place, consumer = self._slots[-1], self._consumer
         self._start_producer(place, probe=True)

@@ -2,7 +2,7 @@
 
 They go on, or end in every way there is.
 
-Know the public Consumer and Producer; know nothing of who judges. Run in forked children.
+They know the public Consumer and Producer, and nothing of the referee. Run in forked children.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _LOST_S = 1.0
 
 
 class Interrupt(KeyboardInterrupt):
-    """What the handler raises."""
+    """Raised by the handler."""
 
 
 class Storm:
@@ -83,7 +83,7 @@ class Storm:
 
 
 def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, but that its end waits for no task for ever.
+    """Like asyncio.run, except that its end waits for no task for ever.
 
     An interrupt between two lines of the event loop itself loses a wake-up, and the task that it was for
     never ends: asyncio's own, and its reason to handle SIGINT without raising.
@@ -122,7 +122,7 @@ class ConsumerRole:
         self._log.words[RAISED] += 1
 
     def run(self) -> None:
-        """Until its time is over, then ends in some way."""
+        """Reads until its time is over, then ends in some way."""
         end = self._random.choice(
             (
                 "close",
@@ -187,7 +187,7 @@ class ConsumerRole:
         raise Interrupt
 
     def _check_books(self) -> None:
-        """Nobody interrupts: what was taken is released, held or discarded."""
+        """Checks, without interrupts, that every taken record is released, held or discarded."""
         gc.collect()
         stats = self._consumer.stats()
         left = stats["records_total"] - stats["released_total"] - stats["held"] - stats["discarded_total"]
@@ -200,7 +200,7 @@ class ConsumerRole:
     def _body(self, record: Any) -> None:
         self._reader.note(record)
         if self._plant and self._random.random() < 0.001:
-            record.release()  # the planted error: it is released, and nobody has said so
+            record.release()  # the planted error: a release that no log has
             return
         self._reader.giving_back(record)
         record.release()
@@ -328,7 +328,7 @@ class InterruptedProducer(ProducerRole):
             except Interrupt:
                 pass
             self._look_up()
-            self._put()  # whatever was interrupted: this one goes in
+            self._put()  # after any interrupt this put succeeds
         self._producer.close()
         words[ProducerWords.STATE] = State.CLOSED
 

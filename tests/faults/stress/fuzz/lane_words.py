@@ -1,4 +1,4 @@
-"""What a lane's own words say of its releases: as the hub counted them, and as the slots show them.
+"""The releases of a lane by its own words: as the hub counted them, and as the slots show them.
 
 Looks from outside.
 
@@ -20,11 +20,12 @@ _HEAD = 0x300 // 8  # head, the discards by reason, quarantined, released_total
 
 
 def differing(bridge: str) -> dict[str, int | None]:
-    """By lane, releases that the slots show and nobody has counted; None: the lane was too busy to tell.
+    """Returns, by lane, releases that the slots show and no hub has counted; None: the lane was too busy to
+    tell.
 
     A release under way, or one that a killed hub had not counted, makes a lane differ until it is over or the
-    next hub has come. Whoever looks in between sees the difference larger and never smaller, so one look
-    without a difference shows that there is none.
+    next hub has come. A look in between shows the difference larger, never smaller, so one look without a
+    difference shows that there is none.
     """
     fates = {name: inventory.lane_info(name) for name in segment.lane_names(bridge)}
     return {
@@ -51,12 +52,12 @@ class Differences:
 
     @property
     def known(self) -> dict[str, int]:
-        """By lane; without those that were always too busy to tell."""
+        """The differences by lane, without lanes that were always too busy to tell."""
         return {name: apart for name, apart in (self._left or {}).items() if apart is not None}
 
 
 def unaccounted(bridge: str, patience_s: float = _PATIENCE_S) -> dict[str, int]:
-    """By lane, releases that are not counted within that time."""
+    """Returns, by lane, releases that are not counted within that time."""
     found, until_s = Differences(bridge), time.monotonic() + patience_s
     while not found.look() and time.monotonic() < until_s:
         time.sleep(_TICK_S)
@@ -70,8 +71,8 @@ class PlantedLoss:
         self._bridge, self._since_s = bridge, math.inf
 
     def stays(self) -> bool:
-        """Plants it unless it is there; whether it has been there long enough: a hub that was about to store
-        its count would have undone it.
+        """Plants the error unless it is there; returns whether it has been there long enough, since a hub
+        that was about to store its count would have undone it.
         """
         apart = differing(self._bridge).values()
         if any(count is not None and count >= 2 for count in apart):

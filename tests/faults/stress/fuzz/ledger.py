@@ -1,9 +1,9 @@
-"""What the children write down as they go, in memory that outlives them: shared anonymous maps, made before
+"""The children's logs, in memory that outlives them: shared anonymous maps, made before
 the fork.
 
 A producer has eight words; a consumer has a head of words and a log of 16-byte entries. A process that is
-killed leaves exactly what it had stored. Knows nothing of bridges; whoever dies, and what the entries prove,
-is the referee's.
+killed leaves exactly what it had stored. Knows nothing of bridges; the referee knows who died and what the
+entries prove.
 """
 
 import mmap
@@ -20,7 +20,7 @@ _PAGE = 4096
 
 
 class Order(IntEnum):
-    """What the director wants of a child."""
+    """An order of the director to a child."""
 
     RUN = 0
     HOLD = 1  # producer: put nothing; consumer: drain, release, count
@@ -29,7 +29,7 @@ class Order(IntEnum):
 
 
 class State(IntEnum):
-    """What a producer says of itself."""
+    """A producer's state, as it reports it."""
 
     STARTING = 0
     RUNNING = 1
@@ -56,7 +56,7 @@ class ProducerWords:
 
 
 class Kind(IntEnum):
-    """Of a log entry. A number is a producer's, a value is a sequence unless said otherwise."""
+    """The kind of a log entry. A number is a producer's, a value is a sequence unless said otherwise."""
 
     ASKED = 1  # value: so many records may be taken before the next entry of this kind
     ASKED_BATCHES = 2  # likewise, and for good: some are always on their way
@@ -65,7 +65,7 @@ class Kind(IntEnum):
     RELEASING = 5  # over when any entry follows
     RELEASING_MANY = 6  # a run of these is over when an entry of another kind follows
     TORN = 7
-    NOTE = 8  # nothing but an end to what was under way
+    NOTE = 8  # only ends the entry before
     STAT = 9  # number: which; value: its value
 
 

@@ -1,4 +1,4 @@
-"""What stands in a record: a function of seed, producer and sequence, cheap on both sides and compared byte
+"""The content of a record: a function of seed, producer and sequence, cheap on both sides and compared byte
 for byte.
 
 Knows columns; knows nothing of bridges. A record is three slices of random tables at places that a hash
@@ -16,7 +16,7 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class Shape(NamedTuple):
-    """Where a record's bytes are in the tables, and how its tokens fall into rows."""
+    """The places of a record's bytes in the tables, and the split of its tokens into rows."""
 
     at: int
     tokens: int
@@ -40,7 +40,7 @@ class Pattern:
         self._blocks: dict[int, tuple[int, list[Shape]]] = {}
 
     def shape(self, number: int, sequence: int) -> Shape:
-        """Of one record; the block of sequences around it is kept for the next call."""
+        """Returns the shape of one record; keeps the block of sequences around it for the next call."""
         block = sequence // _BLOCK
         kept = self._blocks.get(number)
         if kept is None or kept[0] != block:
@@ -107,7 +107,7 @@ class Pattern:
             slot["advantages"][:] = self._advantages[shape.at : end]
 
     def token_bytes(self, number: int, sequence: int) -> bytes:
-        """What the tokens of the record must be."""
+        """Returns the expected bytes of the record's tokens."""
         shape = self.shape(number, sequence)
         return self._token_bytes[4 * shape.at : 4 * (shape.at + shape.tokens)]
 

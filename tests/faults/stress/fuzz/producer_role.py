@@ -1,5 +1,4 @@
-"""A producer of the fuzz: puts records in every way there is, and says before and after each what it is
-about.
+"""A producer of the fuzz: puts records in every way there is, and logs each put before and after it.
 
 Knows the public Producer; knows nothing of who kills it. Runs in a forked child.
 """
@@ -99,7 +98,7 @@ class ProducerRole:
         self._end(slot.sequence, expected)
 
     def _give_claim_up(self) -> None:
-        """What was half written never existed."""
+        """Gives a half-written claim up: its record must never exist."""
         with contextlib.suppress(_GivenUp), self._open_claim() as slot:
             slot["tokens"][:] = -1
             raise _GivenUp
@@ -128,7 +127,7 @@ def produce(bridge: str, number: int, words: memoryview, pattern: Pattern, most:
 
 
 def produce_one(bridge: str, number: int, words: memoryview, pattern: Pattern) -> None:
-    """One record, then nothing until the kill: the death of an idle producer is what is timed."""
+    """One record, then nothing until the kill: the death of an idle producer is timed."""
     role = ProducerRole(bridge, number, words, pattern)
     role._put()
     words[ProducerWords.STATE] = State.HOLDING

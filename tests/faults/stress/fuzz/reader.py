@@ -1,5 +1,4 @@
-"""What a reader of these fuzzes does with a record: note it, compare every byte, and say before it gives it
-back that it does.
+"""A reader of these fuzzes: notes each record, compares every byte, and logs the release before making it.
 
 Knows records and the log; knows nothing of how they came.
 """
@@ -31,7 +30,7 @@ class Reader:
             self._append(Kind.TORN, number, meta.sequence)
 
     def note_meta(self, meta: Any) -> None:
-        """Of a record that was released when its batch was gathered, which is its word."""
+        """Notes a record that its batch released when it was gathered."""
         number = number_of(meta.producer_id)
         if meta.redelivered or (number, meta.sequence) != self._noted:  # once for all its rows
             self._append(Kind.GOT_AGAIN if meta.redelivered else Kind.GOT, number, meta.sequence)

@@ -5,7 +5,7 @@ Every rule of guarantees 1 and 2 is one check here.
 Knows entries and numbers only: it never sees a bridge. Entries of one consumer are judged in the order in
 which it wrote them, chunk by chunk; of consumers one after the other. A record is in one of four states:
 
-    NEW        in nobody's log
+    NEW        in no log
     HELD       handed out; if its holder died, it must come again, marked
     RELEASED   its release is over; it must never come again
     DOUBT      its holder died in the release: it may come again, marked, or not
@@ -36,7 +36,7 @@ _MOST_TOLD = 40
 
 @dataclass
 class _Records:
-    """What is known of one producer's records."""
+    """The known facts about one producer's records."""
 
     incarnation: int
     state: np.ndarray = field(default_factory=lambda: np.zeros(256, np.uint8))
@@ -51,7 +51,7 @@ class _Records:
 
 @dataclass
 class _Tenure:
-    """What one consumer has been given so far."""
+    """The records that one consumer has been given so far."""
 
     incarnation: int
     log: ConsumerLog
@@ -88,7 +88,9 @@ class Referee:
         self.stats = []
 
     def consumer_ended(self) -> None:
-        """It is dead, its log is final: what was under way is in doubt, what it held must come again."""
+        """The consumer is dead and its log is final: a call under way is in doubt, held records must come
+        again.
+        """
         self.look()
         tenure = self._tenure
         assert tenure is not None
@@ -240,8 +242,8 @@ class Referee:
             self.stats[-1][STATS[place]] = value
 
     def finish(self) -> None:
-        """Nobody lives any more: every record that was known to be committed has been handed out, and
-        everything was released.
+        """All processes are dead: every record that was known to be committed has been handed out, and all
+        were released.
         """
         for number, records in self._records.items():
             words = self._words.of(records.incarnation)

@@ -1,7 +1,7 @@
 """One bridge and the children on it, for the fuzzes whose readers run side by side: who is started, ended,
 and judged.
 
-Knows processes, logs and the referee of words; what the children do is theirs. Opens no bridge.
+Knows processes, logs and the referee of words; knows nothing of what the children do. Opens no bridge.
 """
 
 import itertools
@@ -45,7 +45,7 @@ class Place:
     words: memoryview | None = None
     due_s: float = 0.0
     kills: int = 0
-    over: bool = False  # nobody follows
+    over: bool = False  # no successor follows
     # its log is final; whether the child had said that it would end so
     before_end: Callable[["Place"], bool] = lambda _: False
     longest_s: float = float("inf")  # a child that lives longer hangs
@@ -68,8 +68,8 @@ class Scene:
         self.crew, self.bridge, self.pattern, self.referee = crew, bridge, pattern, referee
         self._words, self._incarnations = words, incarnations
         self.places: list[Place] = []
-        self.ending = False  # whoever ends has no successor
-        self.plant_lost = False  # two records are released without a count: that must be found
+        self.ending = False  # a process that ends has no successor
+        self.plant_lost = False  # two records are released uncounted, which must be found
         self._tasks: list[tuple[float, Callable[[], None]]] = []
 
     def add_producers(self, count: int, run: Callable[..., None] = produce) -> list[Place]:
@@ -117,7 +117,7 @@ class Scene:
         done: Callable[[], bool] = lambda: False,
         choose: Callable[[tuple[float, ...]], float] = min,
     ) -> bool:
-        """Does what is due until then, or until `done`; whether it is done."""
+        """Does what is due until then, or until `done`; returns whether it is done."""
         until_s = time.monotonic() + seconds
         while not done():
             now = time.monotonic()
@@ -147,7 +147,7 @@ class Scene:
         place.began_s = float("inf")
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """Until `done`, or it is a violation: somebody is stuck."""
+        """Waits until `done`; if it takes too long, a process is stuck: a violation."""
         if not self.pump(_PATIENCE_S, done):
             for place in self.places:
                 if place.child is not None:
@@ -189,8 +189,8 @@ class Scene:
         self.wait("all producers close", lambda: all(place.child is None for place in places))
 
     def check_releases(self) -> None:
-        """Each lane's count of releases is what its slots show; what a killed hub had not counted, its
-        successor counts.
+        """Each lane's count of releases is what its slots show; a successor counts releases that a killed hub
+        had not counted.
         """
         if self.plant_lost:
             self.wait("two releases are lost for good", PlantedLoss(self.bridge).stays)
@@ -215,7 +215,7 @@ class Scene:
             self.referee.fault("leaked", f"{left} is left after everybody has ended")
 
     def sweep(self) -> None:
-        """Whatever happened: nobody and nothing is left."""
+        """Whatever happened, no process and no segment is left."""
         self.crew.kill_all()
         for place in self.places:
             if place.log is not None:

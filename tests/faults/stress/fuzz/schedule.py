@@ -1,5 +1,4 @@
-"""Who is killed or stopped, when, and what comes after: all of it from the seed, nothing of it from what
-happens.
+"""Who is killed or stopped, when, and what comes after: decided by the seed alone, not by what happens.
 
 Knows numbers of slots and seconds; knows nothing of processes.
 """
@@ -15,7 +14,7 @@ CONSUMER = -1
 class Act(Enum):
     KILL = "kill"
     KILL_RUNNING = "kill running"  # the next producer from this slot on that is in the middle of something
-    CLOSE = "close"  # the end of a producer that nobody kills
+    CLOSE = "close"  # the end of a producer that is not killed
     STOP = "stop"  # and go on after for_s
     STOP_AND_KILL = "stop and kill"  # after for_s
     KILL_ALL = "kill all"
@@ -35,7 +34,7 @@ class Event:
 @dataclass(frozen=True)
 class Phase:
     """`kind`: "calm" every other producer is closed and replaced now and then, "victims" it is killed
-    instead, "chaos" is for everybody.
+    instead, "chaos" hits all processes.
     """
 
     kind: str
@@ -69,10 +68,8 @@ class Successor:
 
 
 class Schedule:
-    """Of one run.
-
-    What is drawn for one phase or one successor depends on the seed and on its number, not on what was drawn
-    before.
+    """The schedule of one run. The draws of a phase or a successor depend on the seed and its number, not on
+    earlier draws.
     """
 
     def __init__(self, seed: int, seconds: float, producers: int) -> None:
@@ -84,7 +81,7 @@ class Schedule:
         self._all_hz = 0.3 if short else 0.02
 
     def events(self, index: int, phase: Phase) -> list[Event]:
-        """Of the run's phase `index`, in order of time."""
+        """Returns the events of the run's phase `index`, in order of time."""
         self._random.seed(f"{self._seed}/phase/{index}")
         found = list(self._of(self._producer_kills_hz, phase.seconds, self._kill_producer))
         if phase.kind == "calm":
@@ -99,7 +96,7 @@ class Schedule:
         return sorted(found, key=lambda each: each.at_s)
 
     def successor(self, slot: int, life: int, phase: Phase) -> Successor:
-        """What the next one in this slot is like."""
+        """Returns the properties of the next process in this slot."""
         draw = random.Random(f"{self._seed}/successor/{slot}/{life}")
         after_s = draw.choice((0.0, 0.0, 0.0, draw.uniform(0.0, 0.05)))
         if phase.kind != "chaos":

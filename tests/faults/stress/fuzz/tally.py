@@ -1,4 +1,4 @@
-"""What a run comes to: one line for people, one object for programs. Knows numbers only."""
+"""The result of a run: one line for people, one object for programs. Knows numbers only."""
 
 import statistics
 from collections import Counter
@@ -23,10 +23,8 @@ _WORDS = {
 
 @dataclass
 class Tally:
-    """Of one run.
-
-    Times in milliseconds; `ratios`: records per second of a producer that was spared, with others killed over
-    without.
+    """The tally of one run. Times in milliseconds; `ratios`: records per second of a producer that was
+    spared, with others killed over without.
     """
 
     seed: int

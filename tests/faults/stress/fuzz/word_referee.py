@@ -1,4 +1,4 @@
-"""Judges readers by their words: what is released must have been given back by somebody who had seen it.
+"""Judges readers by their logs: a released record must have been given back by a reader that had seen it.
 
 Knows entries and numbers only. It takes the final logs of readers in any order, and asks at the end whether
 each record that its producer was told of was given back by some reader. It needs no order between readers, so
@@ -13,14 +13,14 @@ import numpy as np
 from .ledger import Kind, ProducerWords, kinds_of, numbers_of, producer_name
 
 VIOLATIONS = ("lost", "unmarked", "out_of_order", "torn", "phantom", "miscounted", "leaked", "failed")
-LAST = 7  # the reader who takes what all others have left
+LAST = 7  # the reader that takes the records that all others left
 _MOST_TOLD = 20
 
 
 @dataclass
 class _Records:
-    """Of one producer, by sequence: a bit per reader that gave it back; how often it was handed out without a
-    mark.
+    """The records of one producer, by sequence: a bit per reader that gave it back; how often it was handed
+    out without a mark.
     """
 
     incarnation: int
@@ -129,7 +129,7 @@ class WordReferee:
         records.handed = max(records.handed, end)
 
     def finish(self, may_miss: int = 0) -> None:
-        """Nobody lives any more: each record that is known to be committed was given back, but for `may_miss`
+        """All processes are dead: each record that is known to be committed was given back, except `may_miss`
         of them.
         """
         wanted = sum(1 << reader for reader in self._everybody)
