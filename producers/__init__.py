@@ -1,1 +1,1 @@
-"""Where trajectory groups come from: adapters that put the groups of environments into lanes."""
+"""Sources of trajectory groups: adapters that put the groups of environments into lanes."""

@@ -8,17 +8,21 @@ BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched
 inference servers' responses are recorded, too.
 
 `attach` is for programs that make their environments themselves; __main__.py is the command line. patches.py
-replaces methods of BaseEnv, control_link.py connects one environment to the bridge, lane.py puts its groups.
+replaces methods of BaseEnv, control_link.py connects one environment to the bridge, lane.py puts its groups,
+with the rewards of rewarded.py.
 response_hooks.py records responses, and version_stamps.py matches them with groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shmbridge.config import check_bridge_name, parse_size
 from shmbridge.producers.atropos.lane import LinkOptions, OnFull
 from shmbridge.producers.atropos.patches import Attachments, Departure
+from shmbridge.producers.atropos.rewarded import Rewards, checked_rewards
 
 _attachments: Attachments | None = None
 
@@ -32,6 +36,7 @@ def attach(
     step_rewards: bool = False,
     stop_after_refusals: int = 20,
     tickets: bool = False,
+    rewards: Rewards | Mapping[str, Any] | str | Path | None = None,
 ) -> None:
     """Sends the traffic of environments over a bridge, from now until `detach`.
 
@@ -48,15 +53,23 @@ def attach(
             GroupsRefused; 0: never.
         tickets: a worker begins only once the consumer has room for its group: see
             Consumer(max_off_policy_steps=).
+        rewards: what groups' scores become, a `RewardConfig`, a mapping, or a YAML file; or a `Stage`, such
+            as `StepRewards`: see `shmbridge.producers.rewards`. The environment's tokenizer decodes text.
 
     Raises:
         ImportError: atroposlib is missing or broken.
         RuntimeError: a class, or this instance, is attached already.
         TypeError: `env` is no environment.
-        BadBridgeName, ValueError: an argument is not what it should be.
+        BadBridgeName, BadConfig, ValueError: an argument is not what it should be.
     """
     options = LinkOptions(
-        check_bridge_name(bridge), parse_size(lane_bytes), on_full, step_rewards, stop_after_refusals, tickets
+        check_bridge_name(bridge),
+        parse_size(lane_bytes),
+        on_full,
+        step_rewards,
+        stop_after_refusals,
+        tickets,
+        checked_rewards(rewards),
     )
     attachments = _all()
     if env is None or isinstance(env, type):
@@ -72,13 +85,13 @@ def attach(
 def detach(env: Any = None) -> Departure:
     """Undoes `attach`: the environment behaves as upstream again, at once. Never blocks.
 
-    An instance that runs is to be detached in its own event loop: then its lane gets what it has handed over,
-    and is left; await the result to know when. Environments of a detached class, those that run and those to
-    come, ask the rollout server from now on; the lane of one that runs is left when it ends. Detaching what
-    is not attached does nothing.
+    Detach a running instance in its own event loop: then its lane gets the groups it has handed over, and is
+    left; await the result to know when. Environments of a detached class, those that run and those to come,
+    ask the rollout server from now on; the lane of one that runs is left when it ends. Detaching an
+    environment that is not attached does nothing.
 
     Args:
-        env: what was attached; None: everything.
+        env: the attached environment or class; None: everything.
 
     Raises:
         RuntimeError: the environment's event loop runs, and in another thread.

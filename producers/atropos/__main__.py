@@ -15,7 +15,7 @@ from pathlib import Path
 from shmbridge import ShmBridgeError
 from shmbridge.producers.atropos import attach, detach, upstream_workarounds
 from shmbridge.producers.atropos.attribute_swaps import Changes
-from shmbridge.producers.atropos.stop import EXIT_CODE, orderly_sigterm
+from shmbridge.producers.rollout.stop import EXIT_CODE, orderly_sigterm
 
 EXAMPLES = """\
 examples:
@@ -60,6 +60,7 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
             step_rewards=options.step_rewards,
             stop_after_refusals=options.stop_after_refusals,
             tickets=options.tickets,
+            rewards=options.rewards,
         )
         _mend_chat_templates(changes)
     except ImportError as missing:
@@ -83,7 +84,9 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
 
 
 def _mend_chat_templates(changes: Changes) -> None:
-    """Of every tokenizer, also those that environments make themselves: this process is theirs."""
+    """Patches every tokenizer, also those that environments make themselves: this process runs one script
+    only.
+    """
     from transformers import PreTrainedTokenizerBase
 
     mended = upstream_workarounds.with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
@@ -110,6 +113,11 @@ def _parser() -> argparse.ArgumentParser:
         "--step-rewards", action="store_true", help="carry rewards of steps in columns of their own, too"
     )
     parser.add_argument(
+        "--rewards",
+        metavar="FILE.yaml",
+        help="make other scores of the environment's: markers, length, scale (docs/how-to/rewards.md)",
+    )
+    parser.add_argument(
         "--stop-after-refusals",
         type=int,
         default=20,
@@ -127,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_as_main(script: Path, arguments: list[str]) -> None:
-    """As `python script arguments` would, down to where its imports are looked for."""
+    """Runs the script as `python script arguments` would, with the same import path."""
     script = script.absolute()
     sys.argv = [str(script), *arguments]
     if not sys.flags.safe_path:
@@ -136,7 +144,9 @@ def _run_as_main(script: Path, arguments: list[str]) -> None:
 
 
 def _log_to_stderr() -> None:
-    """A program, not a library: what the bridge has to say must be seen, whatever the script logs."""
+    """Sends the bridge's log to stderr: this is a program, so its messages must be seen, whatever the script
+    logs.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s shmbridge %(levelname)s %(message)s"))
     logger = logging.getLogger("shmbridge")

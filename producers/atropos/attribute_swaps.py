@@ -1,4 +1,6 @@
-"""Attributes that are replaced for a while, and put back. Used by whatever patches BaseEnv or its clients."""
+"""Attributes that are replaced for a while, and put back. Used by the modules that patch BaseEnv or its
+clients.
+"""
 
 from typing import Any
 from weakref import ref
@@ -7,7 +9,7 @@ _INHERITED = object()
 
 
 class Changes:
-    """Attributes that were replaced, and what they were. Keeps no owner alive."""
+    """Attributes that were replaced, and their earlier values. Keeps no owner alive."""
 
     def __init__(self) -> None:
         self._before: list[tuple[ref[Any], str, Any]] = []

@@ -1,7 +1,7 @@
 """One environment's connection to the bridge: its lane for groups, and control requests to the consumer for
 all else.
 
-Speaks Atropos' words (the answers of its rollout server, as plain dicts) but imports nothing of it. A missing
+Gives the answers of Atropos' rollout server, as plain dicts, but imports nothing of it. A missing
 consumer is not an error here: the environment holds, and continues when there is a consumer again.
 
 Used by `shmbridge.producers.atropos.patches`, in the environment's event loop.
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 # How long one request may take before the consumer counts as missing. Rollouts continue in this time.
 ASK_S = 2.0
 
-# Between two questions, while the environment cannot begin: doubled each time, from the first to the last.
+# Between two requests, while the environment cannot begin: doubled each time, from the first to the last.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.25, 4.0
 
 # The policy version when this worker began to generate. Every task has a context of its own.
@@ -61,10 +61,10 @@ class EnvLink:
         closed: left, or about to be.
     """
 
-    def __init__(self, options: LinkOptions, env_name: str) -> None:
+    def __init__(self, options: LinkOptions, env_name: str, tokenizer: Any = None) -> None:
         self._bridge, self._env_name = options.bridge, env_name
         self.loop = asyncio.get_running_loop()
-        self._lane = EnvLane(options, env_name)
+        self._lane = EnvLane(options, env_name, tokenizer)
         self._control = self._client()
         self._hold = _Hold(options.bridge, self._lane)
         self._registered: Register | None = None
@@ -77,7 +77,7 @@ class EnvLink:
     def _client(self) -> AsyncControlClient:
         return AsyncControlClient(self._bridge, role="env", name=self._env_name)
 
-    # --- what the rollout server would answer -------------------------------------------------------------
+    # --- the rollout server's answers --------------------------------------------------------------------
 
     async def wandb_info(self) -> dict[str, str]:
         """Where to log. Returns once a consumer has announced its run."""
@@ -170,10 +170,10 @@ class EnvLink:
     # --- asking -------------------------------------------------------------------------------------------
 
     async def _until(self, ask: Callable[[float], Awaitable[str]]) -> None:
-        """Asks until there is no reason against it, and says why not: now, and at growing intervals.
+        """Asks until the request is granted, and logs why it is not: now, and at growing intervals.
 
-        A consumer that is not there yet is waited for in the asking itself, ever longer: it is answered the
-        moment it comes.
+        While there is no consumer, each request waits longer for one: it is answered the moment a consumer
+        comes.
         """
         patience = _Patience(self._bridge)
         while True:
@@ -201,7 +201,7 @@ class EnvLink:
         return ""
 
     async def _ask_admission(self, timeout_s: float) -> str:
-        """Asks to be admitted, with the number and name it has, if it has some."""
+        """Asks to be admitted, with its number and name, if it has them."""
         assert self._registered is not None
         admitted = await self._control.request(self._registered, timeout_s)
         if not isinstance(admitted, Registered):
@@ -214,7 +214,7 @@ class EnvLink:
         return ""
 
     async def _missing_lane(self) -> bool:
-        """Sees that the lane is one that a consumer can find; whether there is none now.
+        """Makes sure that a consumer can find the lane; returns whether there is none now.
 
         A new lane has a conversation of its own.
         """
@@ -226,7 +226,7 @@ class EnvLink:
         return not self._lane.is_there
 
     async def _still_admitted(self) -> bool:
-        """Whether the consumer knows the present lane as this environment's; told if need be."""
+        """Returns whether the consumer knows the present lane as this environment's; registers it if not."""
         wish = self._registered
         if wish is None or wish.producer_id == self._lane.producer_id:
             return True
@@ -244,13 +244,11 @@ class EnvLink:
     # --- groups -------------------------------------------------------------------------------------------
 
     async def ticket(self) -> AbstractContextManager[object]:
-        """Leaves to begin, for as long as what it is for is generated and sent; returns once there is room
-        for it.
-        """
+        """Holds a ticket while a group is generated and sent; returns once there is room for the group."""
         return await self._lane.ticket()
 
     def generation_begins(self) -> None:
-        """Remembers the policy version for what the calling task is about to generate."""
+        """Remembers the policy version for the group that the calling task is about to generate."""
         _began_at.set(self._lane.policy_version)
 
     async def send(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -267,7 +265,7 @@ class EnvLink:
     # --- the end ------------------------------------------------------------------------------------------
 
     async def close(self, flush_s: float) -> None:
-        """Leaves the bridge: what waits for room gets `flush_s` to find it and is then counted as dropped."""
+        """Leaves the bridge: groups that wait for room get `flush_s`, and are then counted as dropped."""
         self.closed = True
         await self._lane.flush(flush_s)
         with suppress(ShmBridgeError):  # without a consumer there is none to notify
@@ -283,7 +281,7 @@ class EnvLink:
 
 
 class _Patience:
-    """How long to wait between two questions, and when to say again that one waits."""
+    """How long to wait between two requests, and when to log again that it waits."""
 
     def __init__(self, bridge: str) -> None:
         self._bridge = bridge
@@ -291,7 +289,7 @@ class _Patience:
         self.pause_s = FIRST_PAUSE_S
 
     def say(self, reason: str) -> None:
-        """One more question had no use."""
+        """Notes one more request without success."""
         self.pause_s = min(2 * self.pause_s, LAST_PAUSE_S)
         waited = time.monotonic() - self._began
         if waited < self._say_after_s:
@@ -305,7 +303,7 @@ class _Patience:
 
 
 class _Hold:
-    """Whether rollouts hold and since when; said once when it begins and once when it ends."""
+    """Whether rollouts hold and since when; logged once when it begins and once when it ends."""
 
     def __init__(self, bridge: str, lane: EnvLane) -> None:
         self._bridge, self._lane = bridge, lane

@@ -36,7 +36,7 @@ _LARGEST = 3.4e38  # of float32, about
 
 @dataclass(frozen=True)
 class Carried:
-    """A group for `Producer.put(foreign=True)`, and what could not be taken from it though it is
+    """A group for `Producer.put(foreign=True)`, and the parts that could not be carried though it is
     delivered.
     """
 
@@ -44,26 +44,33 @@ class Carried:
     left_out: tuple[str, ...] = ()
 
 
-def carried(group: Mapping[str, Any], step_rewards: bool = False, token_versions: Any = None) -> Carried:
+def carried(
+    group: Mapping[str, Any],
+    step_rewards: bool = False,
+    token_versions: Any = None,
+    columns: Mapping[str, Any] | None = None,
+) -> Carried:
     """Sorts the keys of a group; never raises, never changes it.
 
     Upstream drops every key but its fourteen. Here they go into `extra` under their own names, also where a
-    column of ours is called the same: what an environment means by `temperature` or `rewards` is its own
-    affair. One that has no JSON is left out, as upstream would. With `step_rewards`, the columns step_rewards
-    and step_ends are filled where the group says them. `token_versions`, in a form that a lane takes, is a
-    column; where they are the group's own, they are in `extra`, too, and come back with its other keys.
+    column of ours is called the same: an environment may give `temperature` or `rewards` another meaning. A
+    key that has no JSON is left out, as upstream would. With `step_rewards`, the columns step_rewards and
+    step_ends are filled where the group has them. `token_versions`, in a form that a lane takes, is a column;
+    if the group itself has them, they are in `extra`, too, and come back with its other keys. `columns` are
+    those that rewards made; step rewards among them replace the group's own.
     """
-    versions = {} if token_versions is None else {"token_versions": token_versions}
+    made = {**(columns or {}), **({} if token_versions is None else {"token_versions": token_versions})}
+    step_rewards = step_rewards and "step_rewards" not in made
     if WIRE.issuperset(group) and not step_rewards:
-        return Carried({**group, **versions})
+        return Carried({**group, **made})
     wire = {key: value for key, value in group.items() if key in WIRE}
     steps = _steps(group) if step_rewards else {}
     others = {key: value for key, value in group.items() if key not in WIRE and key not in steps}
     extra = {key: value for key, value in others.items() if isinstance(key, str) and _has_json(value)}
-    left_out = [str(key) for key in others if key not in extra and key not in versions]
+    left_out = [str(key) for key in others if key not in extra and key not in made]
     if step_rewards and "step_ends" not in steps and ("step_rewards" in steps or _speaks_of_steps(group)):
         left_out.append("step_ends" if "step_rewards" in steps else "step_rewards")
-    return Carried({**wire, **steps, **versions, **({"extra": extra} if extra else {})}, tuple(left_out))
+    return Carried({**wire, **steps, **made, **({"extra": extra} if extra else {})}, tuple(left_out))
 
 
 def _has_json(value: Any) -> bool:
@@ -83,7 +90,7 @@ def _has_json(value: Any) -> bool:
 
 
 def _steps(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of step rewards that can be made of a group, each in itself right; none if there are none,
+    """The columns of step rewards that can be made of a group, each valid by itself; none if there are none,
     or they are no numbers.
     """
     tokens = group.get("tokens")

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 from shmbridge import Producer, ShmBridgeError
 from shmbridge.errors import BridgeDraining, Closed, LaneFull, LaneQuarantined, LaneRemoved
 from shmbridge.producers.atropos.fields import carried
+from shmbridge.producers.atropos.rewarded import Rewards, rewarded, stage_for
 from shmbridge.producers.atropos.version_stamps import Stamp
 
 log = logging.getLogger(__name__)
@@ -26,13 +27,13 @@ LONGEST_PAUSE_S = 30.0
 
 _LOOP_ENDED = "with the event loop ended"
 
-# Not the group's fault: the next one may well be taken.
+# Not the group's fault: the next one may be taken.
 _PASSING = (LaneFull, BridgeDraining, Closed, LaneQuarantined, LaneRemoved)
 
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """What a user chooses; the first three are arguments of `shmbridge.Producer`."""
+    """The user's options; the first three are arguments of `shmbridge.Producer`."""
 
     bridge: str
     lane_bytes: int | str = "64M"
@@ -40,6 +41,7 @@ class LinkOptions:
     step_rewards: bool = False
     stop_after_refusals: int = 20  # 0: never
     tickets: bool = False
+    rewards: Rewards | None = None
 
 
 class GroupsRefused(ShmBridgeError):
@@ -54,8 +56,10 @@ class EnvLane:
     Opening it reserves memory, which takes milliseconds for each MiB at worst.
     """
 
-    def __init__(self, options: LinkOptions, env_name: str) -> None:
+    def __init__(self, options: LinkOptions, env_name: str, tokenizer: Any = None) -> None:
         self._options, self._env_name = options, env_name
+        self._stage = stage_for(options.rewards, tokenizer)
+        self._scoring: set[asyncio.Future[Any]] = set()
         self._producer = self._open()
         self.is_there = True
         self._returned = asyncio.Condition()
@@ -79,7 +83,7 @@ class EnvLane:
 
     @property
     def producer_id(self) -> str:
-        """Of the lane that groups go into now."""
+        """The producer id of the lane that groups go into now."""
         return self._producer.producer_id
 
     @property
@@ -88,20 +92,20 @@ class EnvLane:
         return self._producer.policy_version
 
     def stats(self) -> dict[str, float]:
-        """Of the present lane."""
+        """The counters of the present lane."""
         return self._producer.stats()
 
     @property
     def records_total(self) -> int:
-        """Groups committed, into this lane and those before it; without what was lost with those."""
+        """Groups committed, into this lane and earlier ones; without groups lost with those."""
         return self._committed - self._lost
 
     async def ticket(self) -> AbstractContextManager[object]:
-        """Leaves for a worker to begin, once the consumer has room for what it generates; nothing at all
-        unless that was asked for.
+        """Holds a ticket for a worker, once the consumer has room for its group; does nothing without
+        `tickets`.
 
-        Without a lane, or when the bridge drains, a worker goes on without: what is too old is cut by the
-        consumer.
+        Without a lane, or when the bridge drains, a worker goes on without one: the consumer discards groups
+        that are too old.
         """
         while self._options.tickets and self.is_there:
             producer = self._producer
@@ -147,7 +151,8 @@ class EnvLane:
             self._refuse(type(fault).__name__, repr(fault))
 
     async def _put(self, group: dict[str, Any], stamp: Stamp) -> None:
-        took = carried(group, self._options.step_rewards, stamp.column)
+        group, columns = await self._rewarded(group)
+        took = carried(group, self._options.step_rewards, stamp.column, columns)
         versions = stamp.oldest, stamp.newest
         while True:
             if not self.is_there:
@@ -164,7 +169,7 @@ class EnvLane:
                     if isinstance(gone, LaneRemoved)
                     else f"the consumer reads it no more: {gone.message}"
                 )
-                # else another that waited was faster: this one goes where that goes
+                # else another waiting group was faster: this one follows it into its lane
                 if producer is self._producer and self.is_there:
                     self._replace(why)
             except Closed:
@@ -183,6 +188,21 @@ class EnvLane:
                 name, f"groups are delivered without {name!r}, which cannot be carried", self.left_out
             )
 
+    async def _rewarded(self, group: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The group as the rewards make it, and the columns they add; raises Closed if this ends first."""
+        if self._stage is None:
+            return group, {}
+        scoring = asyncio.ensure_future(rewarded(self._stage, group))
+        self._scoring.add(scoring)
+        try:
+            return await scoring
+        except asyncio.CancelledError:
+            if self._closing:
+                raise Closed(f"environment {self._env_name} ended before its group had its rewards") from None
+            raise
+        finally:
+            self._scoring.discard(scoring)
+
     def _count_stamp(self, stamp: Stamp) -> None:
         if stamp.column is None:
             self._unstamped += 1
@@ -197,9 +217,7 @@ class EnvLane:
             self.unclear[kind] += count - 1
 
     def _refuse(self, kind: str, details: str = "", *, passing: bool = False) -> None:
-        """Counts a group that is not in the lane; many in a row for the same reason are the environment's
-        end.
-        """
+        """Counts a group that is not in the lane; many in a row for the same reason end the environment."""
         self._count(
             kind,
             f"a group is not delivered, further ones like it are only counted: {details or kind}",
@@ -225,9 +243,8 @@ class EnvLane:
     # --- a bridge that was removed ------------------------------------------------------------------------
 
     async def stay(self) -> bool:
-        """Open another lane if the present one, or its bridge, was removed; whether that was done.
-
-        Reserves memory then, else two stats.
+        """Opens another lane if the present one, or its bridge, was removed; returns whether it did. Reserves
+        memory then, otherwise makes two stat calls.
         """
         if self.is_there and not self._producer.removed:
             return False
@@ -260,14 +277,14 @@ class EnvLane:
         )
 
     def _leave_behind(self, reason: str) -> None:
-        """Counts what the old lane held; what waits for room in it goes to the new one."""
+        """Counts the records of the old lane; groups that wait for room in it go to the new one."""
         old, before = self._producer, self._producer.stats()
         self.is_there = False
         with suppress(ShmBridgeError, OSError):
             old.close()
-        # closing may have found room for some
+        # close() may have found room for some
         held = before["held"] + old.stats()["records_total"] - before["records_total"]
-        # whatever the words of an overwritten lane say
+        # the words of an overwritten lane may have any value
         lost = max(0, min(int(held), self._committed - self._lost + self.unsent))
         self._lost += lost
         self.not_delivered["in a lane that was removed"] += lost
@@ -281,24 +298,24 @@ class EnvLane:
     # --- the end ------------------------------------------------------------------------------------------
 
     async def flush(self, flush_s: float) -> None:
-        """Waits until what was handed over is in the lane, at most `flush_s`."""
+        """Waits until the groups handed over are in the lane, at most `flush_s`."""
         if self._sending:
             await asyncio.wait(self._sending, timeout=flush_s)
 
     async def close(self) -> None:
-        """Leaves the bridge: what still waits for room is counted as dropped."""
+        """Leaves the bridge: groups that still wait for room are counted as dropped."""
         self._closing = True
+        for scoring in self._scoring:
+            scoring.cancel()
         self._producer.close()
         async with self._returned:
             self._returned.notify_all()
         if self._sending:
-            await asyncio.wait(self._sending)  # each finds the lane closed
+            await asyncio.wait(self._sending)  # each waiting group finds the lane closed
         self._report()
 
     def leave(self) -> None:
-        """`close` where the event loop runs no more: whatever had not come to its end there is not
-        delivered.
-        """
+        """`close` for an event loop that runs no more: groups not yet put there are not delivered."""
         self._closing = True
         self._producer.close()
         if self.unsent:

@@ -25,21 +25,22 @@ from shmbridge.producers.atropos.session import RolloutSession
 
 log = logging.getLogger(__name__)
 
-# What waits for room in the lane gets this long when an environment ends by itself, and when it is stopped.
+# Groups that wait for room in the lane get this long when an environment ends by itself, and when it is
+# stopped.
 FLUSH_S = 30.0
 FLUSH_WHEN_STOPPED_S = 2.0
 
 _Method: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
 
-# The environment on whose behalf BaseEnv opens a session: the session itself is not told.
+# The environment for which BaseEnv opens a session: BaseEnv does not tell the session.
 _asking: ContextVar[EnvLink | None] = ContextVar("link_of_the_asking_environment", default=None)
 
 
 class Departure:
-    """What `detach` returns.
+    """The result of `detach`.
 
-    Await it until all groups the environment handed over are in its lane, or counted, and the lane is closed.
-    That happens also without awaiting.
+    Awaiting it returns once all groups that the environment handed over are in its lane, or counted, and the
+    lane is closed. That happens also without awaiting.
     """
 
     def __init__(self, closing: asyncio.Task[None] | None = None) -> None:
@@ -55,7 +56,7 @@ class _Seat:
 
     def __init__(self, options: LinkOptions, *, alone: bool = False) -> None:
         self.options = options
-        self.alone = alone  # it was attached itself, not its class
+        self.alone = alone  # the instance was attached, not its class
         self.link: EnvLink | None = None
         self.attached = Changes()
         self.running = Changes()  # as long as it has a link
@@ -67,7 +68,7 @@ class _Seat:
 
 
 class Attachments:
-    """All of this process. For one thread: that of the environments' event loop."""
+    """All attachments of this process. For one thread: that of the environments' event loop."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -87,7 +88,7 @@ class Attachments:
         }
 
     def attach_class(self, env_class: type[Any] | None, options: LinkOptions) -> None:
-        """All environments of a class, those that exist and those to come."""
+        """Attaches all environments of a class, those that exist and those to come."""
         if self.attached_class is not None:
             raise RuntimeError(
                 f"the environment class {self.attached_class.__name__} is attached already: detach() first"
@@ -100,7 +101,7 @@ class Attachments:
         self._class_changes.replace(self._base.BaseEnv, "__init__", self._begins(self._base.BaseEnv.__init__))
 
     def attach_instance(self, env: Any, options: LinkOptions) -> None:
-        """One environment, before it runs; whatever its class is attached to."""
+        """Attaches one environment, before it runs, whether or not its class is attached."""
         seat = self._seats.get(env)
         if seat is not None and (seat.alone or seat.runs):
             raise RuntimeError(
@@ -116,13 +117,15 @@ class Attachments:
         _give_plain_tokens(env, seat.attached)
 
     def detach_class(self) -> None:
-        """Environments that start from now on use the rollout server again."""
+        """Detaches a class: its environments that start from now on use the rollout server again."""
         self._class_changes.undo()
         self.attached_class = self._class_options = None
         self._leave_sessions()
 
     def detach_instance(self, env: Any) -> Departure:
-        """It uses the rollout server from now on; what it has handed over goes where it was to go."""
+        """Detaches one environment: it uses the rollout server from now on; groups it has handed over go into
+        its lane.
+        """
         seat = self._seats.get(env)
         if seat is None or not seat.alone:
             return Departure()
@@ -144,7 +147,7 @@ class Attachments:
         return Departure()
 
     def detach_all(self) -> Departure:
-        """Every class and every instance."""
+        """Detaches every class and every instance."""
         self.detach_class()
         closing = [
             task for env in list(self._seats) if (task := self.detach_instance(env)._closing) is not None
@@ -172,7 +175,8 @@ class Attachments:
             assert self._class_options is not None
             seat = self._seats[env] = _Seat(self._class_options)
         if seat.link is None or seat.link.closed:
-            seat.link = EnvLink(seat.options, str(env.name or env.config.wandb_name or type(env).__name__))
+            name = str(env.name or env.config.wandb_name or type(env).__name__)
+            seat.link = EnvLink(seat.options, name, getattr(env, "tokenizer", None))
             # On the instance, since subclasses may have their own: a worker is one call of it.
             seat.running.replace(env, "handle_env", _stamped(seat.link, env.handle_env))
         return seat.link
@@ -180,7 +184,7 @@ class Attachments:
     # --- the replaced methods -----------------------------------------------------------------------------
 
     def _begins(self, original: Callable[..., None]) -> Callable[..., None]:
-        """BaseEnv's constructor, for environments of the attached class without what it stumbles over."""
+        """BaseEnv's constructor, with workarounds for environments of the attached class."""
 
         @functools.wraps(original)
         def begin(env: Any, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +198,7 @@ class Attachments:
         return begin
 
     def _asks(self, original: _Method) -> _Method:
-        """BaseEnv's method as it is, its sessions answered by the link."""
+        """BaseEnv's own method; the link answers its sessions."""
 
         @functools.wraps(original)
         async def ask(env: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,13 +220,13 @@ class Attachments:
             if link.run is not run:
                 await _adopt_run(env, link)
             if link.holding:
-                # With no worker allowed, BaseEnv adds none and lets those that run come to their end.
+                # With no worker allowed, BaseEnv adds none and lets the running ones end.
                 env.max_num_workers = 0
 
         return get_status
 
     def _sends(self, original: _Method) -> _Method:
-        """Groups go into the lane; through the environment's own method, if it has one around BaseEnv's."""
+        """Sends groups into the lane, through the environment's own method if it has one."""
 
         @functools.wraps(original)
         async def send(env: Any, scored_data: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -241,7 +245,7 @@ class Attachments:
         return send
 
     def _posts(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What BaseEnv's sending ends in, where an environment's own method leads to it."""
+        """The last step of BaseEnv's sending, if an environment's own method calls it."""
 
         @functools.wraps(original)
         def post(env: Any, session: Any, url: str, payload: Any, **options: Any) -> Any:
@@ -273,7 +277,7 @@ _closing: set[asyncio.Future[Any]] = set()
 
 
 def _kept(task: Any) -> Any:
-    """The loop itself keeps tasks only weakly."""
+    """Keeps a task alive: the loop itself keeps only weak references."""
     _closing.add(task)
     task.add_done_callback(_closing.discard)
     return task
@@ -309,7 +313,7 @@ def _without_self(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _give_plain_tokens(env: Any, changes: Changes | None = None) -> None:
-    """To the environment's own tokenizer, as long as it lives or until the changes are undone."""
+    """Patches the environment's own tokenizer, as long as it lives or until the changes are undone."""
     tokenizer = getattr(env, "tokenizer", None)
     if hasattr(tokenizer, "apply_chat_template") and not isinstance(
         vars(tokenizer).get("apply_chat_template"), upstream_workarounds.PlainTokens
@@ -339,7 +343,7 @@ def _stamped(link: EnvLink, handle_env: _Method) -> _Method:
 
 
 async def _adopt_run(env: Any, link: EnvLink) -> None:
-    """Another consumer may train with other batches: BaseEnv takes them as it did at its start."""
+    """Another consumer may train with other batch sizes: BaseEnv takes them as it did at its start."""
     try:
         await env.get_server_info()
     except ValueError as impossible:  # at its start this would end the environment; now it keeps its settings

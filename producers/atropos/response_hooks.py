@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from shmbridge.producers.atropos.response_index import Ledger
-from shmbridge.producers.atropos.responses import completions_in
+from shmbridge.producers.rollout.responses import completions_in
 
 if TYPE_CHECKING:
     from shmbridge.producers.atropos.attribute_swaps import Changes
 
 _ledger: ContextVar[Ledger | None] = ContextVar("completions_of_the_calling_worker", default=None)
 
-# Ends of the paths that sample; what else an environment asks over HTTP is its own affair.
+# Ends of the paths that sample; other requests are not recorded.
 _SAMPLING = ("/generate", "/completions")
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """For one worker: what it and its tasks receive within the block goes into a new ledger."""
+    """For one worker: responses that it and its tasks receive within the block go into a new ledger."""
     ledger = Ledger()
     token = _ledger.set(ledger)
     try:
@@ -44,7 +44,7 @@ def heard() -> Ledger | None:
 
 
 def put_on_hooks(changes: Changes) -> None:
-    """Begins to hear, for workers in `listening` blocks; undoing the changes ends it. Never blocks."""
+    """Begins to record, for workers in `listening` blocks; undoing the changes ends it. Never blocks."""
     from aiohttp import ClientResponse
     from atroposlib.envs.server_handling import openai_server, sglang_server, vllm_server
     from openai.resources.chat.completions import AsyncCompletions as AsyncChatCompletions
@@ -73,7 +73,7 @@ def _heard_json(original: Callable[..., Any]) -> Callable[..., Any]:
 def _heard_create(original: Callable[..., Any]) -> Callable[..., Any]:
     """The OpenAI API has no tokens.
 
-    Servers of ours, known by what they said before, are asked for them, as vLLM has it.
+    Servers of ours, known by earlier responses, are asked for them, as vLLM has it.
     """
     ours: WeakSet[Any] = WeakSet()
 

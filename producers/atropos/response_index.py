@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shmbridge.producers.atropos.responses import Completion, Span, Tokens
+from shmbridge.producers.rollout.responses import Completion, Span, Tokens
 
-# What stands for a token's version beside versions: said to be unknown, and completions that disagree.
+# Markers in place of a token's version: reported as unknown, and completions that disagree.
 NOT_KNOWN, VERSIONS_DISAGREE = -1, -2
 
-# Least tokens by which a completion that was cut is recognised by its beginning; and those of one that stands
-# in a longer run, or without its end.
+# Least tokens by which a completion that was cut is recognised by its beginning; and those of one in a longer
+# run, or without its end.
 LONG, SHORT = 16, 4
 
 
 @dataclass(slots=True, eq=False)
 class Heard:
-    """A completion as it is looked up; of its prompt only the length and a sum are kept."""
+    """A completion in the form for lookups; of its prompt only the length and a sum are kept."""
 
     completion: Completion
     start: int = -1  # the length of its prompt; -1 if it is not known
@@ -37,16 +37,16 @@ class Heard:
 
     @property
     def length(self) -> int:
-        """Of its output, in tokens."""
+        """The length of its output, in tokens."""
         return 0 if self.completion.output is None else len(self.completion.output)
 
     @property
     def end(self) -> int:
-        """Where it ends in a row that begins with its prompt."""
+        """Its end in a row that begins with its prompt."""
         return self.start + self.length
 
     def versions(self) -> Tokens:
-        """Of its output tokens."""
+        """Returns the versions of its output tokens."""
         output = self.completion.output
         assert output is not None
         if self.alike:
@@ -88,7 +88,7 @@ class Ledger:
         self._contradictory = 0
 
     def note(self, completions: Sequence[Completion]) -> None:
-        """Keeps what a server said; not after `close`."""
+        """Keeps a server's completions; not after `close`."""
         if self._closed:
             return
         self._index = None
@@ -110,7 +110,7 @@ class Ledger:
         self._closed = True
 
     def index(self) -> Index | None:
-        """To look rows up by; None if no completion says anything of versions."""
+        """The index for lookups; None if no completion names a version."""
         if self._index is None and any(
             each.completion.newest is not None or each.completion.spans for each in self._heard
         ):
@@ -118,7 +118,7 @@ class Ledger:
         return self._index
 
     def take_contradictory(self) -> int:
-        """How many completions were contradictory since this was last asked."""
+        """Returns how many completions were contradictory since the last call."""
         count, self._contradictory = self._contradictory, 0
         return count
 
@@ -135,7 +135,7 @@ class Index:
         _mark_alike(heard)
 
     def same(self, heard: Heard) -> list[Heard]:
-        """Completions that say of the same tokens the same as one of `fitting`: they fit wherever it does."""
+        """Completions with the same tokens and versions as one of `fitting`: they fit wherever it does."""
         assert self._outputs is not None
         return self._outputs.same[heard]
 
@@ -181,7 +181,7 @@ class _Outputs:
         self._without_last = self._totals - np.array([share[-1] for share in shares], np.uint64)
 
     def fitting(self, run: Tokens) -> list[tuple[Heard, int]]:
-        """Those that fit, and how many tokens each explains."""
+        """Returns those that fit, and how many tokens each explains."""
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_sums.of(run))])
         lengths = self._lengths
         whole = sums[np.minimum(lengths, len(run))] == self._totals

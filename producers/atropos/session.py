@@ -1,6 +1,6 @@
 """Replaces `aiohttp.ClientSession` where Atropos' `BaseEnv` calls its rollout server.
 
-BaseEnv keeps its own logic (retries, waiting, what it does with each answer); only the transport differs.
+BaseEnv keeps its own logic (retries, waiting, use of each answer); only the transport differs.
 Used by BaseEnv, after `shmbridge.producers.atropos.attach`.
 """
 
@@ -52,7 +52,9 @@ async def _sent(link: EnvLink, groups: Any) -> Mapping[str, Any]:
 
 
 class _Response:
-    """As much of `aiohttp.ClientResponse` as BaseEnv uses; always a success: the link says what to do."""
+    """As much of `aiohttp.ClientResponse` as BaseEnv uses; always a success: the link's answer says what to
+    do.
+    """
 
     status = 200
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 class PlainTokens:
     """A tokenizer's `apply_chat_template` that returns token ids, as in transformers 4, unless the caller
-    says what it wants.
+    chooses a form.
 
     transformers 5 returns a BatchEncoding, whose length is that of its keys: masks made with it are wrong,
     groups cannot be sent.
@@ -97,7 +97,7 @@ _HINTS = {
 
 
 def hint_for(error: BaseException) -> str:
-    """What to do about an error that an environment's script ended with; "" where nothing is known of it."""
+    """Returns advice for an error that an environment's script ended with; "" if there is none."""
     said = f"{type(error).__name__}: {error}"
     known = next((hint for sign, hint in _HINTS.items() if sign in said), "")
     if not known and isinstance(error, ModuleNotFoundError) and error.name:

@@ -1,6 +1,6 @@
 """Finds the policy version of each token of a group by looking its rows up among the responses to its worker.
 
-A row carries no other origin than its tokens. The lookup first matches a row's beginning, prompt and output
+Only a row's tokens show its origin. The lookup first matches a row's beginning, prompt and output
 together, in one pass for all responses; then, for trained tokens still open, responses that begin where a run
 of them begins (an end token cut off or added, a prompt that was tokenised again). Where completions of
 different versions fit equally, none is taken. Used by `shmbridge.producers.atropos.control_link`, in the
@@ -26,26 +26,26 @@ from shmbridge.producers.atropos.response_index import (
     Index,
     Ledger,
 )
-from shmbridge.producers.atropos.responses import Tokens, token_array
+from shmbridge.producers.rollout.responses import Tokens, token_array
 
-# What stands in a row of versions until it is looked up, beside what the ledger has there.
+# Markers in a row of versions, besides those of the ledger.
 _OPEN = -3
 
-# So many trained tokens may follow a completion of few tokens: end tokens. With more, it was the beginning of
-# another that is not known.
+# So many trained tokens, end tokens, may follow a completion of few tokens. With more, it is the beginning of
+# an unknown one.
 _ENDING = 2
 
 _MASKED = -100
 
 CONTRADICTORY = "completions whose spans contradict each other"
 UNCLEAR = "groups with tokens that fit completions of different versions"
-NOT_TAKEN = "groups whose own token_versions are none"
+NOT_TAKEN = "groups whose own token_versions are not versions"
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a record is to say: the oldest and the newest version, the column `token_versions`, and what was
-    unclear, by kind.
+    """The stamp of a record: the oldest and the newest version, the column `token_versions`, and the unclear
+    tokens, by kind.
     """
 
     oldest: int
@@ -59,14 +59,14 @@ class Stamp:
 
 
 def stamp(group: Mapping[str, Any], ledger: Ledger | None, began: int, now: int) -> Stamp:
-    """What the record of a group is to say of versions. Never raises, never changes the group.
+    """Returns the stamp for the record of a group. Never raises, never changes the group.
 
     Args:
         group: as the environment sends it. Its own `token_versions` are taken where it has them, one integer
             per token.
-        ledger: what its worker heard.
-        began: the version the learner had published when the worker began; with `now`, bounds for what no
-            server speaks of.
+        ledger: the responses to its worker.
+        began: the version the learner had published when the worker began; with `now`, bounds for tokens
+            without a server's version.
         now: the version it has published.
     """
     rows = _rows(group.get("tokens"))
@@ -129,7 +129,7 @@ class _Stamping:
         return Stamp(*bounds, (flat, lengths) if found else None, self.unclear)
 
     def _look_up(self, index: Index, row: Tokens, mask: Tokens | None, versions: Tokens) -> bool:
-        """Finds what of a row was sampled; whether the version of every trained token is known."""
+        """Finds the sampled tokens of a row; returns whether the version of every trained token is known."""
         stretches = []
         for completions in _by_start(_believable(index.beginnings(row), mask, len(row)), mask):
             for heard in completions:
@@ -147,7 +147,7 @@ class _Stamping:
         return bool((versions[trained] >= 0).all())
 
     def _search(self, index: Index, run: Tokens, versions: Tokens) -> None:
-        """Completions one after the other, from the beginning of a run."""
+        """Matches completions one after the other, from the beginning of a run."""
         found: list[tuple[int, list[tuple[Heard, int]]]] = []
         at = believed = 0
         while len(run) - at >= (SHORT if at else 1) and (fits := index.fitting(run[at:])):
@@ -174,8 +174,8 @@ class _Stamping:
             versions[fewest:most] = VERSIONS_DISAGREE
 
     def _place(self, heard: Heard, versions: Tokens) -> None:
-        """A completion's versions, as far as there is room; what another one says otherwise of a token is
-        unclear.
+        """Writes a completion's versions, as far as there is room; a token to which another one gives another
+        version is unclear.
         """
         said = heard.versions()[: len(versions)]
         there = versions[: len(said)]
@@ -186,8 +186,8 @@ class _Stamping:
         """Bounds where some trained token is of unknown version: of all that the worker received, if that
         can be all there is.
 
-        A row of which nothing was found can be one of the completions that were found nowhere. Where there
-        are too few of these, or one says nothing of versions, what the learner had published when the worker
+        A row of which nothing was found can be one of the completions that were found nowhere. If there are
+        too few of these, or one names no version, the versions that the learner had published when the worker
         began and now are bounds as well.
         """
         completions = [heard.completion for heard in index.heard]
@@ -238,7 +238,7 @@ def _own(own: Any, rows: list[Tokens]) -> list[Tokens] | None:
 
 
 def _is_masked(mask: Tokens | None, begin: int, end: int) -> bool:
-    """Whether no token of [begin, end) is trained, as far as the mask says."""
+    """Whether the mask trains no token of [begin, end)."""
     return mask is not None and bool((mask[begin:end] == _MASKED).all())
 
 
@@ -247,9 +247,7 @@ def _trained(mask: Tokens | None, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _believable(heard: list[Heard], mask: Tokens | None, length: int) -> list[Heard]:
-    """Without short ones at the end that the row goes on from: those may be how another completion begins,
-    too.
-    """
+    """Drops short completions at the end that the row goes on from: another one may begin with them."""
     last = max((each.start for each in heard), default=0)
 
     def is_whole(each: Heard) -> bool:
@@ -266,7 +264,7 @@ def _by_start(heard: list[Heard], mask: Tokens | None) -> list[list[Heard]]:
     """Completions that begin at one place together, shorter first.
 
     Of several lengths, the one that fills its run of trained tokens; and those that do so with an end token,
-    where they say otherwise.
+    if their versions differ.
     """
     by_start: dict[int, list[Heard]] = defaultdict(list)
     for each in heard:
@@ -286,7 +284,7 @@ def _by_start(heard: list[Heard], mask: Tokens | None) -> list[list[Heard]]:
 
 
 def _run_end(mask: Tokens | None, begin: int, length: int) -> int:
-    """Where the run of trained tokens ends that goes on at `begin`."""
+    """Returns the end of the run of trained tokens that continues at `begin`."""
     masked = [] if mask is None else np.flatnonzero(mask[begin:] == _MASKED).tolist()
     return begin + masked[0] if masked else length
 
@@ -300,7 +298,7 @@ def _fills_a_run(mask: Tokens | None, begin: int, end: int) -> bool:
 
 
 def _gaps(stretches: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """What of [0, length) is in no stretch."""
+    """Returns the parts of [0, length) in no stretch."""
     gaps, reached = [], 0
     for begin, end in sorted(stretches):
         if begin > reached:
