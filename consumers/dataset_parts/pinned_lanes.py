@@ -32,7 +32,7 @@ _SEGMENTS = "/dev/shm"
 
 
 class Driver(Protocol):
-    """What registers memory: the CUDA driver."""
+    """The interface of the CUDA driver that registers memory."""
 
     def takes_read_only(self) -> bool:
         """Whether it registers memory that may only be read."""

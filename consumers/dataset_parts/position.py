@@ -22,7 +22,7 @@ Place = tuple[str, int]  # producer_id, sequence
 
 
 class Position:
-    """What was handed out so far, in this process and in those whose state it has loaded."""
+    """The records handed out so far, in this process and in those whose state it has loaded."""
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(_COUNTS, 0)

@@ -58,7 +58,7 @@ def ask(
             raise NoAnswer(f"{url}: no answer to {path} in {timeout_s:.0f} s", hint="see its log") from None
         hint = "is the engine running?"
         if isinstance(reason, (ConnectionRefusedError, FileNotFoundError)):
-            raise EngineFailed(f"{url}: nobody listens there", hint=hint, reached=False) from None
+            raise EngineFailed(f"{url}: no server listens there", hint=hint, reached=False) from None
         raise NoAnswer(f"{url}: {path}: {type(reason).__name__}: {reason}", hint=hint) from None
     try:
         answer = json.loads(said)

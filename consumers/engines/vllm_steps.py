@@ -96,7 +96,7 @@ def _load(calls: VllmCalls, update: Update) -> None:
                 calls.reset_cache()
             said = why and doubt_hint(why)
         except EngineFailed as also:
-            said = f"nobody can say which version its samples are of: {also.message}"
+            said = f"the version of its samples is unknown: {also.message}"
         if said and isinstance(error, EngineFailed):
             raise EngineFailed(error.message, hint="; ".join(filter(None, (said, error.hint)))) from error
         if said:

@@ -64,7 +64,7 @@ class HttpError(Exception):
 
 @dataclass(slots=True)
 class Posted:
-    """What one body says: its groups, checked, and a digest that the same body has again."""
+    """One parsed body: its checked groups, and a digest that an equal body has, too."""
 
     groups: list[dict[str, Any]]
     digest: bytes

@@ -47,7 +47,7 @@ class _Handed:
 
 
 class Mode(ABC):
-    """What both modes have in common. `outcomes` is PostLedger's. All calls are made in one event loop."""
+    """The common part of both modes. `outcomes` is PostLedger's. All calls are made in one event loop."""
 
     taker: Taker
 

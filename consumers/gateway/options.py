@@ -1,4 +1,4 @@
-"""What a user of the gateway chooses. No I/O."""
+"""The options of a gateway. No I/O."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class GatewayOptions:
     policy: Policy = "fair"  # how batches are formed in default mode; as Consumer's
     lane_bytes: int | str = "64M"  # of each remote environment's lane, reserved when it registers
     lanes: int = 256  # most lanes taken from at once
-    token: str = ""  # that every request must bear; empty: none
+    token: str = ""  # bearer token that every request must have; empty: none
     host_names: tuple[str, ...] = ()  # names with a dot, besides the machine's own; checked without a token
     max_body_bytes: int = 256 << 20  # of one request, after gunzip
-    held_bytes: int = 512 << 20  # memory of all posts that wait for room; more wait unread
-    body_pause_s: float = 30.0  # longest pause within a body, whose room others wait for
+    held_bytes: int = 512 << 20  # memory of all posts that wait for room; further posts wait unread
+    body_pause_s: float = 30.0  # longest pause within a body, since others wait for its memory
     post_deadline_s: float = 240.0  # longest wait of a post, then 503; Atropos' environments wait 300 s
-    # silence that costs an environment weight and lane until it speaks; after 60 times that it is forgotten
+    # silence after which an environment loses weight and lane until its next request; after 60 times that,
+    # its number
     env_timeout_s: float = 60.0

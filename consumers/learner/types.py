@@ -1,4 +1,4 @@
-"""What all of the learner shares: the type of a step's metrics, and the base of its refusals."""
+"""Shared by all of the learner: the type of a step's metrics, and the base of its errors."""
 
 from typing import Any
 

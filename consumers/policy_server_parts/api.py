@@ -53,7 +53,7 @@ class BadRequest(ValueError):
 
 
 class _SamplingFields(msgspec.Struct):
-    """What the three request bodies share; null means the default."""
+    """The common fields of the three request bodies; null means the default."""
 
     n: Count | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None

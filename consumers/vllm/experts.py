@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from shmbridge.consumers.vllm.release import UnquantizedFusedMoEMethod
+from shmbridge.consumers.vllm.non_public_names import UnquantizedFusedMoEMethod
 
 _MADE_WITH_THE_WEIGHTS = ("moe_kernel", "moe_quant_config")
 

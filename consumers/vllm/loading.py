@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from shmbridge.consumers.engines.published_tensors import as_tensor
 from shmbridge.consumers.vllm.experts import packed_again
-from shmbridge.consumers.vllm.release import (
+from shmbridge.consumers.vllm.non_public_names import (
     LinearBase,
     RoutedExperts,
     VocabParallelEmbedding,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from shmbridge.consumers.vllm.release import LinearBase, UnquantizedLinearMethod
+from shmbridge.consumers.vllm.non_public_names import LinearBase, UnquantizedLinearMethod
 
 
 class Staging:

@@ -99,7 +99,7 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         try:
             self.client.finish_weight_update(UNKNOWN)
         except Exception as also:
-            return f"nobody can say which version its samples are of: {also}"
+            return f"the version of its samples is unknown: {also}"
         return doubt_hint("vLLM may have taken it, whole or in part")
 
     def shutdown(self) -> None:

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from shmbridge.consumers.engines.engine import HALF_LOADED
 from shmbridge.consumers.vllm.loading import ModelWeights, WeightsNotLoaded, as_tensors, with_their_layers
-from shmbridge.consumers.vllm.release import require
+from shmbridge.consumers.vllm.non_public_names import require
 from shmbridge.consumers.vllm.worker_agreement import ends_quietly, first_refusal
 from shmbridge.weights import WeightsReader
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from shmbridge.consumers.vllm.release import say_no_update_is_open
+from shmbridge.consumers.vllm.non_public_names import say_no_update_is_open
 
 _SAID_BYTES = 1024
 

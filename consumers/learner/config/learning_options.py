@@ -89,7 +89,7 @@ class AdvantageConfig:
     advantages: from the scores: less the group's mean and divided by its deviation (grpo); not divided
         (dr_grpo); less the mean of the group's others (rloo); or less the group's mean, then normalised over
         all trained tokens of all ranks (batch)
-    use_advantages: on, advantages that environments wrote stand; this flag takes all from the scores instead
+    use_advantages: on, advantages of environments are used; this flag takes all from the scores instead
     fallback_to_grpo: on, a group without advantages of its own gets them from its scores; this flag ends with
         an error instead
     clip_advantages (LOW HIGH): smallest and largest advantage [no bounds]

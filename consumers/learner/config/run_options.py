@@ -75,7 +75,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """What a batch is made of.
+    """The size of batches, and how they are formed.
 
     groups: trajectory groups of a batch
     group_size: trajectories per group, for the registration
@@ -103,10 +103,10 @@ class BatchConfig:
 class StalenessConfig:
     """How old groups may be, and which come first.
 
-    max_staleness (VERSIONS): discard groups older than this many policy versions, which count optimizer steps
+    max_staleness (VERSIONS): discard groups more than this many policy versions old; versions count steps
         [no limit, or --max-off-policy-steps]
-    max_off_policy_steps (STEPS): environments that ask begin no group that would be trained more steps later
-        than this; takes --policy oldest [no limit]
+    max_off_policy_steps (STEPS): environments that ask for tickets begin no group that would be trained more
+        than this many steps later; takes --policy oldest [no limit]
     policy: how batches are formed: fair between environments; as the Atropos server does, where a step has
         --groups x --group-size trajectories; or the oldest policy version first [fair, or oldest with
         --max-off-policy-steps]
@@ -151,7 +151,7 @@ class ComputeConfig:
     micro_tokens: tokens of one forward pass, padding included
     batch_layout: rows padded to rectangles, or packed one after the other without padding; auto packs for
         every model that is seen to keep packed rows apart without a mask
-    chunk_tokens: trained tokens whose logits are there at a time; 0: all of a forward pass [256 MiB of
+    chunk_tokens: trained tokens whose logits exist at a time; 0: all of a forward pass [256 MiB of
         logits, all if they take less than 1 GiB]
     gradient_checkpointing: compute activations again in the backward pass: less memory, a third slower
     """
@@ -180,7 +180,7 @@ class RankConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """What is published, and engines to bring to it.
+    """Publishing of weights, and engines to bring to each version.
 
     Those that follow the bridge by themselves need no --engine.
 
@@ -188,8 +188,8 @@ class WeightsConfig:
     publish_every: optimizer steps between two versions, for all engines; the last step always makes one
     engine (URL): bring this server to every version while the learner waits for its next batch: vLLM, SGLang,
         or one that follows the bridge; may be repeated
-    pause: requests in flight continue under the new weights, are waited for, or end where they are
-    engine_patience (SECONDS): the learner ends when an engine has failed for so long, push after push
+    pause: requests in flight: continue them under the new weights (keep), wait for them, or abort them
+    engine_patience (SECONDS): end the learner when every push to an engine has failed for this long
     """
 
     no_weights: bool = False
@@ -201,11 +201,11 @@ class WeightsConfig:
 
 @dataclass(frozen=True)
 class RegistrationConfig:
-    """What environments are told.
+    """Settings announced to environments.
 
     max_token_len: longest trajectory, in tokens
-    wandb_project (NAME): passed on to environments that log; the learner's own run is there too
-    wandb_group (NAME): passed on to environments that log; the learner's own run is there too
+    wandb_project (NAME): W&B project of environments that log, and of the learner's own run
+    wandb_group (NAME): W&B group of environments that log, and of the learner's own run
     """
 
     max_token_len: Positive = 2048
@@ -230,9 +230,9 @@ class EvaluationConfig:
 class EarlyStopConfig:
     """When to end before the last step, with exit status 0.
 
-    stop_when (METRIC>=X): end once a metric is as good as this, such as reward_mean>=0.95
+    stop_when (METRIC>=X): end once a metric satisfies this, such as reward_mean>=0.95
     stop_patience: number of consecutive steps that must satisfy it
-    stop_no_better (METRIC:max|min): end once a metric has not improved for long
+    stop_no_better (METRIC:max|min): end once this metric has not improved in --stop-stall steps
     stop_stall: number of steps with that metric and without improvement
     """
 
@@ -243,12 +243,12 @@ class EarlyStopConfig:
 
     @property
     def condition(self) -> Condition | None:
-        """What `stop_when` says."""
+        """The parsed `stop_when`."""
         return None if self.stop_when is None else parse_condition(self.stop_when)
 
     @property
     def goal(self) -> Goal | None:
-        """What `stop_no_better` says."""
+        """The parsed `stop_no_better`."""
         return None if self.stop_no_better is None else parse_goal(self.stop_no_better)
 
 
@@ -272,7 +272,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """Everything that the learner is told."""
+    """All options of the learner."""
 
     run: RunConfig
     checkpoints: CheckpointConfig = CheckpointConfig()

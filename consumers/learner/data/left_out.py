@@ -16,6 +16,7 @@ import numpy.typing as npt
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.row_settings import Heat, cut_sampling
+from shmbridge.consumers.advantages.trained_tokens import without_mask
 from shmbridge.consumers.learner.types import Metrics, Untrainable
 from shmbridge.metrics import rows_by_environment
 
@@ -131,22 +132,6 @@ def left_out(
             if (count := int(which[of_it].sum()))
         }
     return found
-
-
-def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
-    """Returns bool (B,): rows that do not say which of their tokens to train. Never blocks.
-
-    If a mask does not fit its tokens, some tokens must not be trained, but which ones is unknown. So neither
-    `prompt_length` nor `whole_rows` replaces it.
-    """
-    masked, uneven = batch.has("loss_mask"), getattr(batch, "uneven", {})
-    without = np.full(len(masked), not whole_rows)
-    if batch.prompt_length is not None:
-        without &= ~(batch.has("prompt_length") & (batch.prompt_length >= 0))
-    for name in ("loss_mask", "masks"):
-        without |= uneven.get(name, False)
-    rows: Bools = without & ~masked
-    return rows
 
 
 def rows_with_unknown_tokens(batch: shmbridge.Batch, vocabulary: int) -> Bools | None:

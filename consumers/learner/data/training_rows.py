@@ -15,8 +15,9 @@ import numpy.typing as npt
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
 from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge.consumers.advantages.trained_tokens import trained_tokens
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone
-from shmbridge.consumers.learner.data.left_out import left_out, without_mask
+from shmbridge.consumers.learner.data.left_out import left_out
 from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows, known_count
 from shmbridge.consumers.learner.data.row_metrics import row_metrics
 from shmbridge.consumers.learner.data.token_staleness import (
@@ -125,22 +126,6 @@ def checked_answers(
     answers = trained_tokens(batch, whole_rows)
     require_advantages(batch, answers, credit)
     return answers
-
-
-def trained_tokens(batch: shmbridge.Batch, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
-    """Returns bool (N,): the loss mask. Never blocks.
-
-    Rows without a mask train everything after the prompt. If `prompt_length` is absent too, they train
-    nothing, or with `whole_rows` everything. Rows whose mask does not fit their tokens train nothing.
-    """
-    prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
-    trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
-    trained &= ~np.repeat(without_mask(batch, whole_rows), batch.lengths)
-    masked = batch.has("loss_mask")
-    if masked.any():
-        trained = np.where(np.repeat(masked, batch.lengths), batch.loss_mask != 0, trained)
-    predicted: npt.NDArray[np.bool_] = batch.position_ids > 0
-    return trained & predicted
 
 
 def _logprobs(batch: shmbridge.Batch, column: str) -> npt.NDArray[np.float32]:

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -204,7 +204,8 @@ def rows_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if row_lengths is None or attention_mask is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **rest)
+        whole = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **rest)
+        return cast(tuple[Tensor, None], whole)
     _refuse_beyond(module, rest)
     grouped = query.shape[1] != key.shape[1]
     done, at = [], 0
