@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import NotReady as NotReady
     from shmbridge.errors import NoWeight as NoWeight
     from shmbridge.errors import ProcessLimit as ProcessLimit
+    from shmbridge.errors import QueueTaken as QueueTaken
     from shmbridge.errors import RankTaken as RankTaken
     from shmbridge.errors import RecordTooBig as RecordTooBig
     from shmbridge.errors import RecordUnreadable as RecordUnreadable
@@ -103,6 +104,7 @@ _HOMES = {
             "NotReady",
             "NoWeight",
             "ProcessLimit",
+            "QueueTaken",
             "RankTaken",
             "RecordTooBig",
             "RecordUnreadable",

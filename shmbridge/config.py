@@ -175,7 +175,7 @@ def parse_port(text: str) -> int:
         return int(text)
     from argparse import ArgumentTypeError
 
-    raise ArgumentTypeError(f"{text!r} is not a port: 0 to {_LAST_PORT}, 0 for one that is free")
+    raise ArgumentTypeError(f"{text!r} is not a port: 0 to {_LAST_PORT}, 0 for a free one")
 
 
 def format_size(size: float) -> str:

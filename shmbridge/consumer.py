@@ -191,22 +191,24 @@ class Consumer(OneProcess):
             return record
         self._check_mine()
         deadline = deadline_of(check_timeout(timeout_s))
-        while (record := self._take(Call.GET)) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._empty(timeout_s)
-            self._waiting.wait(left)
+        with self._state.asking():
+            while (record := self._take(Call.GET)) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._empty(timeout_s)
+                self._waiting.wait(left)
         return record
 
     async def get_async(self, timeout_s: float | None = None) -> Record:
         """`get` that never blocks the event loop: a separate thread waits and wakes the loop."""
         self._check_mine()
         deadline = deadline_of(check_timeout(timeout_s))
-        while (record := self._take(Call.GET_ASYNC)) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._empty(timeout_s)
-            await self._waiting.wait_async(left)
+        with self._state.asking():
+            while (record := self._take(Call.GET_ASYNC)) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._empty(timeout_s)
+                await self._waiting.wait_async(left)
         return record
 
     def poll(self, max_records: int = 256) -> list[Record]:

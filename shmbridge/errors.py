@@ -209,6 +209,12 @@ class IterationOver(ShmBridgeError, RuntimeError):
     code = "SB414"
 
 
+class QueueTaken(ShmBridgeError, RuntimeError):
+    """The bridge keeps the values of a living TransferQueue."""
+
+    code = "SB415"
+
+
 class WeightsMismatch(ShmBridgeError, ValueError):
     """The tensors do not have the names, types or shapes of the weights segment."""
 
@@ -228,7 +234,9 @@ class FillingOver(ShmBridgeError, RuntimeError):
 
 
 class BadConfig(ShmBridgeError, ValueError):
-    """A file of `shmbridge launch`, or a server's setting, asks for what cannot be; nothing started."""
+    """A file of `shmbridge launch`, a reward config or a server's setting asks for what cannot be; nothing
+    started.
+    """
 
     code = "SB601"
 

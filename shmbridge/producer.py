@@ -34,7 +34,7 @@ from shmbridge.errors import (
     SchemaMismatch,
     ShmBridgeError,
 )
-from shmbridge.put import refusals
+from shmbridge.put import producer_errors
 from shmbridge.put.claim import Slot
 from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp
 from shmbridge.put.still_linked import LOOK_S, OwnNames
@@ -264,12 +264,14 @@ class Producer(OneProcess):
             async with asyncio.timeout(timeout_s):
                 await turn.acquire()
             try:
+                self._writer.note_blocked(True)
                 while not plan.done and (self._writer.claiming or not self._try_put(plan)):
                     left = _left(began, timeout_s)
                     if left <= 0:
                         raise TimeoutError
                     await self._sleeper.call(functools.partial(self._sleep, left))
             finally:
+                self._writer.note_blocked(False)
                 turn.release()
         except TimeoutError:
             reason = Drop.TIMEOUT
@@ -384,7 +386,7 @@ class Producer(OneProcess):
         if newest is not None and newest > published:
             self._fast_put.ahead += 1
             if self._fast_put.ahead == 1:
-                log.warning("%s", refusals.ahead(self.producer_id, self.bridge, newest, published))
+                log.warning("%s", producer_errors.ahead(self.producer_id, self.bridge, newest, published))
         return stamp
 
     def _held_back(self) -> bool:
@@ -394,14 +396,14 @@ class Producer(OneProcess):
     def _is_paused(self) -> bool:
         self._check_open()
         if self._writer.quarantined:
-            raise refusals.quarantined(self.producer_id, self._control.hub_pid)
+            raise producer_errors.quarantined(self.producer_id, self._control.hub_pid)
         if self._writer.claiming:
             raise ClaimOpen(
                 f"producer {self.producer_id} has an open claim",
                 hint="put after the `with producer.claim(...)` block",
             )
         if self._control.draining:
-            raise refusals.draining(self.bridge)
+            raise producer_errors.draining(self.bridge)
         self._names.check()
         return bool(self._control.paused)
 
@@ -437,13 +439,17 @@ class Producer(OneProcess):
             self._drop(plan, Drop.FULL)
             return False
         began, said, timeout_s = time.monotonic(), False, check_timeout(timeout_s)
-        while self.on_full == "block" and (left := _left(began, timeout_s)) > 0:
-            self._sleep(left)
-            if attempt():
-                return True
-            if not said and time.monotonic() - began > _SAY_SO_AFTER_S:
-                said = True
-                log.warning("%s", self._lane_full(plan, time.monotonic() - began))
+        self._writer.note_blocked(True)
+        try:
+            while self.on_full == "block" and (left := _left(began, timeout_s)) > 0:
+                self._sleep(left)
+                if attempt():
+                    return True
+                if not said and time.monotonic() - began > _SAY_SO_AFTER_S:
+                    said = True
+                    log.warning("%s", self._lane_full(plan, time.monotonic() - began))
+        finally:
+            self._writer.note_blocked(False)
         raise self._lane_full(plan, time.monotonic() - began)
 
     def _sleep(self, left_s: float) -> None:
@@ -462,7 +468,9 @@ class Producer(OneProcess):
             time.sleep(min(left_s, 0.02))
 
     def _lane_full(self, plan: Plan, waited_s: float) -> LaneFull:
-        return refusals.lane_full(self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s)
+        return producer_errors.lane_full(
+            self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s
+        )
 
     def _publish(self, slot: Slot) -> None:
         """Checks and publishes the values that the caller wrote into an open claim."""
@@ -547,12 +555,12 @@ class Producer(OneProcess):
 
     def _check_process(self) -> None:
         if self._lane.forked:
-            raise refusals.forked(self.producer_id)
+            raise producer_errors.forked(self.producer_id)
 
     def _check_open(self) -> None:
         self._check_process()
         if self._closed:
-            raise refusals.closed(self.producer_id)
+            raise producer_errors.closed(self.producer_id)
 
     def close(self, drain: bool = False, timeout_s: float | None = None) -> None:
         """Leaves the bridge; committed records stay for the consumer.

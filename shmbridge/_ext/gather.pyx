@@ -275,8 +275,8 @@ cdef class Gather:
         return numbers
 
     def copy(self):
-        """Fills every array that was added. Copies without the GIL; what is null,
-        absent or beyond a row's end is zero.
+        """Fills every array that was added. Copies without the GIL; values that are null,
+        absent or beyond a row's end are zero.
 
         The pool keeps as much spare memory as two such batches have from now on.
         """

@@ -72,7 +72,7 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
 
 
 def read_lane(Mapping lane not None):
-    """Copies what a lane's header says into a dict; None while it has no magic. Validates only sizes."""
+    """Copies a lane's header into a dict; None while it has no magic. Validates only sizes."""
     cdef lane_header* header = <lane_header*>lane.base
     cdef uint64_t magic
     if lane.size < PAGE + MAX_COLUMNS * sizeof(column_def):
@@ -104,6 +104,7 @@ def lane_counters(Mapping lane not None):
         "tail": load_acquire64(&header.tail), "head": load_acquire64(&header.head),
         "bytes": load_relaxed64(&header.bytes_total), "tokens": load_relaxed64(&header.tokens_total),
         "wait_ns": load_relaxed64(&header.wait_ns_total),
+        "blocked_ns": load_relaxed64(&header.blocked_ns),
         "late_wakes": load_relaxed64(&header.late_wakes_total),
         "quarantined": load_relaxed64(&header.quarantined),
         "released": load_relaxed64(&header.released_total),
@@ -146,6 +147,49 @@ def unreleased(Mapping lane not None):
     return found
 
 
+def load(Mapping lane not None):
+    """What an observer wants to know of a lane's records, as a dict of ints; empty before it is ready.
+
+    `held`, `held_bytes`: committed and un-released records, and what they take of `data_bytes`;
+    `slot_count`; `oldest_ns`: when the oldest of them was committed, 0 if there is none; `newest_ns`,
+    `newest_version`: when the newest record was committed, and its smallest policy version (-1: none), also
+    if it was released since; 0 if there is none. CLOCK_MONOTONIC. LaneCorrupt if the header cannot be true.
+    Anyone, at any time.
+    """
+    cdef lane_header* header = <lane_header*>lane.base
+    cdef uint64_t tail, generation, sequence, held = 0, held_bytes = 0, newest = 0
+    cdef int64_t published, oldest_ns = 0, newest_ns = 0, newest_version = -1
+    cdef uint32_t i
+    cdef slot* slots
+    cdef shm_u64* released
+    cdef geometry places
+    cdef complaint why
+    if read_lane(lane) is None:
+        return {}
+    if geometry_read(header, lane.size, &places, &why):
+        raise LaneCorrupt(why.text.decode())
+    slots = <slot*>(lane.base + places.slots_at)
+    released = <shm_u64*>(lane.base + places.released_at)
+    tail = load_acquire64(&header.tail)  # SYNC(commit)
+    for i in range(places.slot_count):
+        generation = load_acquire64(&slots[i].generation)  # SYNC(slot-body)
+        sequence, published = slots[i].sequence, slots[i].t_publish_ns
+        if generation == 0 or sequence >= tail:
+            continue  # never used, or being written
+        if sequence >= newest:
+            newest, newest_ns, newest_version = sequence, published, slots[i].min_policy_version
+        if generation != load_acquire64(&released[i]):  # SYNC(release)
+            held += 1
+            held_bytes += slots[i].extent_bytes
+            if oldest_ns == 0 or published < oldest_ns:
+                oldest_ns = published
+    return {
+        "held": held, "held_bytes": min(held_bytes, header.data_bytes), "data_bytes": header.data_bytes,
+        "slot_count": places.slot_count, "oldest_ns": oldest_ns, "newest_ns": newest_ns,
+        "newest_version": newest_version,
+    }
+
+
 def releases(Mapping lane not None):
     """Released records of a lane: (as its hub counted them, as its slots' own words show them);
     (0, 0) before it is ready.
@@ -160,7 +204,7 @@ def releases(Mapping lane not None):
     unreleased = undelivered(lane)
     if unreleased == 0 and read_lane(lane) is None:
         return 0, 0
-    for _ in range(LOOKS):  # what moves meanwhile is looked at again
+    for _ in range(LOOKS):  # words that change are read again
         tail, counted = load_acquire64(&header.tail), load_relaxed64(&header.released_total)  # SYNC(commit)
         unreleased = undelivered(lane)
         # SYNC(commit)
@@ -230,6 +274,8 @@ cdef class Control:
         store_seq32(&self.words().hub_sleeping, 0)
         store_relaxed64(&self.words().paused, 0)
         store_relaxed64(&self.words().draining, 0)
+        store_relaxed64(&self.words().handed_ns, 0)
+        store_relaxed64(&self.words().asking_ns, 0)
         epoch = load_relaxed64(&self.words().hub_epoch) + 1
         store_seq64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
         # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
@@ -274,6 +320,30 @@ cdef class Control:
     @policy_version.setter
     def policy_version(self, int64_t version):
         store_release64(&self.words().policy_version, version + 1)  # SYNC(flags)
+        store_relaxed64(&self.words().published_ns, monotonic_ns())
+
+    @property
+    def published_ns(self) -> int:
+        """When the newest policy version was announced, CLOCK_MONOTONIC; 0 if unknown."""
+        return load_relaxed64(&self.words().published_ns)
+
+    @property
+    def handed_ns(self) -> int:
+        """When this hub last handed a batch or record out, CLOCK_MONOTONIC; 0 if it has not."""
+        return load_relaxed64(&self.words().handed_ns)
+
+    def note_handed(self):
+        """Notes that a batch or record is handed out now."""
+        store_relaxed64(&self.words().handed_ns, monotonic_ns())
+
+    @property
+    def asking_ns(self) -> int:
+        """Since when somebody waits for a batch or record, CLOCK_MONOTONIC; 0 if nobody does."""
+        return load_relaxed64(&self.words().asking_ns)
+
+    def note_asking(self, bint waits):
+        """Notes that somebody begins to wait for a batch or record, or no longer does."""
+        store_relaxed64(&self.words().asking_ns, monotonic_ns() if waits else 0)
 
     @property
     def paused(self) -> bool:

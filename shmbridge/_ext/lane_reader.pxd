@@ -57,7 +57,7 @@ cdef class LaneReader:
     cdef object _keep
     cdef lane_reader _reader
     cdef public bint abandoned       # leases end without release: the next hub gets these records again
-    # a rank of an earlier hub may still read what is redelivered: its release is put off
+    # a rank of an earlier hub may still read a redelivered record: its release is deferred
     cdef public bint ranks_before
     cdef list _put_off               # (slot, generation, _discard_of of the lease)
     cdef readonly uint64_t held

@@ -247,7 +247,7 @@ cdef class LaneReader:
         return counts
 
     def release_put_off(self):
-        """No rank of an earlier hub is left: does what was put off."""
+        """No rank of an earlier hub is left: does the deferred releases."""
         self.ranks_before = False
         while self._put_off:
             index, generation, discard_of = self._put_off.pop()

@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from posix.time cimport clock_gettime, timespec
 
 from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, store_relaxed64
-from shmbridge._ext.futex cimport ring_bell
+from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.geometry cimport complaint, geometry_read, lane_geometry
 from shmbridge._ext.layout cimport DROP_REASONS, control_header, lane_header, slot
 from shmbridge._ext.mapping cimport Mapping
@@ -86,7 +86,7 @@ cdef class LaneWriter:
         return coarse_ns() >= self._look_at_ns
 
     def looked(self, double again_s):
-        """Notes that they were checked; the next check is due in so many seconds."""
+        """Notes a check; the next one is due in so many seconds."""
         self._look_at_ns = coarse_ns() + <int64_t>(again_s * 1e9)
 
     @property
@@ -174,6 +174,12 @@ cdef class LaneWriter:
         cdef lane_header* header = self.alive().header
         store_relaxed64(&header.wait_ns_total, load_relaxed64(&header.wait_ns_total) + wait_ns)
 
+    def note_blocked(self, bint waits):
+        """Notes that a put begins to wait for room, or no longer does. For observers."""
+        cdef lane_header* header = self._writer.header
+        if self._lane.alive():
+            store_relaxed64(&header.blocked_ns, monotonic_ns() if waits else 0)
+
     def count_drop(self, uint32_t reason):
         cdef lane_header* header = self._writer.header
         if reason < DROP_REASONS and self._lane.alive():
@@ -251,4 +257,5 @@ cdef class Claim:
             self.abort()
 
     def __dealloc__(self):
-        self._writer.give_back(self._number)
+        if self._writer is not None:  # __cinit__ refused its arguments
+            self._writer.give_back(self._number)

@@ -50,6 +50,9 @@ cdef extern from "layout.h" nogil:
         shm_u64 paused
         shm_u64 draining
         shm_u64 column_count
+        shm_u64 published_ns
+        shm_u64 handed_ns
+        shm_u64 asking_ns
         shm_u32 hub_sleeping
         shm_u32 doorbell
         shm_u32 arrivals
@@ -79,6 +82,7 @@ cdef extern from "layout.h" nogil:
         shm_u64 late_wakes_total
         shm_u64 dropped_total[4]
         shm_u64 wanted_bytes
+        shm_u64 blocked_ns
         shm_u64 head
         shm_u64 discarded_total[4]
         shm_u64 quarantined

@@ -98,7 +98,7 @@ cdef inline const uint32_t* planned_lengths(PackedColumn column) noexcept:
 
 cdef int raise_resized(PackedColumn column, Py_ssize_t row, Py_ssize_t count,
                        const uint32_t* planned) except -1:
-    """Of a row whose length is not what it was when the group was handed over."""
+    """Raises for a row whose length has changed since the group was handed over."""
     then = "smaller" if planned == NULL else planned[row]
     return raise_bad(column, row, 0, count, f"is a length that was {then} when the group was handed over")
 

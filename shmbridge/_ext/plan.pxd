@@ -6,7 +6,7 @@ from shmbridge._ext.lane_writer cimport Claim, LaneWriter
 
 
 cdef enum:
-    SAID_NOTHING                     # the tokens decide, and where they say nothing what is current
+    SAID_NOTHING                     # the tokens' versions count, else the current version
     SAID_OLDEST                      # no token is older; the newest is the tokens'
     SAID_BOTH                        # every token is within
 
@@ -33,7 +33,7 @@ cdef class Plan:
     cdef readonly uint64_t extent_bytes
     cdef readonly object sequence    # of the committed record; None before
     cdef public bint done            # committed, or counted as dropped
-    cdef public object source        # what it was made of, to make it again
+    cdef public object source        # the group, to make the plan again
     cdef bint has_nulls              # some row of some column is None
     cdef slot _slot
     cdef PackedColumn _versions            # token_versions, or None

@@ -46,13 +46,13 @@ cdef class RowSampler:
         self.every, self._next = every, first
 
     cdef uint64_t take(self, uint64_t rows) noexcept:
-        """The number of the first of so many rows more."""
+        """Returns the number of the first of so many further rows."""
         self._next += rows
         return self._next - rows
 
 
 cdef class Plan:
-    """The layout of one record. Raises BeyondLayout for one beyond what a directory can say."""
+    """The layout of one record. Raises BeyondLayout for one too large for a directory."""
 
     def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens,
                  bint uneven, int32_t env_id, source=None, RowSampler sampler=None):

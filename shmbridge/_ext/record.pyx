@@ -32,7 +32,7 @@ cdef cnp.dtype UINT32 = cnp.PyArray_DescrFromType(cnp.NPY_UINT32)
 @cython.no_gc  # it leads to a lease only, and nothing leads from there back
 @cython.freelist(64)
 cdef class View:
-    """What an array over a record's memory keeps, so that the lease does not end before it is gone."""
+    """Kept by an array over a record's memory, so that the lease does not end before the array."""
 
     cdef Lease _lease
 
@@ -72,7 +72,7 @@ class LaneArray(np.ndarray):
         return self.view(np.ndarray).__dlpack__(copy=copy, **how)
 
     def __array_wrap__(self, array, context=None, return_scalar=False):
-        return array[()] if return_scalar else array  # what is computed is no view
+        return array[()] if return_scalar else array  # a computed result is no view
 
     def __reduce_ex__(self, protocol):
         return self.view(np.ndarray).__reduce_ex__(protocol)

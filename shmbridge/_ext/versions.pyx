@@ -48,7 +48,7 @@ cdef class Versions:
 
     cdef readonly Mapping mapping
     cdef weights_header* _header
-    # our own copies: what is computed with was checked
+    # our own copies: only checked values are used
     cdef uint64_t _table_bytes, _tensors, _data_at, _slot_bytes
     cdef shm_u64* _words
 

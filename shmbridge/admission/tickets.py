@@ -15,7 +15,7 @@ from shmbridge._ext import header, lane_writer
 from shmbridge._ext.mapping import Mapping
 from shmbridge.config import deadline_of
 from shmbridge.errors import ClaimOpen, NoConsumer, NotAdmitted, ShmBridgeError
-from shmbridge.put import refusals
+from shmbridge.put import producer_errors
 from shmbridge.segments import locks
 from shmbridge.segments.locks import MOST_TICKETS
 from shmbridge.segments.one_process import OneProcess
@@ -218,7 +218,7 @@ class Tickets:
             return None
         # The promise expired before it was asked for: the two processes read different clocks.
         if answer.until_ns < asked_ns:
-            raise refusals.other_clock(
+            raise producer_errors.other_clock(
                 self._producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9
             )
         # From here on the ticket is ended, whatever interrupts.
@@ -233,17 +233,17 @@ class Tickets:
 
     def _check_may_ask(self) -> None:
         if self._lane.forked:
-            raise refusals.forked(self._producer_id)
+            raise producer_errors.forked(self._producer_id)
         if self._held.over:
-            raise refusals.closed(self._producer_id)
+            raise producer_errors.closed(self._producer_id)
         if self._writer.quarantined:
-            raise refusals.quarantined(self._producer_id, self._control.hub_pid)
+            raise producer_errors.quarantined(self._producer_id, self._control.hub_pid)
         if self._control.draining:
-            raise refusals.draining(self._bridge)
+            raise producer_errors.draining(self._bridge)
         if self._held.count >= MOST_TICKETS:
-            raise refusals.too_many_tickets(self._producer_id, MOST_TICKETS)
+            raise producer_errors.too_many_tickets(self._producer_id, MOST_TICKETS)
         if self._names.removed:
-            raise refusals.removed(self._producer_id)
+            raise producer_errors.removed(self._producer_id)
 
     def _asks_already(self) -> ClaimOpen:
         return ClaimOpen(
@@ -252,7 +252,9 @@ class Tickets:
         )
 
     def _not_admitted(self, timeout_s: float | None, answer: "Answer | None") -> NotAdmitted | NoConsumer:
-        return refusals.not_admitted(self._producer_id, self._control, answer, self._held.count, timeout_s)
+        return producer_errors.not_admitted(
+            self._producer_id, self._control, answer, self._held.count, timeout_s
+        )
 
     def _client_of_this_loop(self) -> "tuple[AsyncControlClient, asyncio.Lock]":
         from shmbridge.control.client import AsyncControlClient

@@ -126,6 +126,8 @@ class BatchFormer:
     def count_batch(self, batches: int = 1) -> None:
         """Counts a batch that was handed out, or, with -1, one undone before it was read."""
         self._batches_formed += batches
+        if batches > 0:
+            self._state.note_handed()
 
     def stats(self) -> dict[str, float]:
         """Returns the counters: batches, screened groups, the scheduler's, staleness."""

@@ -104,17 +104,18 @@ class Iterations:
     def _next(self, ahead: Prefetcher | None, request: BatchRequest) -> Batch | None:
         timeout_s, self._former.somebody_waits = request.timeout_s, True
         try:
-            if ahead is not None:
-                return ahead.next(timeout_s)
-            deadline_s = deadline_of(timeout_s)
-            batch = self._form(request, Flag(), deadline_s)
-            if (
-                batch is not None
-                or time.monotonic() < deadline_s
-                or self._closing.ending
-                or self._waiting.drained()
-            ):
-                return batch
+            with self._state.asking():
+                if ahead is not None:
+                    return ahead.next(timeout_s)
+                deadline_s = deadline_of(timeout_s)
+                batch = self._form(request, Flag(), deadline_s)
+                if (
+                    batch is not None
+                    or time.monotonic() < deadline_s
+                    or self._closing.ending
+                    or self._waiting.drained()
+                ):
+                    return batch
         except queue.Empty:
             pass
         finally:
@@ -169,7 +170,8 @@ class Iterations:
         self._state.check_process()
         self.stop_prefetch()
         self._former.begin_again()
-        chosen = self._former.choose(request, Flag(), deadline_s)
+        with self._state.asking():
+            chosen = self._former.choose(request, Flag(), deadline_s)
         if not self._former.begin_step(chosen or []):
             self._former.put_back(chosen or [])
             chosen = None

@@ -5,7 +5,7 @@ import sys
 from typing import Protocol
 
 from shmbridge import __version__
-from shmbridge.cli import bench, clean, gateway, inspect, launch, report
+from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, report
 from shmbridge.errors import ShmBridgeError
 
 
@@ -25,6 +25,7 @@ class Command(Protocol):
 _COMMANDS: dict[str, Command] = {
     "bench": bench,
     "clean": clean,
+    "doctor": doctor,
     "gateway": gateway,
     "inspect": inspect,
     "launch": launch,

@@ -5,8 +5,6 @@ from dataclasses import asdict
 
 import msgspec
 
-from shmbridge.segments.inventory import clean
-
 HELP = "list what dead processes left in shared memory; with --yes, remove it"
 EXAMPLES = """examples:
   shmbridge clean              what would be removed, and what undelivered records it holds
@@ -23,6 +21,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints which names were, or would be, removed, and which were kept and why."""
+    from shmbridge.segments.inventory import clean
+
     report = clean(arguments.bridge, dry_run=not arguments.yes)
     if arguments.json:
         print(msgspec.json.encode(asdict(report)).decode())

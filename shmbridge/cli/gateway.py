@@ -24,7 +24,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bridge", required=True, help="name of the bridge")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
     parser.add_argument(
-        "--port", type=parse_port, default=8000, help="0: one that is free (default: %(default)s)"
+        "--port", type=parse_port, default=8000, help="port to bind to; 0: a free one (default: %(default)s)"
     )
     parser.add_argument(
         "--compat",
@@ -36,34 +36,34 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode"
     )
     parser.add_argument(
-        "--token", default="", help="bearer token that requests must have; better SHMBRIDGE_GATEWAY_TOKEN"
+        "--token", default="", help="bearer token of every request; safer as SHMBRIDGE_GATEWAY_TOKEN"
     )
     parser.add_argument(
         "--host-name",
         action="append",
         default=[],
         metavar="NAME",
-        help="name with a dot that clients use; repeatable",
+        help="host name with a dot under which clients reach the gateway; may be repeated",
     )
     parser.add_argument(
         "--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)"
     )
     parser.add_argument(
-        "--lanes", type=int, default=256, help="most lanes that are taken from at once (default: %(default)s)"
+        "--lanes", type=int, default=256, help="most lanes to take from at once (default: %(default)s)"
     )
     parser.add_argument("--max-body", default="256M", help="largest body, gunzipped (default: %(default)s)")
     parser.add_argument(
-        "--held-bytes", default="512M", help="most memory of posts that wait for room (default: %(default)s)"
+        "--held-bytes", default="512M", help="most memory for posts that wait for room (default: %(default)s)"
     )
     parser.add_argument(
-        "--post-deadline", type=float, default=240.0, metavar="S", help="how long a post waits for room"
+        "--post-deadline", type=float, default=240.0, metavar="S", help="longest wait of a post for room"
     )
     parser.add_argument(
         "--env-timeout",
         type=float,
         default=60.0,
         metavar="S",
-        help="silence that costs an environment weight and lane",
+        help="silence after which an environment loses its weight and lane, until its next request",
     )
 
 

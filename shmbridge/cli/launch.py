@@ -12,9 +12,9 @@ EXAMPLES = """examples:
   shmbridge launch run.yaml             run it; Ctrl-C stops it orderly, a second Ctrl-C at once
   shmbridge launch run.yaml --json      the same, one JSON object per event on standard output
 
-The run directory gets logs/NAME.log per process, events.jsonl, and config.json and plan.json: what the file
-came to. docs/how-to/launch.md explains the file. Whoever is killed, kill -9 of this command included, no
-process is left behind.
+The run directory gets logs/NAME.log per process, events.jsonl, config.json (the file as read) and plan.json
+(the processes). docs/how-to/launch.md explains the file. No process is left behind, whichever one is killed;
+that includes kill -9 of this command.
 
 exit codes: 0 the learner has done all its steps; 1 a process failed, its log's end is shown; 2 the file is
 wrong; 128 + signal stopped"""

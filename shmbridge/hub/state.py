@@ -172,6 +172,26 @@ class HubState:
             )
         self._training_version = version
 
+    # -- for observers
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Shows observers, inside the block, that somebody waits for a batch or record."""
+        self._note_asking(True)
+        try:
+            yield
+        finally:
+            self._note_asking(False)
+
+    def _note_asking(self, waits: bool) -> None:
+        if (words := self._words) is not None and not words.mapping.forked:
+            words.note_asking(waits)
+
+    def note_handed(self) -> None:
+        """Shows observers that a batch is handed out now."""
+        if (words := self._words) is not None and not words.mapping.forked:
+            words.note_handed()
+
     # -- pause and drain
 
     @property

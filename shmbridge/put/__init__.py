@@ -1,3 +1,3 @@
-"""What `put` takes: forms, conversion, the plan of a record, an open claim, refusals."""
+"""The parts of `put`: forms, conversion, the plan of a record, an open claim, errors."""
 
-__all__ = ["claim", "planner", "refusals", "still_linked"]
+__all__ = ["claim", "planner", "producer_errors", "still_linked"]

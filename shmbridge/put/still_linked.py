@@ -4,7 +4,7 @@ import logging
 
 from shmbridge._ext import header, lane_writer
 from shmbridge._ext.mapping import Mapping
-from shmbridge.put import refusals
+from shmbridge.put import producer_errors
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte
 
@@ -38,18 +38,18 @@ class OwnNames:
         """Raises LaneRemoved if either was removed; checks at most every LOOK_S."""
         if self._writer.look_due:
             if self.removed:
-                raise refusals.lane_removed(self._producer_id, self._lane_name, self._unreachable())
+                raise producer_errors.lane_removed(self._producer_id, self._lane_name, self._unreachable())
             self._writer.looked(LOOK_S)
 
     def check_reachable(self) -> None:
         """Raises LaneRemoved if the lane holds records that no consumer reads or can find."""
         if lost := self._unreachable():
-            raise refusals.lane_removed(self._producer_id, self._lane_name, lost)
+            raise producer_errors.lane_removed(self._producer_id, self._lane_name, lost)
 
     def say_what_is_left(self) -> None:
         """Logs the number of such records, if any."""
         if lost := self._unreachable():
-            log.error("%s", refusals.lane_removed(self._producer_id, self._lane_name, lost))
+            log.error("%s", producer_errors.lane_removed(self._producer_id, self._lane_name, lost))
 
     def _unreachable(self) -> int:
         if segment.still_named(self._lane.fd, self._lane_name) or locks.is_locked(

@@ -247,9 +247,9 @@ class RankServer:
         self._dead = (self._dead | self._known) - living
         for rank in sorted(self._known - living):
             waiting = sum(rank in share.readers for share in self._book)
-            log.warning(
-                "rank %d of bridge %r is dead; %d shares of it wait", rank, self._state.bridge, waiting
-            )
+            # One that left in order has no share, and may be gone for good: that is no trouble.
+            level = logging.WARNING if waiting else logging.INFO
+            log.log(level, "rank %d of bridge %r is gone; %d shares wait", rank, self._state.bridge, waiting)
         self._known = living
         if self._dead_rank == "spread" and living:
             for rank in {reader for share in self._book for reader in share.readers} & self._dead:

@@ -68,7 +68,7 @@ def say_lost(where: str, number: int, looked_at: bool) -> None:
             "else the next consumer gets it"
         )
     else:
-        what = "nobody had looked at it: it is handed out again"
+        what = "it was not read: it is handed out again"
     said = f"a record that {call} handed out was dropped without release ({where}); {what} -> {instead}"
     _log_apart(said)
     warnings.warn(said, ResourceWarning, stacklevel=3)

@@ -15,4 +15,5 @@ __all__ = [
     "os_limits",
     "placement",
     "segment",
+    "values",
 ]

@@ -31,6 +31,7 @@ class LockByte(IntEnum):
     HUB = 0
     PARTICIPANTS = 1
     INITIALISING = 2
+    VALUES = 3
     FIRST_RANK = 1024
     FIRST_EPOCH = 1 << 32
     PRODUCER = 0

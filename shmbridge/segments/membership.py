@@ -16,7 +16,7 @@ import posix_ipc
 from shmbridge._ext import header
 from shmbridge._ext.mapping import Descriptor
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
-from shmbridge.segments import engine_folders, locks, os_limits
+from shmbridge.segments import engine_folders, locks, os_limits, values
 from shmbridge.segments.locks import LockByte
 from shmbridge.segments.segment import (
     control_name,
@@ -31,11 +31,13 @@ from shmbridge.segments.segment import (
     stands_there,
     still_named,
     unlink,
+    value_names,
     weights_name,
 )
 
 _READY_TIMEOUT_S = 10.0
 _EPOCHS = 1 << 31
+_LEFT = "lanes or values of the bridge are left"
 _OVERWRITTEN = "something overwrote it: end what uses the bridge and run: shmbridge clean <bridge> --yes"
 _DESCRIPTORS = 8  # control, a lane or weights, and short-lived ones
 
@@ -165,8 +167,8 @@ def _leave_late(fd: int, bridge: str, pid: int) -> None:
 
 @dataclass(slots=True)
 class CleanReport:
-    """What clean() removed (or would remove), what it kept and why, and the undelivered records removed or
-    kept with each lane.
+    """The names that clean() removed (or would remove) and those it kept and why, and the undelivered records
+    removed or kept with each lane.
     """
 
     dry_run: bool
@@ -225,15 +227,16 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
     While a consumer lives, undelivered records are never removed: the consumer will take them.
     """
     report = CleanReport(dry_run)
-    with_records = with_records and not _has_consumer(bridge)
+    lanes_too = with_records and not _has_consumer(bridge)
     for name in lane_names(bridge):
-        removed, reason, held = remove_lane(name, with_records=with_records, dry_run=dry_run)
+        removed, reason, held = remove_lane(name, with_records=lanes_too, dry_run=dry_run)
         if removed:
             report.removed.append(name)
         elif reason != "gone already":
             report.kept[name] = reason
         if held:
             report.undelivered[name] = held
+    _sweep_values(bridge, report, with_records)
     _sweep_control(bridge, report)
     dead, kept = engine_folders.remove_dead(bridge, dry_run=dry_run)
     report.removed += dead
@@ -241,9 +244,33 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
     return report
 
 
+def _sweep_values(bridge: str, report: CleanReport, with_records: bool) -> None:
+    """Removes the segments of values that hold nothing; with them, if asked, those of a queue that ended."""
+    names = value_names(bridge)  # first: what a queue that begins now puts is not among them
+    ended = not _is_locked(bridge, LockByte.VALUES)
+    for name in names:
+        removed, reason, held = values.remove_values(
+            name, with_records=with_records and ended, dry_run=report.dry_run
+        )
+        if removed:
+            report.removed.append(name)
+        elif reason != "gone already":
+            report.kept[name] = reason if ended or not held else f"{reason}; its queue is alive"
+        if held:
+            report.undelivered[name] = held
+
+
 def _has_consumer(bridge: str) -> bool:
+    return _is_locked(bridge, LockByte.HUB)
+
+
+def _is_locked(bridge: str, byte: LockByte) -> bool:
     mapping = open_mapping(control_name(bridge), readonly=True)
-    return mapping is not None and locks.is_locked(mapping.fd, LockByte.HUB)
+    return mapping is not None and locks.is_locked(mapping.fd, byte)
+
+
+def _left(bridge: str) -> list[str]:
+    return lane_names(bridge) + value_names(bridge)
 
 
 def _sweep_control(bridge: str, report: CleanReport) -> None:
@@ -257,15 +284,13 @@ def _sweep_control(bridge: str, report: CleanReport) -> None:
     if name in odd or not (present or (socket_directory(bridge).exists() and directory not in odd)):
         report.kept.update(odd)
         return
-    if report.kept if report.dry_run else lane_names(bridge):
-        reason = "lanes of the bridge are left"
+    if report.kept if report.dry_run else _left(bridge):
+        reason = _LEFT
     else:
         # Recreate a lost control segment for its lock: so no process can join while the rest is removed.
         file = open_segment(name, posix_ipc.O_CREAT)
         try:
-            reason = _unused_control(file.fd, name) or (
-                "" if report.dry_run or not lane_names(bridge) else "lanes of the bridge are left"
-            )
+            reason = _unused_control(file.fd, name) or ("" if report.dry_run or not _left(bridge) else _LEFT)
             if not reason and not (report.dry_run and name in present):
                 _remove_control(file.fd, bridge, {weights, directory} if report.dry_run else odd)
         finally:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,25 +23,25 @@ _LEFT_FOR_OTHERS = 128  # descriptors for the control plane, a model's files, a 
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
-def memory_headroom() -> tuple[int, str]:
+def memory_headroom(root: Path = Path("/")) -> tuple[int, str]:
     """Returns the bytes that can still be taken before the kernel kills a process for it, and whose limit
     that is.
 
-    Reclaimable page cache counts as free.
+    Reclaimable page cache counts as free. `root` is where /proc and /sys are.
     """
-    return min([*_cgroups(), *_machine()], default=(_NO_LIMIT, "nobody"))
+    return min([*_cgroups(root), *_machine(root)], default=(_NO_LIMIT, "nobody"))
 
 
-def _machine() -> Iterator[tuple[int, str]]:
+def _machine(root: Path) -> Iterator[tuple[int, str]]:
     try:
-        found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        found = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
         yield 1024 * sum(int(found[key].split()[0]) for key in ("MemAvailable", "SwapFree")), "the machine"
     except (OSError, KeyError, ValueError):
         return
 
 
-def _cgroups() -> Iterator[tuple[int, str]]:
-    for folder, limit_file, used_file, droppable in _cgroup_folders():
+def _cgroups(root: Path) -> Iterator[tuple[int, str]]:
+    for folder, limit_file, used_file, droppable in _cgroup_folders(root):
         try:
             limit, used = (folder / limit_file).read_text().strip(), int((folder / used_file).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -53,12 +54,12 @@ def _cgroups() -> Iterator[tuple[int, str]]:
             )
 
 
-def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
+def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     """Yields this process' memory cgroup and all above it, of version 2 and 1; in a container the path may be
     the host's, and not exist.
     """
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -66,11 +67,11 @@ def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
         below = Path(path.lstrip("/"))
         if controllers == "":
             for each in (below, *below.parents):
-                yield Path("/sys/fs/cgroup") / each, "memory.max", "memory.current", "inactive_file"
+                yield root / "sys/fs/cgroup" / each, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             for each in (below, *below.parents):
                 yield (
-                    Path("/sys/fs/cgroup/memory") / each,
+                    root / "sys/fs/cgroup/memory" / each,
                     "memory.limit_in_bytes",
                     "memory.usage_in_bytes",
                     "total_inactive_file",
@@ -81,17 +82,14 @@ def check_descriptors(count: int, what: str) -> None:
     """Raises ProcessLimit unless `count` more descriptors can be had now: some libraries abort the process
     when none is left.
     """
-    taken: list[int] = []
     try:
-        taken.extend(os.open("/", os.O_PATH | os.O_CLOEXEC) for _ in range(count))
+        # Objects close what they opened even after an interrupt; a number on its way to os.close stays open.
+        _ = [select.epoll() for _ in range(count)]
     except OSError as wrong:
         limit = as_process_limit(wrong, f"{what} (it needs {count} descriptors)")
         if limit is None:
             raise
         raise limit from wrong
-    finally:
-        while taken:
-            os.close(taken.pop())
 
 
 def raise_descriptors() -> None:
@@ -99,10 +97,17 @@ def raise_descriptors() -> None:
     more than the usual soft limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
+    wanted = descriptors_at_most()
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def descriptors_at_most() -> int:
+    """Returns the limit of descriptors that raise_descriptors() leads to; changes nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
+    return wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
 
 
 def lanes_at_most() -> int:
@@ -114,11 +119,16 @@ def lanes_at_most() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_LANES
+    return lanes_within(soft)
+
+
+def lanes_within(descriptors: int) -> int:
+    """Returns how many lanes fit in so many descriptors, beside this process' open files; at most 1,024."""
     try:
         taken = len(os.listdir("/proc/self/fd"))
     except OSError:
         taken = 64
-    return max(1, min(_MOST_LANES, (soft - taken - _LEFT_FOR_OTHERS) // 2))
+    return max(1, min(_MOST_LANES, (descriptors - taken - _LEFT_FOR_OTHERS) // 2))
 
 
 def check_threads(count: int, what: str) -> None:

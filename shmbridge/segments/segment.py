@@ -35,7 +35,7 @@ _LEFT_ALONE_BYTES = 8 << 20
 _TURN_PREFIX = ".shmbridge-turn."
 _TURN_TIMEOUT_S = 10.0
 _LESS_WEIGHTS = "publish smaller types"
-_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[le]\.[0-9a-f]{16})")
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[lev]\.[0-9a-f]{16})")
 
 
 def control_name(bridge: str) -> str:
@@ -67,7 +67,21 @@ def engine_folder_prefix(bridge: str) -> str:
 
 def lane_names(bridge: str) -> list[str]:
     """Returns the names of all lanes of the bridge that exist now, sorted."""
-    prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
+    return _names(bridge, "l")
+
+
+def value_names(bridge: str) -> list[str]:
+    """Returns the names of all segments of values of the bridge that exist now, sorted."""
+    return _names(bridge, "v")
+
+
+def new_name(bridge: str, kind: str) -> str:
+    """Returns a name that was never used: "l" a lane's, "v" that of a segment of values."""
+    return f"/{_PREFIX}{check_bridge_name(bridge)}.{kind}.{secrets.token_hex(8)}"
+
+
+def _names(bridge: str, kind: str) -> list[str]:
+    prefix = f"{_PREFIX}{check_bridge_name(bridge)}.{kind}."
     return sorted(
         f"/{entry.name}"
         for entry in _mount()
@@ -351,7 +365,7 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
     The caller formats it; until then its lock shows it as alive to all but its locker.
     """
     while True:
-        name = f"/{_PREFIX}{check_bridge_name(bridge)}.l.{secrets.token_hex(8)}"
+        name = new_name(bridge, "l")
         try:
             file = open_segment(name, posix_ipc.O_CREX)
         except FileExistsError:

@@ -1,5 +1,5 @@
-/* A 64-bit checksum of bytes, as fast as memory is read. Finds what was overwritten or torn;
- * no defence against who forges it.
+/* A 64-bit checksum of bytes, as fast as memory is read. Finds overwritten and torn bytes;
+ * no defence against forged ones.
  *
  * Eight lanes of 64 bits, each a multiplication and a rotation per word: for one lane every step is a
  * bijection of its state, so that a single changed word always changes the result of its lane.

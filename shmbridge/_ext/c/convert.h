@@ -42,8 +42,8 @@ static inline int64_t first_non_finite64(const double *values, int64_t count) {
     return -1;
 }
 
-/* Copies while all are finite. The source is looked at first:
- * what goes past the cache is not to be read again. */
+/* Copies while all are finite. The source is checked first:
+ * values stored past the cache should not be read again. */
 static inline int64_t copy_finite32(float *to, const float *from, int64_t count, int is_cold) {
     for (int64_t at = 0; at < count; at += CHUNK) {
         int64_t some = count - at < CHUNK ? count - at : CHUNK;
@@ -100,8 +100,8 @@ static inline int64_t first_negative32(const int32_t *values, int64_t count) {
     return -1;
 }
 
-/* Copies while none is negative. The source is looked at first:
- * what goes past the cache is not to be read again. */
+/* Copies while none is negative. The source is checked first:
+ * values stored past the cache should not be read again. */
 static inline int64_t copy_from_zero32(int32_t *to, const int32_t *from, int64_t count, int is_cold) {
     for (int64_t at = 0; at < count; at += CHUNK) {
         int64_t some = count - at < CHUNK ? count - at : CHUNK, bad = first_negative32(from + at, some);

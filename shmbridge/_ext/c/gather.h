@@ -1,7 +1,7 @@
 /* Many leased records into the arrays of one batch: each column
  * of each record is found in its index, and copied once.
  *
- * Indices are the private copies that index_check has found true; of what lies in place only values are read,
+ * Indices are the private copies that index_check has found true; from the lane itself only values are read,
  * and nothing is computed from them. Plain C without Python, so that copying needs no GIL; gather.pyx binds
  * it and owns all memory. Knows no names and no dtypes.
  */
@@ -32,7 +32,7 @@ typedef struct {
     uint32_t *lengths, *inner; /* [rows] of lists, [lists] of lists of lists */
 } gather_column;
 
-/* What a record has of a joined column: so many rows, lists, values, so many times over. */
+/* A record's part of a joined column: its rows, lists and values, and how often each is repeated. */
 typedef struct {
     uint64_t rows, lists, values, times;
 } gather_share;
@@ -124,7 +124,7 @@ static inline void gather_present(const gather_record *record, const directory_e
 }
 
 /* One value per token, or none at all: a row of another length than its tokens is absent,
- * since nobody knows which value is whose. */
+ * since it is unknown which value belongs to which row. */
 static inline void gather_fit(const gather_record *record, const directory_entry *entry, int per_record,
                               uint8_t *present, uint8_t *uneven) {
     int all_uneven = gather_is_uneven(record, entry, per_record);

@@ -1,7 +1,7 @@
-/* Where things lie in a lane, worked out from two numbers, and what a lane's header claims about it.
+/* The places of a lane's parts, computed from two numbers, and a lane header's claim about them.
  *
- * Whoever opens a lane copies the claim to private memory, checks the copy, and computes with the copy:
- * the header may change meanwhile.
+ * A process that opens a lane copies the claim to private memory, checks the copy, and computes with the
+ * copy: the header may change at any time.
  */
 #ifndef SHMBRIDGE_GEOMETRY_H
 #define SHMBRIDGE_GEOMETRY_H

@@ -21,7 +21,7 @@ typedef struct {
     uint64_t *next;  /* what each tail is while its lane has nothing new */
     uint32_t count;
     uint32_t arrivals; /* likewise, of the bridge */
-    uint32_t heard;    /* the bell, before whoever is to sleep looked at anything */
+    uint32_t heard;    /* the bell, before the thread that may sleep looked at anything */
 } hub_watch;
 
 static inline int hub_has_work(const hub_watch *watch, control_header *control) {
@@ -30,7 +30,7 @@ static inline int hub_has_work(const hub_watch *watch, control_header *control) 
     return load_seq32(&control->arrivals) != watch->arrivals;         /* SYNC(bell) */
 }
 
-/* Looks for work for a while, which is the longer the oftener it was worth it. */
+/* Looks for work for a while: the longer, the more often looking has paid. */
 static inline int hub_spin(const hub_watch *watch, control_header *control, int64_t timeout_ns,
                            int64_t *spin_ns) {
     int64_t until = monotonic_ns() + (*spin_ns < timeout_ns ? *spin_ns : timeout_ns);
@@ -43,7 +43,7 @@ static inline int hub_spin(const hub_watch *watch, control_header *control, int6
     return work;
 }
 
-/* From here to hub_disarm whoever commits rings. 1 if there is work already; *seen is the bell before. */
+/* From here to hub_disarm every commit rings. 1 if there is work already; *seen is the bell before. */
 static inline int hub_arm(const hub_watch *watch, control_header *control, uint32_t *seen) {
     *seen = load_seq32(&control->doorbell); /* SYNC(bell) */
     store_seq32(&control->hub_sleeping, 1); /* SYNC(hub-wake) */
@@ -55,7 +55,7 @@ static inline void hub_disarm(control_header *control) {
 }
 
 /* Sleeps until there is work, the bell rang or a tick is over. 1 if there may be work, 0 if not; *late if a
- * tick found what nobody rang for. */
+ * tick found work without a ring. */
 static inline int hub_sleep(const hub_watch *watch, control_header *control, int64_t timeout_ns, int *late) {
     uint32_t seen;
     int status = 0, work;

@@ -1,4 +1,4 @@
-/* Is what a record says of itself true? Checks a private copy of its index: directory, group id, all lengths.
+/* Checks whether a record's index is true, on a private copy: directory, group id, all lengths.
  *
  * After this the copy's offsets and lengths may be used as indices into the record's extent. Values are not
  * looked at: they may change, and nothing is computed from them. Plain C without Python, for fuzzing.

@@ -17,7 +17,7 @@
 typedef struct {
     uint64_t sequence;
     uint32_t index;
-    uint32_t again; /* this hub has handed it out, and somebody looked at it */
+    uint32_t again; /* this hub has handed it out, and it was looked at */
 } lane_entry;
 
 typedef struct {
@@ -88,7 +88,7 @@ static inline void lane_finish_release(lane_reader *reader) {
 /* Finds what is committed and un-released: tail first, then the slots. 0, or -1 and why;
  * an empty complaint means no memory.
  *
- * A slot at or beyond that tail was, or is being, committed meanwhile.
+ * A slot at or beyond that tail was, or is being, committed after that load.
  * One beyond a tail loaded after it cannot be.
  */
 static inline int lane_adopt(lane_reader *reader, complaint *why) {
@@ -191,7 +191,7 @@ static inline void lane_note_dropped(lane_reader *reader) {
     store_relaxed64(&reader->header->leases_dropped, reader->dropped_count); /* H, for messages */
 }
 
-/* A record that was looked at is not released, and nobody holds it any more. */
+/* A record that was looked at is not released, and no lease holds it any more. */
 static inline void lane_drop(lane_reader *reader, uint64_t sequence, uint32_t index) {
     if (reader->dropped_count >= reader->geometry.slot_count) return; /* as in lane_put_back */
     reader->dropped[reader->dropped_count++] = (lane_entry){sequence, index, 1};

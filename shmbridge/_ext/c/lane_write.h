@@ -42,7 +42,7 @@ typedef struct {
     uint32_t slot_count;
     uint64_t data_bytes;
     own_slot *own;          /* one per slot */
-    uint64_t tail;          /* what the shared tail is: nobody else stores it */
+    uint64_t tail;          /* the value of the shared tail: no other process stores it */
     uint32_t *free_slots;   /* a stack */
     uint32_t free_slot_count;
     uint32_t *outstanding;  /* a ring: slots of committed records not yet taken back, in order of commit */
@@ -56,10 +56,10 @@ typedef struct {
     int claim_is_cold;      /* its extent has left the cache since it was last written */
     extent_warmth warmth;
     int64_t spin_ns;        /* how long to look for room before sleeping */
-    /* what the one that sleeps for room looks at: it may do so while another thread puts */
+    /* the words that a thread waiting for room looks at, also while another thread puts */
     awaited *awaited;
     uint32_t awaited_count;
-    /* the bell, before whoever is to sleep looked at anything; a lane begins with 0 */
+    /* the bell, before the thread that may sleep looked at anything; a lane begins with 0 */
     uint32_t heard;
 } lane_writer;
 
@@ -217,7 +217,7 @@ static inline int lane_anything_released(const lane_writer *writer) {
 }
 
 /* Looks for a while whether something was released; a reader
- * that keeps up does that sooner than anybody falls asleep. */
+ * that keeps up does that before any thread falls asleep. */
 static inline int lane_spin_for_space(lane_writer *writer, int64_t began, int64_t timeout_ns) {
     int64_t until = began + (writer->spin_ns < timeout_ns ? writer->spin_ns : timeout_ns);
     int released = lane_anything_released(writer);

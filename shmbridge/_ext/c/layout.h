@@ -3,8 +3,8 @@
  *
  * Little-endian, 64-bit monotone positions, roles on their own 128-byte lines (adjacent-line prefetch,
  * 128-byte lines on some Arm). "P" is written by the lane's producer only, "H" by the hub holding the hub
- * lock only, "W" by whoever holds the writer's lock of the weights segment that has the name, "A" is only
- * ever atomically added to.
+ * lock only, "W" by the holder of the writer's lock of the weights segment that has the name, "A" is only
+ * added to atomically.
  *
  *   control segment                          lane segment
  *   0x0000 +---------------------------+     0x0000 +------------------------------------+
@@ -83,7 +83,11 @@ typedef struct {
     shm_u64 paused;
     shm_u64 draining; /* 1: takes no new records; 2: and every learner rank is done */
     shm_u64 column_count; /* H: stored after the table, 0 means not yet */
-    uint8_t pad1[0x80 - 64];
+    /* H: for observers only; CLOCK_MONOTONIC, 0: not yet. Earlier hubs leave them 0 */
+    shm_u64 published_ns; /* of the newest policy version */
+    shm_u64 handed_ns;    /* when a batch or record was handed out last */
+    shm_u64 asking_ns;    /* since when somebody waits for one; 0: nobody does */
+    uint8_t pad1[0x80 - 88];
 
     shm_u32 hub_sleeping; /* H */
     uint8_t pad2[0x80 - 4];
@@ -107,7 +111,7 @@ typedef struct {
     uint64_t ring_at, slots_at, released_at, data_at; /* byte offsets in the segment */
     uint64_t data_bytes;
     uint64_t segment_bytes;
-    char producer_id[96]; /* what the user gave, at most 63 bytes, and the incarnation; NUL at the end */
+    char producer_id[96]; /* the user's prefix, at most 63 bytes, and the incarnation; NUL at the end */
     char env_name[128];
     uint8_t pad0[0x200 - 312];
 
@@ -117,8 +121,10 @@ typedef struct {
     uint32_t pad2;
     shm_u64 bytes_total, tokens_total, wait_ns_total, late_wakes_total; /* P */
     shm_u64 dropped_total[DROP_REASONS];                                /* P */
-    shm_u64 wanted_bytes; /* P: what the last claim asked for in vain, 0 if it succeeded; a hint */
-    uint8_t pad3[0x80 - 8 - 40 - 8 * DROP_REASONS];
+    shm_u64 wanted_bytes; /* P: bytes that the last claim failed to get, 0 if it succeeded; a hint */
+    /* P: since when the producer waits for room or the end of a pause, CLOCK_MONOTONIC; 0: it does not */
+    shm_u64 blocked_ns;
+    uint8_t pad3[0x80 - 8 - 48 - 8 * DROP_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */

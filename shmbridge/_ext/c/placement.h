@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
-#define HUGE_PAGE (2u << 20) /* what is one page of the second level where pages have 4 KiB */
+#define HUGE_PAGE (2u << 20) /* a page of the second level where pages have 4 KiB */
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */

@@ -1,4 +1,4 @@
-/* How long to look before sleeping: the longer the oftener it was worth it.
+/* How long to look before sleeping: the longer, the more often looking has paid.
  * One spin_ns for each waiter, private to it. */
 #ifndef SHMBRIDGE_SPIN_H
 #define SHMBRIDGE_SPIN_H
