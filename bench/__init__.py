@@ -1,6 +1,6 @@
-"""The measuring house: the same groups through the lanes, through a C twin that is the limit, and through
-other transports.
+"""Measurements: the same groups through the lanes, through a C twin that is the limit, and through other
+transports.
 
-Installed as shmbridge.bench, for `shmbridge bench`; the pytest suites beside it are not. Nothing of the
-package imports this but its command.
+Installed as shmbridge.bench, for `shmbridge bench`; the pytest suites beside it are not. Of the package only
+its command imports this.
 """

@@ -1,7 +1,7 @@
-"""What users have today: the rollout server of Atropos 0.4 as it ships, and how far ahead of it lists through
-a bridge are.
+"""The baseline of today's users: the unchanged rollout server of Atropos 0.4, and how far ahead of it lists
+through a bridge are.
 
-Knows how that server is started and ended; who sends and who polls is environment.py's and trainer.py's.
+Starts and ends that server; environment.py sends to it, and trainer.py polls it.
 """
 
 import json
@@ -18,10 +18,10 @@ import numpy as np
 
 from shmbridge.bench.groups import SEED, Form, Group, Shape, make
 
-# what Atropos has a field for, one value per token
+# columns with a field in Atropos, one value per token
 COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "advantages")
 VOCABULARY = 150_000
-UNDER_WAY = 3  # groups at a time; more wait longer in the server and come no faster
+UNDER_WAY = 3  # groups at a time; more would wait longer in the server without coming faster
 _START_S = 60.0
 
 

@@ -1,4 +1,4 @@
-"""What checks of rows cost: `put` of the same groups with and without them, in turn.
+"""The cost of checks of rows: `put` of the same groups with and without them, in turn.
 
 One process, one thread, its CPU time.
 """

@@ -1,4 +1,4 @@
-"""What all suites share: the machine in every JSON file, and `measured`, which times a plan in turn with the
+"""Shared by all suites: the machine in every JSON file, and `measured`, which times a plan in turn with the
 limit for the same bytes.
 
 `--quick` gives fewer and shorter rounds, and leaves out what carries the mark `full`. Run the suites with
@@ -37,7 +37,7 @@ def pytest_benchmark_update_commit_info(config, commit_info):
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
-    """What could not be measured belongs to the results."""
+    """Adds the list of plans that could not be measured to the results."""
     output_json["quick"] = config.getoption("--quick")
     output_json["not_installed"] = {
         name: absent for name in baselines.PEERS if (absent := baselines.missing(name))

@@ -1,4 +1,5 @@
-"""What a contender is: a module with a Reader for this process and a Writer for others. Knows no contender.
+"""The contract of a contender: a module with a Reader for this process and a Writer for others. Knows no
+contender.
 
 A contender's module has NAME (for tables), NEEDS (what must be importable) and INSTALL (how it gets there), a
 `Reader(plan)` and a `Writer(address, plan)`. The address reaches a Writer through multiprocessing; a module
@@ -12,7 +13,7 @@ from typing import Any, Literal, Protocol
 from shmbridge.bench.groups import Form, Group, Shape, flat_columns
 from shmbridge.bench.machine import CORES, LANE_BYTES, Cores
 
-READ_TIMEOUT_S = 30.0  # for one group: after that somebody is dead
+READ_TIMEOUT_S = 30.0  # for one group: after that a process must be dead
 MODULO = 1 << 64
 
 Take = Literal["get", "poll"]
@@ -24,7 +25,7 @@ Condition = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One measurement: who moves what, from how many producers, through how much memory.
+    """One measurement: the contender, the groups, the number of producers, the size of the memory.
 
     `take`, `look` and `checksum` are for the ring: which of its doors, whether the consumer reads the values,
     and a check over the bytes that the application makes on both sides. `stores` is for the limit: how its
@@ -78,7 +79,7 @@ class Writer:
         self.plan = plan
 
     def prepare(self, groups: list[Group]) -> list[Any]:
-        """What `write_one` will be given, once for each group: its columns as flat arrays.
+        """Returns the argument of `write_one` for a group: its columns as flat arrays.
 
         Not timed: a contender overrides it with the form in which a user of that transport would have groups.
         """

@@ -3,9 +3,9 @@ its stdin ends.
 
     python -m shmbridge.bench.environment '{"how": "put", "form": "lists", "length": 2048, "bridge": "run1"}'
 
-A line on stdin forgets the loop's stalls so far; the end of stdin ends it, and it prints them. Started by
-shmbridge.bench.flow; knows nothing of the trainer but the credits that come back, one byte a group, where a
-run has only so many groups under way.
+A line on stdin clears the loop's stalls so far; at the end of stdin it prints them and ends. Started by
+shmbridge.bench.flow; knows of the trainer only the credits that come back, one byte a group, if a run limits
+the groups under way.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _POLL_S = 0.25
 
 @dataclass(slots=True)
 class Order:
-    """What this process is to do; the JSON of its command line."""
+    """The task of this process; the JSON of its command line."""
 
     how: Literal["put", "put_async", "base_env"]  # the last is upstream's environment, which has lists
     length: int
@@ -59,7 +59,7 @@ def sources(form: Form, length: int) -> Iterator[dict[str, Any]]:
 
 
 def obey(order: Order) -> None:
-    """Heeds stdin, in a thread."""
+    """Obeys stdin, in a thread."""
     for _ in sys.stdin:
         order.gaps.clear()
     order.ending.set()
@@ -75,7 +75,7 @@ def stalls(order: Order) -> dict[str, float]:
 
 
 async def tick(order: Order) -> None:
-    """Wakes every millisecond and notes how late: what every other rollout in this loop would have waited."""
+    """Wakes every millisecond and notes how late: the wait of every other rollout in this loop."""
     before = time.monotonic()
     while True:
         await asyncio.sleep(TICK_S)

@@ -1,4 +1,4 @@
-"""A plan, measured in turn with its limit, and what is said of it.
+"""A plan, measured in turn with its limit, and its figures.
 
 Medians of its rounds, their spread, the ratio to the limit of the same run, CPU per group and per token. For
 suites and command alike.

@@ -1,7 +1,7 @@
-"""An end-to-end run: an environment's process, a trainer's process, what stands between them, each on its
+"""An end-to-end run: an environment's process, a trainer's process and a server between them, each on its
 core, measured in windows.
 
-Knows processes, cores and windows; what passes between them is environment.py's and trainer.py's. Called by
+Knows processes, cores and windows; environment.py and trainer.py know the groups. Called by
 the suites.
 """
 
@@ -26,7 +26,7 @@ ROOT = Path(shmbridge.__file__).parents[1]
 
 
 def cores() -> dict[str, int]:
-    """A core for each; where there are only two, the server shares the trainer's, which is the less busy one
+    """Returns a core for each; with only two, the server shares the trainer's, which is the less busy one
     over HTTP.
     """
     others = CORES.producers[1:]
@@ -97,7 +97,7 @@ class Flow:
     def _stop_environment(self) -> None:
         assert self._environment.stdin
         assert self._environment.stdout
-        self._write(self._trainer, json.dumps({"seconds": 3600}))  # what is on its way finds room meanwhile
+        self._write(self._trainer, json.dumps({"seconds": 3600}))  # groups on their way find room
         self._environment.stdin.close()
         self.stalls = json.loads(self._environment.stdout.read())
 
@@ -108,7 +108,7 @@ class Flow:
         return max(int(seconds * half / self.go(groups=half)["seconds"]), 4)
 
     def go(self, **amount: float) -> dict[str, Any]:
-        """Lets `groups=` or `seconds=` of groups through; what was measured meanwhile. Blocks."""
+        """Lets `groups=` or `seconds=` of groups through, and returns the measured window. Blocks."""
         self._write(self._environment, "from now on")
         self._write(self._trainer, json.dumps({**amount, "pids": self._pids}))
         assert self._trainer.stdout
@@ -130,7 +130,7 @@ class Flow:
 
 
 def figures(window: dict[str, Any], length: int) -> dict[str, Any]:
-    """What a window comes to, by the second and by the million of tokens."""
+    """Returns a window's figures per second and per million tokens."""
     millions = window["tokens"] / 1e6
     return {
         "tokens_per_s": window["tokens"] / window["seconds"],

@@ -1,4 +1,5 @@
-"""What is moved: seeded groups with the dense core of 17 bytes a token, in every form that a producer takes.
+"""The groups that are moved: seeded, with the dense core of 17 bytes a token, in every form that a producer
+takes.
 
 Knows no transport.
 """
@@ -49,7 +50,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all values: what every contender has to move, whatever it adds."""
+        """Bytes of all values, which every contender has to move, whatever it adds."""
         return sum(np.dtype(DTYPES[each]).itemsize for each in self.columns) * self.tokens + (
             8 * self.rows if self.has_score else 0
         )
@@ -94,9 +95,7 @@ def sources(shape: Shape, form: Form, first_seed: int = SEED) -> list[Group]:
 
 
 def flat_columns(group: Group) -> list[Array]:
-    """The values of a group of form `arrays` as contiguous arrays, scores last: what transports of bytes
-    move.
-    """
+    """The values of a group of form `arrays` as contiguous arrays, scores last, for transports of bytes."""
     columns = [group[name][0] for name in COLUMNS if name in group]
     return [*columns, np.asarray(group["scores"], dtype=np.float64)] if "scores" in group else columns
 

@@ -1,6 +1,5 @@
-"""Where and with what a figure was made: a number without this is not one.
-
-Also: which core each process gets.
+"""The machine and versions with which a figure was made, without which it means nothing. Also: the core of
+each process.
 """
 
 import importlib.metadata
@@ -36,7 +35,7 @@ MEASURED = (
 class Cores:
     """The consumer has a core of its own; producers share the others.
 
-    With one core in all, everybody shares it.
+    With one core in all, they share it.
     """
 
     producers: tuple[int, ...]
@@ -55,7 +54,7 @@ def _choose() -> Cores:
     return Cores(tuple(others) or (last,), last)
 
 
-CORES = _choose()  # when this is first imported: before anybody pins himself
+CORES = _choose()  # when this is first imported: before any process pins itself
 
 
 def about() -> dict[str, Any]:
@@ -80,7 +79,7 @@ def about() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that is measured, or measured with; "not installed" where it is not."""
+    """Returns the versions of everything measured, or measured with; "not installed" for a missing one."""
     return {name: _version(name) for name in MEASURED}
 
 

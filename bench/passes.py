@@ -39,7 +39,7 @@ CACHEGRIND = [
 
 
 def run(case: str, groups: int) -> None:
-    """So many groups of one case, after what every case does."""
+    """Runs a number of groups of one case, after the setup that every case needs."""
     with OneThread(LARGE, CASES[case]) as lane:
         lane.turn(FEW)
         lane.put(groups if case.startswith("put") else MORE)

@@ -255,7 +255,7 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def _label_ends(axes: Any, ends: _Ends) -> None:
-    """Names at the right ends of lines, moved apart where they would cover each other."""
+    """Writes names at the right ends of lines, moved apart where they would overlap."""
     axes.figure.canvas.draw()
     gap = 12.5 * axes.figure.dpi / 72
     last, right = float("-inf"), max(x for x, *_ in ends)

@@ -2,7 +2,7 @@
 
 `python -m shmbridge.bench.report FILE`.
 
-A suite's figures are whatever it put in extra_info. This knows those of `measure`, `samples_us` (latency) and
+A suite's figures are the content of its extra_info. This knows those of `measure`, `samples_us` (latency) and
 `cpu_s_per_million_tokens`.
 """
 
@@ -35,7 +35,7 @@ ABOUT = (
 )
 QUANTILES = 400  # of latency samples, in the kept JSON
 WIDEST = 8  # facts of a suite in one line of a table
-OF_MEASURE = "of_limit"  # what only figures of measure() have
+OF_MEASURE = "of_limit"  # keys that only figures of measure() have
 TITLES = {
     "peers": "Peers",
     "sizes": "The ring, by size, from arrays",
@@ -185,7 +185,7 @@ def _table(rows: Sequence[Figures]) -> str:
 
 
 def _facts(row: Figures) -> dict[str, Any]:
-    """What a suite said, dicts in dicts laid flat."""
+    """A suite's extra_info, with nested dicts flattened."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Lanes and their consumer in one process and one thread: what a put and a take cost by themselves, in CPU
+"""Lanes and their consumer in one process and one thread: the cost of a put and a take by themselves, in CPU
 time of that thread.
 
-Nothing runs beside it, so neighbours and the scheduler are not in the figures; nor is what it takes to move a
+Nothing runs beside it, so neighbours and the scheduler are not in the figures; nor is the cost of moving a
 line between two cores. Knows producers and a consumer by their public names. Called by the suites.
 """
 
@@ -49,7 +49,7 @@ class Cost:
 
 
 class OneThread:
-    """So many producers of a lane each and one consumer, on a bridge of their own; a context manager."""
+    """Several producers with a lane each and one consumer, on a bridge of their own; a context manager."""
 
     def __init__(self, shape: Shape, form: Form, lanes: int = 1, lane_bytes: int = LANE_BYTES) -> None:
         self.shape, self.lane_bytes = shape, lane_bytes
@@ -97,7 +97,7 @@ class OneThread:
         return time.thread_time() - began
 
     def gather(self, groups: int, layout: Literal["packed", "padded"]) -> float:
-        """Takes so many groups as one batch; what reading it costs is not counted."""
+        """Takes so many groups as one batch; the cost of reading it is not counted."""
         began = time.thread_time()
         batch = next(self.consumer.batches(groups=groups, layout=layout, prefetch=0))
         spent = time.thread_time() - began

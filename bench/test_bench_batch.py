@@ -40,7 +40,7 @@ Arrays = dict[str, Any]  # ndarrays or CPU tensors
 
 @dataclass
 class Case:
-    """One batch that is to be made, and what it is made of."""
+    """One batch to make, and its groups."""
 
     layout: str
     groups: list[Group]
@@ -200,7 +200,7 @@ def test_shmbridge(benchmark: Any, case: Case) -> None:
 
 
 def test_shmbridge_from_the_lane(benchmark: Any, case: Case) -> None:
-    """All that a learner waits for without prefetch: the last batch released, records taken, groups formed,
+    """The whole wait of a learner without prefetch: the last batch released, records taken, groups formed,
     arrays gathered.
     """
     arrays = with_shmbridge(case)

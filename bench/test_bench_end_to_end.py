@@ -1,5 +1,4 @@
-"""End to end, beside what users have today: the same groups through Atropos' own HTTP server and through a
-bridge.
+"""End to end, beside today's baseline: the same groups through Atropos' own HTTP server and through a bridge.
 
 Groups of 8 trajectories with tokens, masks, scores, per-token advantages and logprobs; the same values for
 all, Python lists as an environment has them, or arrays. The environment is a process of its own, so are the
@@ -8,10 +7,10 @@ server and the trainer.
 - **http**: BaseEnv of atroposlib 0.4, its workers from `collect_trajectories` to its own JSON, gzip and
   retries; `run-api` as it ships; a trainer that fetches as upstream's example does, but looks again after 20
   ms where that one sleeps a second, and leaves the groups as lists where that one goes on to arrays. Three
-  groups are under way at a time: more wait longer in the server and come no faster. What BaseEnv asks beside,
-  its status ten times a second, is left out.
-- **base_env**: the same environment, unedited, with its traffic on a bridge. What is left is BaseEnv's own:
-  it counts masks and decodes a rollout of every group.
+  groups are under way at a time: more would wait longer in the server and come no faster. BaseEnv's requests
+  for its status, ten times a second, are left out.
+- **base_env**: the same environment, unedited, with its traffic on a bridge. The remaining cost is BaseEnv's
+  own: it counts masks and decodes a rollout of every group.
 - **lists**, **arrays** (flat, with lengths), **row_arrays** (a list of arrays): `Producer.put` in a loop; a
   Consumer that reads every byte of every column in place. The lane has 64 MiB.
 
@@ -22,8 +21,8 @@ is the trainer's).
 Windows are counted by what arrives, after a warm-up that imports, fills pages and caches; a figure is the
 median of the rounds. Latency is from hand-over to arrival with three groups under way, and alone: with one. A
 stall is the longest time between two ticks, of a millisecond each, of the environment's event loop; `put` is
-measured there as `put_async`, a group a turn. On a machine with other work the longest is the scheduler's,
-and CPU seconds are what holds.
+measured there as `put_async`, a group a turn. On a machine with other work the longest stall is the
+scheduler's, and only the CPU seconds are reliable.
 """
 
 from statistics import median
@@ -64,7 +63,7 @@ def today():
 
 
 def measure(benchmark: Any, flow: Flow, *, warm: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Windows of about so many seconds, timed by the benchmark; the medians of what they say."""
+    """Windows of about so many seconds, timed by the benchmark; returns the medians of their figures."""
     benchmark.group = f"end to end, groups of {ROWS} x {flow.length}"
     windows = []
     with flow:

@@ -1,5 +1,5 @@
-"""How long an environment's event loop is held per group: by an attached environment's send, beside what
-upstream's own client does there.
+"""How long an environment's event loop is held per group: by an attached environment's send, beside
+upstream's own client.
 
 One process, one thread, CPU time of that thread, in turn within each round. Upstream's is the encoding in
 BaseEnv (json.dumps and gzip), without the socket; ours is all of `send`, to the return. Lists as BaseEnv has

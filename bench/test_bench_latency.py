@@ -23,7 +23,7 @@ import shmbridge
 
 CORES = sorted(os.sched_getaffinity(0))  # the first wakes, the last waits
 WAKES = 300  # of each kind
-GAP_NS = 12_000_000  # between two wakes of one run; who is woken must have slept at least
+GAP_NS = 12_000_000  # between two wakes of one run; the woken process must have slept at least
 ASLEEP_NS = 10_000_000
 LIVE = 20_000
 LIVE_GAP_NS = 20_000
@@ -41,7 +41,7 @@ def wake(bridge: str, event: int, clock: int, wakes: int, gap_ns: int, busy: boo
     os.sched_setaffinity(0, {CORES[0]})
     said = np.frombuffer(mmap.mmap(clock, 16 * wakes), np.int64)
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
-        for _ in range(64):  # what is only done once is not a wake's
+        for _ in range(64):  # one-time work does not belong to a wake
             producer.put(GROUP)
         print("ready", flush=True)
         sys.stdin.readline()
@@ -211,7 +211,7 @@ def live(bridge: str) -> list[float]:
         return ((back - said[::2]) / 1e3)[LIVE // 10 :].round(2).tolist()  # type: ignore[no-any-return]
 
 
-# -- what is said of it
+# -- the figures
 # -----------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +270,7 @@ def test_live(benchmark: Any, bridge: str) -> None:
 @pytest.mark.benchmark(group="idle")
 @pytest.mark.parametrize("idle", [1, 16])
 def test_idle(benchmark: Any, bridge: str, idle: int) -> None:
-    """What a consumer costs that waits for producers who put nothing."""
+    """The cost of a consumer that waits for producers that put nothing."""
 
     def run() -> float:
         with consumer_of(bridge) as consumer, idle_producers(bridge, idle):

@@ -1,10 +1,9 @@
-"""What a value costs on its way from a Python list into the lane, beside what else could be done with that
-list.
+"""The cost of a value from a Python list into the lane, beside other conversions of that list.
 
 One process, one thread.
 
-Lists whose objects lie in the order they were made in, of SOURCES groups in turn. A column costs what a `put`
-with it takes, less what one without it takes (tokens from arrays); medians of rounds. Method:
+Lists whose objects lie in the order they were made in, of SOURCES groups in turn. The cost of a column is
+that of a `put` with it, less that of one without it (tokens from arrays); medians of rounds. Method:
 bench/README.md.
 """
 

@@ -1,4 +1,4 @@
-"""Everybody with the same groups, through the same memory, every byte read: the limit, the ring, and its
+"""All contenders with the same groups, through the same memory, every byte read: the limit, the ring, and its
 peers.
 """
 
@@ -28,7 +28,7 @@ def contenders():
 def test_the_limit_in_a_lane_that_stays_in_the_cache(measured, shape):
     """The limit, going round in as little memory as the ring does while its consumer keeps up.
 
-    Held against one of its own kind.
+    Compared with its own limit.
     """
     measured(Plan("limit", shape, lane_bytes=max(4 << 20, 2 * shape.bytes)))
 

@@ -1,8 +1,8 @@
-"""Scaling: what a group costs as trajectories grow longer, and as lanes become more.
+"""Scaling: the cost of a group as trajectories grow longer, and with more lanes.
 
 CPU time of one thread that puts, then takes.
 
-How often a byte of values passes between the processor and memory, which is what large groups cost.
+How often a byte of values passes between the processor and memory determines the cost of large groups.
 `python -m shmbridge.bench.passes` counts it with a simulated cache that is smaller than a group, as `perf`
 does where the processor's own counters can be read:
 
@@ -43,7 +43,7 @@ IN_ALL = 1600  # groups over all lanes
 
 
 def medians(costs: list[Cost], shape: Shape) -> dict[str, float]:
-    """Of the rounds, figure by figure."""
+    """Returns the medians of the rounds, figure by figure."""
     each = [cost.figures(shape) for cost in costs]
     return {key: sorted(one[key] for one in each)[len(each) // 2] for key in each[0]}
 

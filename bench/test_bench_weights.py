@@ -2,9 +2,9 @@
 nothing, and the copy alone.
 
 Runs in the environment of `make bench-vllm`. All ways change the same engine, in this process, so that they
-differ in nothing else; what the learner takes to write the segment is measured apart. The table at the end
-says what our backend takes beyond nothing and the copy, and how much of that is packing, which vLLM's CPU
-build does to linear layers and an accelerator does not.
+differ in nothing else; the learner's time to write the segment is measured separately. The table at the end
+gives our backend's time beyond the empty backend and the copy, and the part of it that is packing, which
+vLLM's CPU build does to linear layers and an accelerator does not.
 """
 
 import os
@@ -12,7 +12,7 @@ import statistics
 
 import pytest
 
-# what a way costs, whatever else the cores do; read when torch is imported
+# so that other load on the cores does not count; read when torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("vllm", reason="needs an environment with vLLM: make bench-vllm")
 os.environ.update(
@@ -52,7 +52,7 @@ ROUNDS = {"2 MB": 30, "500 MB": 5}
 
 
 class Nothing(WeightTransferEngine):
-    """What the calls themselves take."""
+    """A backend that does nothing: the cost of the calls themselves."""
 
     init_info_cls, update_info_cls = ShmBridgeInitInfo, ShmBridgeUpdateInfo
 
@@ -73,8 +73,8 @@ class Nothing(WeightTransferEngine):
 
 
 class FromMemory(Nothing):
-    """Tensors of this process through vLLM's layerwise reload, as its own backends do: what it takes to copy
-    and pack them.
+    """Tensors of this process through vLLM's layerwise reload, as its own backends do: the cost of copying
+    and packing them.
     """
 
     given = None
@@ -163,8 +163,8 @@ class Ways:
                 self.into[name].copy_(torch.from_numpy(array))
 
     def pack(self):
-        """What vLLM's CPU build does to every linear layer of new weights, wherever they come from: oneDNN's
-        order, the old ones freed.
+        """Packs as vLLM's CPU build does for every linear layer of new weights: into oneDNN's order, the old
+        ones freed.
         """
         for at, weight in enumerate(self.as_packed):
             self.packed[at : at + 1] = [ops.create_onednn_mm(weight.t(), 32)]

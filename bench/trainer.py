@@ -5,8 +5,8 @@ of them.
     "http://127.0.0.1:8000"
 
 Each line on stdin asks for one window, `{"groups": 100}` or `{"seconds": 5}` with the `pids` whose CPU time
-counts; the answer is one line of JSON. What arrives is held against what was sent, bit for bit; over HTTP
-only the first groups are. Started by shmbridge.bench.flow; knows nothing of who sends.
+counts; the answer is one line of JSON. Arriving groups are compared with the sent ones, bit for bit; over
+HTTP only the first groups are. Started by shmbridge.bench.flow; knows nothing of the sender.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ RUN = shmbridge.Run(batch_size=ROWS, max_token_len=1 << 20, num_steps=1 << 30)
 # latency is the question.
 IDLE_S = 0.02
 _TIMEOUT_S = 10  # upstream's own, for one batch
-_PATIENCE_S = 60.0  # for the next group: after that somebody is dead
+_PATIENCE_S = 60.0  # for the next group: after that a process must be dead
 
 
 class Differs(ValueError):
-    """What has come is none of the groups that were sent."""
+    """A group arrived that was not sent."""
 
 
 class Groups:
@@ -51,7 +51,7 @@ class Groups:
         """Batches as upstream's example trainer fetches them: a `requests.get` each, gzip accepted, JSON to
         Python lists.
 
-        What it then does with the lists, to arrays and tensors, is left out, while the other side ends in
+        Its later conversion of the lists to arrays and tensors is left out, while the other side ends in
         arrays.
         """
         import requests

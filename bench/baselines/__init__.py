@@ -1,5 +1,5 @@
-"""The contenders: one file each, one contract (shmbridge.bench.contract); each docstring says what that
-transport does and does not do.
+"""The contenders: one file each, one contract (shmbridge.bench.contract); each docstring lists the features
+that its transport has and lacks.
 """
 
 import importlib
@@ -26,7 +26,7 @@ ONE_PRODUCER = (LIMIT, "numpy_slots", "transfer_queue_store")
 
 
 def load(name: str) -> Contender:
-    """The contender's module; what it measures is imported only when its Reader or Writer is made."""
+    """The contender's module; it imports the measured package only when its Reader or Writer is made."""
     if name not in CONTENDERS:
         raise ValueError(f"no contender {name!r}; there are {', '.join(CONTENDERS)}")
     return cast(Contender, importlib.import_module(f"shmbridge.bench.baselines.{name}"))

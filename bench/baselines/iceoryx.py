@@ -1,10 +1,10 @@
 """iceoryx2: publish and subscribe through shared memory, samples loaned and read in place.
 
-Does: zero-copy both ways, several publishers, no broker; a process's death is noticed by others, who clean up
-after it. Does not: keep samples beyond their publisher (what a dead one had sent and nobody took is gone),
-sleep while it waits here (its pub/sub polls; events are a service of their own), know columns: one memmove
-per column into the sample, one view of it on the other side. A publisher whose subscriber's buffer is full
-retries until there is room.
+Does: zero-copy both ways, several publishers, no broker; other processes notice a process's death and clean
+up after it. Does not: keep samples beyond their publisher (samples that a dead one had sent and that were not
+taken are gone), sleep while it waits here (its pub/sub polls; events are a service of their own), know
+columns: one memmove per column into the sample, one view of it on the other side. A publisher whose
+subscriber's buffer is full retries until there is room.
 """
 
 import ctypes

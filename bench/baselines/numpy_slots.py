@@ -1,9 +1,9 @@
-"""A ring that somebody writes in an afternoon: slots in shared memory, head and tail as NumPy words, columns
+"""A ring as one writes it in an afternoon: slots in shared memory, head and tail as NumPy words, columns
 copied in by NumPy.
 
 Does: move groups of one size between one producer and one consumer, read in place. Does not: order its stores
 (right on x86 by luck, wrong on Arm), wait without burning a core, survive a death (a killed side leaves the
-other spinning, and nobody is told), take groups of other sizes or a second producer.
+other spinning, without an error), take groups of other sizes or a second producer.
 """
 
 import mmap

@@ -1,7 +1,7 @@
 """Ray: a producer actor returns groups, the driver gets them from the object store.
 
 Does: move arrays through shared memory (pickle 5, out of band: one copy in, read in place), on one node or
-between nodes, with tasks, retries and resources around them. Does not: take what a dead owner had put (its
+between nodes, with tasks, retries and resources around them. Does not: keep groups of a dead owner (its
 objects go with it, unless a task can be run again), tell the store's memory from the network's: a group costs
 a task, a few messages between worker, raylet and driver. Groups up to 100 KB come inside the answer and not
 from the store. Two processes, as for the others; raylet and control store run beside them, unpinned, and

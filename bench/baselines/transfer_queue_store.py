@@ -25,7 +25,7 @@ NEEDS = ("transfer_queue", "tensordict", "torch", "ray")
 INSTALL = "pip install TransferQueue"
 
 _QUIET = {"TQ_LOGGING_LEVEL": "ERROR"}
-_LOOK_AGAIN_S = 0.0002  # a controller that waits itself would take no put meanwhile
+_LOOK_AGAIN_S = 0.0002  # a controller that waits itself could take no put at that time
 
 
 class Reader(contract.Reader):

@@ -1,8 +1,9 @@
 """pyzmq over a Unix socket: PUSH and PULL, columns as frames, copy=False on both sides.
 
 Does: any number of producers, one frame per column without serialising, reconnects, a bound on messages. Does
-not: share memory: the kernel copies every byte in and out of a socket, libzmq once more into its frames; what
-was on its way when a side died is lost without a word. Half of the groups in flight may wait on each side.
+not: share memory: the kernel copies every byte in and out of a socket, libzmq once more into its frames;
+messages on their way when a side dies are lost without an error. Half of the groups in flight may wait on
+each side.
 """
 
 import os
@@ -42,7 +43,7 @@ class Reader(contract.Reader):
 
 
 class Writer(contract.Writer):
-    """PUSH; libzmq sends straight from the arrays, which nobody changes meanwhile."""
+    """PUSH; libzmq sends straight from the arrays, which do not change."""
 
     def __init__(self, address: dict[str, str], plan: Plan) -> None:
         super().__init__(address, plan)

@@ -2,8 +2,8 @@
 training, in bfloat16.
 
 The sampler is the policy server's own: tokens one by one over a cache; the learner sees whole rows. Weights
-are random, since none can be had here, and drawn wide enough that the distribution is not flat. A part of
-`make gpu`.
+are random, since no trained ones are available, and spread widely enough that the distribution is not flat. A
+part of `make gpu`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every part of `make gpu` shares: its arguments, and a file to which each figure goes as soon as it is
+"""Shared by every part of `make gpu`: arguments, and a file to which each figure is written as soon as it is
 known.
 """
 
@@ -58,7 +58,7 @@ class Clock:
         self._torch, self._on_gpu = torch, device == "cuda"
 
     def seconds(self, work: Callable[[], object], rounds: int) -> list[float]:
-        """Of each of `rounds` rounds, after one that is not counted."""
+        """Returns the seconds of each of `rounds` rounds, after one that is not counted."""
         work()
         return [self._once(work) for _ in range(rounds)]
 

@@ -1,6 +1,5 @@
-"""What a machine has of what `make gpu` needs.
-
-Standard library only: it looks before anything is installed or built.
+"""Checks what a machine has of the needs of `make gpu`. Standard library only: it runs before anything is
+installed or built.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NEEDED = {
     "safetensors": "safetensors",
     "aiohttp": "aiohttp",
 }
-# Used where they are there.
+# Used where they are installed.
 WELCOME = {
     "Cython": "Cython",
     "pytest_timeout": "pytest-timeout",
@@ -103,7 +102,7 @@ def has_ofd_locks() -> bool:
 
 
 def complaints(found: dict[str, Any], wants_gpu: bool) -> list[str]:
-    """What this machine lacks, each with its consequence, in words."""
+    """Returns what this machine lacks, each with its consequence, as text."""
     said = []
     if not found["ofd_locks"]:
         said.append(

@@ -25,7 +25,7 @@ from . import page, preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "gpu"
-SITE = WORK / "site"  # what was installed from the local folder
+SITE = WORK / "site"  # packages installed from the local folder
 LIMIT_S = 540.0
 # name, module, seconds at most, and whether it needs a bridge
 PARTS = (
@@ -112,8 +112,8 @@ def _environment() -> dict[str, str]:
 
 
 def _install(names: list[str], wheels: Path, environment: dict[str, str]) -> None:
-    """What is missing, from the folder of wheels alone; what is not there either is said by the look that
-    follows.
+    """Installs missing packages from the folder of wheels alone; the next preflight names those that are not
+    there either.
     """
     for name in names:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
@@ -168,7 +168,7 @@ def _part(
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Children of a part that died are in its process group, which nobody else is in."""
+    """Kills a part's process group, which holds only the part's own children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

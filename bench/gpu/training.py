@@ -75,8 +75,8 @@ def _steps(options: Any, model: Path, run_dir: Path, layout: str, until: float) 
 
 
 def _checked(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows whose checksum was compared with what the environment put, over all steps, and those that
-    differed.
+    """Returns the rows whose checksum was compared with the one that the environment put, over all steps, and
+    those that differed.
     """
     return {
         kind: sum(value for line in lines for name, value in line.items() if name.startswith(kind + "{"))

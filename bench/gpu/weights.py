@@ -28,7 +28,7 @@ from shmbridge.weights import WeightsReader, WeightsWriter
 SIZES = {"smallest": (4 << 20, 16 << 20), "full": (1 << 30, 15 << 30)}
 TENSOR_BYTES = {"smallest": 1 << 20, "full": 64 << 20}
 ROUNDS = 3
-_KEPT_FREE = 0.8  # of what is free, two slots may take as much
+_KEPT_FREE = 0.8  # largest part of the free memory for two slots
 
 
 def main() -> int:
@@ -116,7 +116,7 @@ def _median_s(work: Callable[[], None]) -> float:
 
 
 def _register(memory: memoryview | None, what: str, figures: Figures) -> Callable[[], None]:
-    """Has CUDA lock the whole mapping; what undoes it."""
+    """Makes CUDA lock the whole mapping; returns a function that undoes it."""
     assert memory is not None
     driver, address = CudaDriver(), np.frombuffer(memory, np.uint8).ctypes.data
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`shmbridge bench` as a program sees it, and the page that a run of the suites becomes."""
+"""`shmbridge bench` run as a program, and the page that is made of a run of the suites."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_wrong_arguments_are_said_before_anything_is_measured(capsys, wrong):
     assert "shmbridge bench: --" in said.err
 
 
-def test_what_fails_costs_no_other_figures(capsys, monkeypatch):
+def test_a_contender_that_fails_costs_no_other_figures(capsys, monkeypatch):
     from shmbridge.bench.baselines import ring
 
     def no_room(*_):
@@ -68,7 +68,7 @@ def test_what_fails_costs_no_other_figures(capsys, monkeypatch):
     assert "shmbridge, 8 x 16 tokens, 2.19 KiB: not measured: [SB101] no room -> a smaller lane" in said.err
 
 
-def test_what_is_not_installed_is_said(capsys, monkeypatch):
+def test_a_contender_that_is_not_installed_is_named(capsys, monkeypatch):
     from shmbridge.bench import baselines
 
     monkeypatch.setattr(baselines, "find_spec", lambda package: None)

@@ -39,13 +39,13 @@ def test_several_producers_share_a_round():
         assert session.round(7).count == 9, "the same number for each"
 
 
-def test_who_takes_one_producer_refuses_two():
+def test_a_contender_for_one_producer_refuses_two():
     with pytest.raises(ValueError, match="one producer"):
         Session(plan("numpy_slots", producers=2))
 
 
 @pytest.mark.parametrize("checksum", ["crc32", "xxh3"])
-def test_a_check_over_the_bytes(checksum):
+def test_a_round_checks_a_checksum_over_the_bytes(checksum):
     if checksum == "xxh3":
         pytest.importorskip("xxhash")
     with Session(plan("ring", checksum=checksum)) as session:
@@ -71,7 +71,7 @@ def test_a_producer_that_dies_is_an_error(monkeypatch):
             session._writers[0].end()
 
 
-def test_nothing_is_left_behind():
+def test_a_session_leaves_no_bridge_behind():
     with Session(plan("ring")) as session:
         bridge = session._reader.address["bridge"]
         session.round(2)

@@ -1,5 +1,5 @@
-"""The end-to-end run: groups come through whole and are counted, what differs is refused, processes end and
-leave nothing.
+"""The end-to-end run: groups come through whole and are counted, differing ones are refused, processes end
+and leave nothing.
 """
 
 import json
@@ -60,7 +60,7 @@ def test_a_process_that_ends_is_said(who):
 
 
 def test_groups_in_json_are_the_groups_that_were_sent():
-    """Also when they came as text: every value is the same bit for bit."""
+    """Although they came as text, every value is the same bit for bit."""
     groups, sent = trainer.Groups(LENGTH), json.loads(json.dumps(group_of(LENGTH, "lists", 1)))
     total = sum(map(trainer.touch, trainer.as_arrays(sent)))
     groups._check(total)

@@ -1,5 +1,5 @@
-"""`make gpu` runs whole where there is no GPU, the processor taken for it, so that it works on the first GPU
-machine it meets.
+"""`make gpu` runs whole without a GPU, on the processor instead, so that it works on the first GPU machine it
+meets.
 """
 
 import json
@@ -52,7 +52,7 @@ def test_make_gpu_runs_whole_on_the_processor(tmp_path):
     assert "no figure here is of a GPU" in written.with_suffix(".md").read_text()
 
 
-def test_what_a_machine_lacks_is_said_with_its_consequence():
+def test_each_thing_that_a_machine_lacks_is_named_with_its_consequence():
     found = preflight.look() | {"ofd_locks": False, "shm_huge_pages": "never", "gpu": None, "kernel": "4.4.0"}
     said = "\n".join(preflight.complaints(found, wants_gpu=True))
     assert "kernel 4.4.0 has no OFD locks: no bridge can be opened" in said

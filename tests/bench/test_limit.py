@@ -62,7 +62,7 @@ def test_neither_side_waits_for_ever(sides):
 
 
 @pytest.mark.parametrize(("lane", "record"), [(LANE, 12), (LANE, 0), (64, 64)])
-def test_what_cannot_be_is_refused(lane, record):
+def test_sizes_that_cannot_be_are_refused(lane, record):
     with pytest.raises(ValueError):
         MemcpyBaseline(bytearray(4096), lane, record)
 
