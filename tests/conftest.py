@@ -1,7 +1,6 @@
-"""The fixtures that users get too, and ends that many tests want; ignored signals are put right for all
-children.
-"""
+"""The fixtures that users get too, and ends that many tests need; resets ignored signals for all children."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import shmbridge
 
 pytest_plugins = ["shmbridge.testing.fixtures"]
 
-# whatever a learner of these tests trains with is compared with what was put
+# the rows that a learner of these tests trains are compared with those that were put
 os.environ.setdefault("SHMBRIDGE_CHECK_ROWS", "1")
 
 # A background job inherits an ignored SIGINT, and so would every child of these tests; a handled one is reset
@@ -22,6 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # so does one under nohup; handled by nothing, it stays ignored here
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_collection_finish() -> None:
+    """Takes what the imports made out of all later collections, which torch alone makes slow."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

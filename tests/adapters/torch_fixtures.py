@@ -52,7 +52,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _rows_are_what_was_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test of a learner in this process trains with other values than were put, unless it wants to."""
+    """Fails a test in this process whose learner trained other values than were put, unless it allows
+    differences.
+    """
     if "differences_allowed" in request.fixturenames:
         return
     differences = Watch.differences
@@ -67,7 +69,7 @@ def _rows_are_what_was_put(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 @pytest.fixture
 def differences_allowed() -> None:
-    """For tests that plant some."""
+    """Allows differences, for tests that plant some."""
 
 
 @pytest.fixture
@@ -166,7 +168,7 @@ def served(answer: Answer, port: int = 0) -> Iterator[str]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with suppress(ConnectionError):  # whoever asked may be killed meanwhile
+            with suppress(ConnectionError):  # the client may have been killed
                 self.wfile.write(body)
 
         do_GET = do_POST = _answer
@@ -308,7 +310,7 @@ def on_ranks() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def agreement(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Return a recorder of what another package's numbers are away from ours; see agreement.py."""
+    """Return a recorder of differences between another package's numbers and ours; see agreement.py."""
 
     def record(
         package: str,
@@ -372,7 +374,7 @@ def wandb_history() -> Callable[..., tuple[list[dict[str, Any]], Any]]:
 def history(folder: Path, runs: int, within_s: float = 30.0) -> tuple[list[dict[str, Any]], Any]:
     """Return every logged row of all runs under a folder, in order, and the last description of a run.
 
-    Another process writes the files, and may be at it for a moment after a run has ended.
+    Another process writes the files, and may go on for a moment after a run has ended.
     """
     deadline = time.monotonic() + within_s
     while True:

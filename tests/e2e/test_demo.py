@@ -1,4 +1,4 @@
-"""The demo as a user meets it: it runs to its end over kills, and leaves nothing behind however it ends."""
+"""The demo as a user runs it: it reaches its end over kills, and leaves nothing behind however it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-# Several processes start and learn in one test: the net for hangs is wider than elsewhere.
+# Several processes start and learn in one test: the timeout for hangs is longer than elsewhere.
 pytestmark = pytest.mark.timeout(300)
 
 pytest.importorskip("torch")
@@ -101,7 +101,7 @@ def test_the_demo_trains_on_over_a_killed_learner_and_tells_the_truth_at_the_end
         assert re.search(r"dropped +0\n", run.output)
         assert re.search(r"leaked +0\n", run.output)
         assert (run.run_dir / "rewards.png").stat().st_size > 10_000
-        # thirty steps do not teach it enough, and it must say so
+        # thirty steps are too few for the goal, and the demo must say so
         assert status == 1
         assert "which is less than 0.3" in run.output
         assert not run.members()

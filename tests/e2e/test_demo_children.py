@@ -1,6 +1,4 @@
-"""The demo's children: a guarded one takes with it what it started, however it ends, and says how it
-ended.
-"""
+"""The demo's children: however a guarded one ends, its processes end too, and its end is reported."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def test_a_killed_server_takes_its_processes_with_it(server):
 
 
 def test_a_server_killed_together_with_its_guardian_leaves_orphans_that_are_ended(server):
-    """In a process of its own: whoever adopts orphans does so for good, and ends children that it does not
+    """Run in a separate process: one that adopts orphans does so for good, and ends children that it does not
     know.
     """
     if (forked := os.fork()) == 0:

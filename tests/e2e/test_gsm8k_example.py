@@ -85,7 +85,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_from_stand_ins_to_a_trained_model(folder):
+def test_the_example_trains_a_model_from_stand_ins(folder):
     ran = run("-m", "shmbridge.cli", "launch", folder / "launch.yaml", within_s=240)
     shmbridge.clean(f"stand-in-{folder.name}", dry_run=False)
     assert ran.returncode == 0, ran.stderr
@@ -131,6 +131,6 @@ def test_an_answer_is_right_by_its_number(gsm8k_env, said, right, score):
     assert gsm8k_env.score(said, WORKED, 0.1) == score
 
 
-def test_thousands_and_signs(gsm8k_env):
+def test_numbers_may_have_thousands_separators_and_signs(gsm8k_env):
     assert gsm8k_env.number_of("#### 1,234,567") == 1234567.0
     assert gsm8k_env.number_of("it falls to -12.5 degrees") == -12.5

@@ -1,5 +1,5 @@
-"""A learner-like loop over environments that generate in processes of their own: how stale what it trains is,
-with the rule and without.
+"""A learner-like loop over environments that generate in processes of their own: the staleness of what it
+trains, with the rule and without.
 """
 
 import time
@@ -60,8 +60,8 @@ def learn(consumer: shmbridge.Consumer, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [0, 1, pytest.param(3, marks=pytest.mark.long)])
-def test_with_the_rule_what_is_trained_is_within_its_steps(generators, make_consumer, steps) -> None:
-    """And hardly anything is generated in vain: the rule keeps it at the source, the cut takes stragglers
+def test_staleness_is_within_the_steps_with_the_rule(generators, make_consumer, steps) -> None:
+    """Hardly any group is generated in vain: the rule acts before generation, and the cut discards stragglers
     only.
     """
     consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=GROUPS)
@@ -80,7 +80,7 @@ def test_with_the_rule_what_is_trained_is_within_its_steps(generators, make_cons
     )
 
 
-def test_without_the_rule_it_is_not(generators, make_consumer) -> None:
+def test_staleness_exceeds_the_steps_without_the_rule(generators, make_consumer) -> None:
     consumer = make_consumer()
     consumer.publish_policy_version(0)
     generators(asks=False)
@@ -89,8 +89,8 @@ def test_without_the_rule_it_is_not(generators, make_consumer) -> None:
     assert max(seen) > 3
 
 
-def test_who_never_asks_is_cut_at_the_consumer(generators, make_consumer) -> None:
-    """Whoever cannot ask generates in vain, but is never trained with beyond the limit."""
+def test_groups_of_an_environment_that_never_asks_are_cut_at_the_consumer(generators, make_consumer) -> None:
+    """A producer that cannot ask generates in vain, but is never trained with beyond the limit."""
     consumer = make_consumer(policy="oldest", max_off_policy_steps=1, groups_per_step=GROUPS)
     consumer.publish_policy_version(0)
     generators(asks=False)

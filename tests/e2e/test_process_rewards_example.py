@@ -1,4 +1,4 @@
-"""The example of rewards of steps: what its environment puts, and that a learner gets on faster with them
+"""The example of rewards of steps: the groups of its environment, and a learner that learns faster with them
 over a real bridge.
 """
 
@@ -80,7 +80,7 @@ def test_questions_repeat_themselves_by_seed(environment):
 
 
 @pytest.mark.long
-def test_with_rewards_of_steps_it_learns_in_fewer_groups(tmp_path):
+def test_a_learner_with_rewards_of_steps_learns_in_fewer_groups(tmp_path):
     quiet = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",

@@ -1,7 +1,7 @@
-"""What is done on a device: registered lanes, copies on a side stream, packs through its attentions.
+"""Work on a device: registered lanes, copies on a side stream, packs through its attentions.
 
-Skipped where there is no CUDA device; with SHMBRIDGE_TEST_DEVICE=cpu the processor is taken for it, and only
-what needs CUDA's own memory is left out.
+Skipped where there is no CUDA device; SHMBRIDGE_TEST_DEVICE=cpu uses the processor instead, and leaves out
+only tests that need CUDA's own memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Both ends of a control plane over a real socket, with a hub that is only its words."""
+"""Both ends of a control plane over a real socket, with a hub that has only state."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""An exception that comes between two lines, as from a signal handler; for tests that let it come at each."""
+"""An exception between two lines, as from a signal handler, for tests that raise it at each line."""
 
 import linecache
 import sys
@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 
 class Stop(Exception):
-    """What the handler raises."""
+    """Raised by the handler."""
 
 
 @contextmanager
 def raising_at(
     number: int, modules: Collection[str], events: Collection[str] = ("line",)
 ) -> Iterator[Callable[[], bool]]:
-    """Raises Stop at the `number`-th of these trace events in these modules; says whether that came.
+    """Raises Stop at the `number`-th of these trace events in these modules; yields whether that came.
 
-    Not at the line of a `with`: the interpreter comes by it again to leave the block, where it lets no
-    handler run.
+    Not at the line of a `with`: the interpreter traces it again on leaving the block, where no handler can
+    run.
     """
     left = number
 

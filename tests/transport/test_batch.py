@@ -1,4 +1,4 @@
-"""What stands in a batch: the records' rows, nothing else, in both layouts."""
+"""The content of a batch: the records' rows and nothing else, in both layouts."""
 
 from itertools import chain, islice, repeat
 
@@ -115,11 +115,11 @@ def test_a_row_of_another_length_than_its_tokens_is_absent(producer, consumer) -
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_of_an_uneven_column_the_rows_that_fit_stay_where_they_belong(producer, consumer, layout) -> None:
-    """Values of the answer alone must not come to stand on the prompt."""
+def test_rows_that_fit_of_an_uneven_column_stay_where_they_belong(producer, consumer, layout) -> None:
+    """Values of the answer alone must not be placed on the prompt."""
     said = {
         "inference_logprobs": [[-3.0], [-1.0, -2.0], [-4.0, -5.0, -6.0]],
-        "advantages": [[1.0, 1.0, 1.0], [2.0, 2.0]],  # a row is missing, and nobody knows which
+        "advantages": [[1.0, 1.0, 1.0], [2.0, 2.0]],  # a row is missing, and it is unknown which
         "token_versions": [[7, 7, 7], None, [7]],
         "distill_token_ids": [[[1], [2], [3]], [[4]], [[5]]],
     }
@@ -292,7 +292,7 @@ def value_rows(record, name):
 
 
 def fitting_rows(record, name, column):
-    """`value_rows`, None in rows that the batch has nothing of."""
+    """`value_rows`, with None in rows that the batch lacks."""
     if name not in record:
         return [None] * record.rows
     rows = value_rows(record, name)
@@ -306,8 +306,8 @@ def fitting_rows(record, name, column):
 
 
 def said_by_records(records, name, column):
-    """What the batch should say of the column, row by row; a row with another number of values than tokens is
-    absent.
+    """The values that the batch should have for the column, row by row; a row with another number of values
+    than tokens is absent.
     """
     for record in records:
         tokens = record["tokens"].lengths.tolist()
@@ -398,7 +398,7 @@ def test_columns_in_place_stay_out_of_the_batch_and_in_its_records(batch, consum
     assert [record["tokens"].values.tolist() for record in it.records] == [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
 
 
-def test_what_making_a_batch_raises_reaches_who_iterates_and_the_groups_stay(batch, consumer) -> None:
+def test_an_error_of_making_a_batch_is_raised_by_next_and_the_groups_stay(batch, consumer) -> None:
     def make(groups, layout):
         raise RuntimeError("no room on the device")
 

@@ -1,4 +1,4 @@
-"""The hub: order, fairness, one at a time, what a successor gets, and that the counts add up."""
+"""The hub: order, fairness, one hub at a time, records of a successor, and counts that add up."""
 
 import contextlib
 import os

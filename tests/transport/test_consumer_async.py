@@ -120,12 +120,12 @@ async def test_a_lane_that_goes_while_a_get_async_waits_is_not_looked_at_again(
     waiting = asyncio.create_task(consumer.get_async(timeout_s=10))
     await asyncio.sleep(0)
     with pytest.raises(shmbridge.ConsumerEmpty):
-        consumer.get(timeout_s=0.01)  # takes the watch of lanes over
+        consumer.get(timeout_s=0.01)  # takes over the watch of lanes
     goes.close()
     while consumer.stats()["lanes_live"] + consumer.stats()["lanes_dead"] > 1:
         time.sleep(0.01)  # the loop stands still meanwhile
         consumer.poll()
-    time.sleep(1.1)  # past the tick, after which the waiter looks at what it watched
+    time.sleep(1.1)  # past the tick, after which the waiter checks the lanes it watched
     await asyncio.sleep(0.05)
     stays.put({"tokens": [[1]]})
     (await waiting).release()

@@ -1,4 +1,4 @@
-"""Edges that once broke: each of these took a lane, a loop or a process down before it was a test."""
+"""Regression tests of edge cases: each of these once broke a lane, a loop or a process."""
 
 import asyncio
 import os

@@ -1,6 +1,4 @@
-"""What is raised: a stable code, numbers in the message, one next action, and the builtin a caller would
-expect.
-"""
+"""Errors: a stable code, numbers in the message, one next action, and the builtin that callers expect."""
 
 import re
 from pathlib import Path
@@ -46,6 +44,7 @@ BUILTIN = {
     "NoWeight": ValueError,
     "UsedByTwoThreads": RuntimeError,
     "IterationOver": RuntimeError,
+    "QueueTaken": RuntimeError,
     "Closed": RuntimeError,
     "WeightsMismatch": ValueError,
     "WeightsBusy": TimeoutError,
@@ -60,11 +59,15 @@ def test_the_documents_table_has_every_class() -> None:
     import shmbridge.control.client
     import shmbridge.control.messages
     import shmbridge.producers.atropos.lane
+    from shmbridge.producers import gem, rewards, rollout, skyrl_gym
 
     elsewhere = [
         shmbridge.control.messages.BadMessage,
         shmbridge.control.client.RequestRefused,
         shmbridge.producers.atropos.lane.GroupsRefused,
+        *(gem.NotSuspendable, gem.EnvFailed, gem.GroupNotAlike, rewards.RewardsFailed),
+        *(rollout.ServerFailed, rollout.NoTokens, rollout.ContextFull, rollout.EpisodeUnfinished),
+        *(rollout.TooManyFailures, skyrl_gym.BadTask, skyrl_gym.EnvironmentFailed, skyrl_gym.EnvProcessEnded),
         shmbridge.consumers.engines.engine.EngineFailed,
     ]
     rows = dict(re.findall(r"^\| (SB\d{3}) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE))

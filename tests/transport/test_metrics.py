@@ -1,5 +1,5 @@
-"""shmbridge.metrics: every value on batches made by hand, percentiles against numpy, and the page that says
-what each name means.
+"""shmbridge.metrics: every value on batches made by hand, percentiles against numpy, and the page that
+explains each name.
 """
 
 import math
@@ -26,7 +26,7 @@ from shmbridge.metrics import (
 PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
 
-def test_one_environment():
+def test_metrics_of_one_environment():
     found = rollout_metrics(
         ["math"] * 4,
         [0, 0, 1, 1],
@@ -50,7 +50,7 @@ def test_one_environment():
     assert all(type(value) is float for value in found.values())
 
 
-def test_three_environments_with_groups_of_any_number():
+def test_metrics_of_three_environments_with_groups_of_any_number():
     found = rollout_metrics(
         ["a", "b", "c", "a", "b"],
         [900, 7, 7000, 900, 7],
@@ -79,7 +79,7 @@ def test_broken_scores_count_for_none():
     assert found["atropos/total_sequences"] == 5.0
 
 
-def test_no_scores_at_all_and_no_rows():
+def test_metrics_without_scores_or_rows():
     nothing = rollout_metrics(["a"], [0], [np.nan])
     assert math.isnan(nothing["atropos/mean_score"])
     assert math.isnan(nothing["atropos/identical_score_rate"])
@@ -91,7 +91,7 @@ def test_no_scores_at_all_and_no_rows():
     ) == (0.0, 0.0, 0.0)
 
 
-def test_what_was_not_passed_has_no_name():
+def test_arguments_that_were_not_passed_have_no_metrics():
     names = set(rollout_metrics(["a"], [0], [1.0]))
     assert not [name for name in names if "advantage" in name or "response" in name]
 
@@ -186,7 +186,7 @@ def bridge():
 
 @pytest.fixture
 def stats(bridge):
-    """Of a bridge with one record released, two held, one dropped."""
+    """Counters of a bridge with one record released, two held, one dropped."""
     with (
         shmbridge.Producer(bridge, env_name="math", lane_bytes="1M") as producer,
         shmbridge.Consumer(bridge) as consumer,

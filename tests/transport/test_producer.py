@@ -1,4 +1,4 @@
-"""The producer's end: what put returns, how it waits, what it counts, and how it leaves."""
+"""The producer's end: results of put, waiting, counters, and leaving."""
 
 import os
 import re

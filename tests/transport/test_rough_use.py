@@ -1,5 +1,5 @@
-"""Rough use that changes nothing: descriptors closed under an end, forks in the middle, waits given up by the
-hundred, words that wrap.
+"""Rough use without effect: descriptors closed under an end, forks in the middle, hundreds of waits given up,
+words that wrap.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ DOORBELL, ARRIVALS, SPACE_BELL = 0x200, 0x280, 0x400  # shmbridge/_ext/c/layout.
 
 
 def test_all_descriptors_closed_under_a_producer_end_nothing(bridge, make_consumer, child) -> None:
-    """Its mapping keeps the lane's lock: it puts on, and is alive until its process ends."""
+    """Its mapping keeps the lane's lock: it goes on putting, and is alive until its process ends."""
     process = child(
         """
 import os, sys, shmbridge

@@ -1,4 +1,4 @@
-"""Column types: Arrow there and back, a user's own columns, and what two sides may not disagree on."""
+"""Column types: to Arrow and back, a user's own columns, and conflicts of two sides."""
 
 import pyarrow as pa
 import pytest
@@ -49,7 +49,7 @@ def test_the_table_in_a_segment_says_everything() -> None:
     assert len(columns.encode()) == 64 * len(columns)
 
 
-def test_what_is_checked_of_a_standard_column_is_known_to_every_reader() -> None:
+def test_checks_of_a_standard_column_are_known_to_every_reader() -> None:
     read = Columns.decode(standard_columns().encode())
     assert read["advantages"].per_token
     assert read["advantages"].finite

@@ -1,4 +1,6 @@
-"""Advantages: what is refused, and who wins on a token. The formulas: test_advantages_estimators.py."""
+"""Advantages: what is refused, and which source sets a token's value. The formulas:
+test_advantages_estimators.py.
+"""
 
 from __future__ import annotations
 

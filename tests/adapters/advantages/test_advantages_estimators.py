@@ -1,5 +1,5 @@
-"""The estimators over a group and over the batch: formulas against loops, guards, invariants, who wins on a
-token.
+"""The estimators over a group and over the batch: formulas against loops, guards, invariants, which source
+sets a token's value.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_leave_one_out_is_that_of_a_loop(rows):
     np.testing.assert_allclose(leave_one_out(scores, group, usable=usable), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_hand_made_values():
+def test_estimators_give_hand_made_values():
     scores, group = [1.0, 0.0, 0.0, 1.0, 5.0], [0, 0, 0, 0, 1]
     np.testing.assert_array_equal(group_advantages(scores, group, eps=0.0), [1, -1, -1, 1, 0])
     np.testing.assert_array_equal(group_advantages(scores, group, scale="none"), [0.5, -0.5, -0.5, 0.5, 0])
@@ -118,7 +118,7 @@ def test_the_floor_keeps_noise_small():
     assert np.abs(group_advantages(scores, [0] * 4, eps=0.0)).max() == pytest.approx(0.5e-3 / 100, rel=1e-3)
 
 
-def test_what_cannot_be_is_refused():
+def test_arguments_that_disagree_or_exceed_their_range_are_refused():
     with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
         leave_one_out([1.0, 2.0, 3.0], [0, 0])
     with pytest.raises(ValueError, match=r'scale is \'variance\': "std" or "none"'):
@@ -159,7 +159,7 @@ def test_equal_advantages_become_exactly_zero(value):
     assert not batch_normalised([value, 9.0], [1, 0]).any()
 
 
-def test_no_trained_token():
+def test_batch_normalised_without_a_trained_token_is_zero():
     assert not batch_normalised([1.0, 2.0], [0, 0]).any()
     assert batch_normalised([], []).shape == (0,)
 
@@ -213,7 +213,7 @@ def test_reinforce_with_a_baseline_is_two_calls():
     np.testing.assert_allclose(result, [0.0, *((expected - expected.mean()) / expected.std())], rtol=1e-5)
 
 
-def test_clipping():
+def test_clip_to_range_limits_a_copy():
     np.testing.assert_array_equal(clip_to_range([-9, -2, 0, 3, 9], -2, 5), [-2, -2, 0, 3, 5])
     np.testing.assert_array_equal(clip_to_range([-9, 9], -np.inf, 1), [-9, 1])
     values = np.array([9.0], np.float32)
@@ -221,16 +221,16 @@ def test_clipping():
     assert values[0] == 9.0
 
 
-def test_own_advantages_of_some_tokens():
+def test_own_advantages_of_some_tokens_replace_only_those():
     base = np.array([0, 1, 1, 1, 4], np.float32)
     own = np.array([9, -7, 8, 0, 0], np.float32)
     result = override_tokens(base, own, own_mask=[1, 1, 0, 1, 0], loss_mask=[0, 1, 1, 1, 1])
-    # Untrained stays 0 whoever speaks; 8 is not the record's word; its 0 on the fourth is.
+    # An untrained token stays 0. The 8 is masked out; the record's own 0 on the fourth token counts.
     np.testing.assert_array_equal(result, [0, -7, 1, 0, 4])
     np.testing.assert_array_equal(base, [0, 1, 1, 1, 4])
 
 
-def test_silenced_rows():
+def test_silenced_rows_get_zero():
     base = np.array([1, 2, 3, 4, 5], np.float32)
     np.testing.assert_array_equal(silence_rows(base, [False, True, False], [0, 2, 2 + 2, 5]), [1, 2, 0, 0, 5])
     assert base[2] == 3

@@ -1,5 +1,5 @@
-"""Who gets what credit: estimators by name, rewards of steps and tokens, own advantages of some tokens, and
-what each row falls back to.
+"""Credit of each token: estimators by name, rewards of steps and tokens, own advantages of some tokens, and
+each row's fallback.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import pytest
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit, NoAdvantages, credited
 from shmbridge.consumers.advantages.from_scores import group_advantages, group_normalised, leave_one_out
+from shmbridge.consumers.advantages.trained_tokens import trained_tokens
 from shmbridge.consumers.advantages.whole_batch import batch_normalised
-from shmbridge.consumers.learner.data.training_rows import prepare, trained_tokens
+from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model.reference import Reference
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
@@ -85,8 +86,8 @@ def test_step_rewards_are_divided_by_their_deviation_where_scores_are(packed_bat
 
 
 def test_step_rewards_can_be_compared_place_by_place(packed_batch):
-    """The second step is hard for everybody: nobody is blamed for it, and a third one that only one row has
-    says nothing.
+    """The second step is hard for all rows, so no row loses by it. A third step that only one row has gives
+    0.
     """
     steps = {
         "step_rewards": [[1, 0], [0, 0], [1, 0, 1], [5, 5]],
@@ -235,7 +236,7 @@ def test_long_answers_lose_score_before_advantages_are_made_of_it(packed_batch):
     assert described["reward_mean"] == 1.0  # what the environment said
 
 
-def test_all_is_normalised_then_clipped_and_silenced_rows_stay_silent(packed_batch):
+def test_advantages_are_normalised_then_clipped_and_silenced_rows_stay_silent(packed_batch):
     silence = [None, None, None, '{"set_advantage_to_zero": true}']
     batch = packed_batch(FOUR, scores=SCORES, groups=[0, 0, 1, 1], overrides=silence)
     plain, _ = credit(packed_batch(FOUR, scores=SCORES, groups=[0, 0, 1, 1]), estimator="rloo")
@@ -256,7 +257,7 @@ ON_RANKS = [
 
 @pytest.mark.parametrize("options", ON_RANKS)
 def test_ranks_make_the_advantages_of_the_whole_batch(packed_batch, on_ranks, options):
-    """Of four groups on two ranks, of which one has no token rewards at all."""
+    """There are four groups on two ranks, one of which has no token rewards at all."""
     scores, rng = [1.0, 0.0, 3.0, 1.0, 0.5, 0.0, 2.0, 2.5], np.random.default_rng(4)
     rows = [list(range(int(length))) for length in rng.integers(2, 9, 8)]
     rewards = [rng.normal(size=len(row)).tolist() if i < 4 else None for i, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""Rewards of steps and of tokens as advantages: hand-made values, loops, who gets what, and what is
+"""Rewards of steps and of tokens as advantages: hand-made values, loops, which token gets what, and what is
 refused.
 """
 
@@ -62,7 +62,7 @@ def unpacked(rows):
 
 
 def normaliser(pool, scale="std", eps=1e-4, floor=1e-4):
-    """What a pool of rewards does to one of them: the formula and its guards, in a loop."""
+    """Returns a function that normalises a reward over a pool: the formula and its guards, in a loop."""
     if len(set(pool)) < 2:
         return lambda reward: 0.0
     mean = sum(pool) / len(pool)
@@ -107,7 +107,7 @@ MASK = [0, 1, 1, 1, 1, 1, 1, 1]
 D = (2 / 3) ** 0.5
 
 
-def test_six_tokens_by_hand():
+def test_step_rewards_of_six_tokens_by_hand():
     steps = steps_of(**TWO_ROWS)
     result = process_advantages(steps, [0, 0], MASK, eps=0.0)
     np.testing.assert_allclose(result, np.array([0, -1, -1, -1, -1, 0, 1, 1]) / D, rtol=1e-6)
@@ -174,7 +174,7 @@ def test_the_columns_of_a_packed_batch(producer, consumer):
     np.testing.assert_array_equal(result, [0, 0, -1, -1, -1, 1, 1, 1])
 
 
-def test_mixed_with_the_outcome():
+def test_step_rewards_are_mixed_with_the_outcome():
     cu_seqlens, mask = [0, 6, 8, 9], [*MASK, 1]
     steps = steps_of([*TWO_ROWS["rewards"], []], [*TWO_ROWS["ends"], []], [6, 2, 1])
     outcome = spread_to_tokens([4.0, -4.0, 3.0], cu_seqlens, mask)
@@ -254,7 +254,7 @@ def test_options_outside_their_range_are_refused():
 
 
 @given(st.lists(st.lists(st.floats(-4, 4, width=16), max_size=40), max_size=5), DISCOUNT)
-def test_to_go_is_that_of_a_loop(rows, discount):
+def test_reward_to_go_is_that_of_a_loop(rows, discount):
     expected = []
     for row in rows:
         sums = []
@@ -264,8 +264,8 @@ def test_to_go_is_that_of_a_loop(rows, discount):
     np.testing.assert_allclose(to_go(*flat(rows), discount), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_to_go_keeps_its_digits_in_long_rows():
-    # 0.5**5000 is 0 in float64: who divides by powers of the discount gets 0 / 0 here.
+def test_reward_to_go_keeps_its_digits_in_long_rows():
+    # 0.5**5000 is 0 in float64: dividing by powers of the discount would give 0 / 0 here.
     result = to_go(np.ones(5001), [5000, 1], 0.5)
     np.testing.assert_allclose(result[[0, 2500, 4998, 4999, 5000]], [2, 2, 1.5, 1, 1])
 
@@ -311,7 +311,7 @@ def test_token_rewards_are_those_of_a_loop(rows, discount):
 
 
 def test_token_rewards_by_hand():
-    # The untrained third token costs no discount, and its own 9 counts for nobody.
+    # The untrained third token costs no discount, and its own 9 is ignored.
     result = rewards_to_go([0, 1, 9, 2, 4], [0, 4, 5], [0, 1, 0, 1, 1], discount=0.5)
     np.testing.assert_array_equal(result, [0, 2, 0, 2, 4])
     over_group = token_reward_advantages([0, 1, 9, 2, 4], [0, 1], [0, 4, 5], [0, 1, 0, 1, 1], discount=1.0)

@@ -1,4 +1,4 @@
-"""The tables of docs/reference/agreement.md: what TRL's and verl's numbers are away from ours, as
+"""The tables of docs/reference/agreement.md: how far TRL's and verl's numbers are from ours, as
 test_*_agree.py find it.
 
     PYTHONPATH=build/peers python tests/adapters/agreement/agreement.py            # print them

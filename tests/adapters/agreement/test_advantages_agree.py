@@ -180,7 +180,7 @@ def trl_rows(seed):
 
 
 @pytest.mark.parametrize(("package", "rows"), [("verl", verl_rows), ("TRL", trl_rows)])
-def test_estimators(agreement, package, rows):
+def test_estimators_agree_with_verl_and_trl(agreement, package, rows):
     worst = {}
     for seed in range(5):
         for estimator, what, theirs, ours in rows(seed):

@@ -167,7 +167,7 @@ def test_verl_losses(agreement, verl, what, loss, options, name, mode, bounds):
 
 
 def test_verl_dual_clip(agreement, verl):
-    """A bound that is met: with that of 3 no ratio of the batch is so far off."""
+    """The bound is one that some ratios exceed; no ratio of the batch exceeds the default of 3."""
     batch = ANSWERS
     ratio = losses.importance_ratio(batch.logprobs, batch.old)
     assert (losses.dual_clipped(ratio, batch.advantages, 1.25) & batch.mask.bool()).any()
@@ -323,8 +323,8 @@ def test_trl_losses(agreement, trl, what, loss, options, loss_type, bounds, leve
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_trl_weights(agreement, trl, level):
-    """What a weight does to the loss; TRL makes its weights within generation, where they cannot be asked
-    for.
+    """The effect of a weight on the loss; TRL makes its weights within generation, where a test cannot get
+    them.
     """
     flat, padded = weights(level)
     theirs = trl_loss(trl, "dapo", LOW, HIGH, is_weights=padded)
@@ -363,7 +363,7 @@ def test_trl_overlong_penalty(agreement, trl):
     ],
 )
 def test_chunked_logprobs_and_entropy(agreement, module, logprob_name):
-    """Of the same hidden states and output layer, against what they make of all logits."""
+    """Ours from hidden states and output layer, compared with theirs from all logits."""
     theirs = pytest.importorskip(module, exc_type=ImportError)
     package = module.partition(".")[0]
     generator = torch.Generator().manual_seed(5)

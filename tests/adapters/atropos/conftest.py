@@ -1,4 +1,4 @@
-"""What tests of Atropos environments share: a tokenizer without a network, environments as processes."""
+"""Shared by tests of Atropos environments: a tokenizer without a network, environments as processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EnvProcess:
         return self._process.poll() is None
 
     def until(self, holds: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Poll until it holds; the environment must be alive meanwhile."""
+        """Poll until the condition holds; the environment must stay alive."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert self.running, self.output[-4000:]

@@ -1,5 +1,5 @@
-"""What an environment recorded with `data_path_to_save_groups`, beside what came out of a bridge: the same
-text for the same group.
+"""Groups that an environment recorded with `data_path_to_save_groups`, and groups from a bridge, as
+comparable text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def rounded(value: Any) -> Any:
 
 
 def as_text(group: dict[str, Any]) -> str:
-    """A group without its nulls and without what is added on the way."""
+    """A group as text, without nulls and without keys that are added on the way."""
     kept = {
         key: rounded(value) if key in FLOAT32 else value
         for key, value in group.items()

@@ -1,4 +1,4 @@
-"""An attached environment in this process: what holds it, what is stamped, what is counted."""
+"""An attached environment in this process: what makes it hold, what is stamped, what is counted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def consumer(bridge: str) -> Iterator[shmbridge.Consumer]:
 
 
 async def started(env: Any) -> None:
-    """What env_manager does before its loop."""
+    """Does the steps of env_manager before its loop."""
     await env.setup()
     await env.register_env()
     await env.get_server_info()
@@ -61,7 +61,7 @@ async def started(env: Any) -> None:
 
 
 async def left(env: Any) -> None:
-    """What env_manager does at its end."""
+    """Does the steps of env_manager at its end."""
 
     async def nothing(_: Any) -> None:
         pass
@@ -158,7 +158,7 @@ async def test_queued_groups_and_those_without_room_throttle(
 # --- a consumer that is missing, pauses, or is another one ------------------------------------------------
 
 
-async def test_without_a_consumer_workers_hold_and_the_last_numbers_stay(
+async def test_workers_hold_without_a_consumer_and_the_last_numbers_stay(
     env: Any, bridge: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "shmbridge")
@@ -182,7 +182,7 @@ async def test_without_a_consumer_workers_hold_and_the_last_numbers_stay(
     await left(env)
 
 
-async def test_near_its_last_step_an_environment_is_not_ended_by_a_missing_consumer(
+async def test_an_environment_near_its_last_step_is_not_ended_by_a_missing_consumer(
     make_env: Callable[..., Any], bridge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base.asyncio, "sleep", _hasty(asyncio.sleep))
@@ -297,7 +297,7 @@ async def test_a_cancelled_worker_loses_no_group_of_its_list(
     await left(env)
 
 
-async def test_what_waits_for_room_at_the_end_is_delivered_or_counted(
+async def test_groups_that_wait_for_room_at_the_end_are_delivered_or_counted(
     env: Any, consumer: shmbridge.Consumer, script: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO, "shmbridge")

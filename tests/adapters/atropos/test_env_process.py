@@ -1,4 +1,6 @@
-"""Unedited environments as processes: the consumer gets what they record themselves, whatever happens."""
+"""Unedited environments as processes: the consumer gets the groups that they record themselves, whatever
+happens.
+"""
 
 import json
 import os
@@ -17,7 +19,7 @@ import pytest
 
 import shmbridge
 
-# Several processes start and learn in one test: the net for hangs is wider than elsewhere.
+# Several processes start and learn in one test: the timeout for hangs is longer than elsewhere.
 pytestmark = pytest.mark.timeout(300)
 
 pytest.importorskip("atroposlib")
@@ -38,7 +40,7 @@ def rounded(value: Any) -> Any:
 
 
 def delivered_form(recorded: dict, env_id: int) -> str:
-    """What becomes of a group that BaseEnv has recorded."""
+    """Returns a group that BaseEnv has recorded in the form in which it is delivered."""
     expected = {key: rounded(value) if key in FLOAT32 else value for key, value in recorded.items()}
     return json.dumps(expected | {"env_id": env_id}, sort_keys=True)
 
@@ -135,7 +137,7 @@ def test_an_environment_outlives_its_consumer_and_serves_the_next(
             defaults = dict.fromkeys(["ref_logprobs", "overrides", "group_overrides"])
             defaults |= dict.fromkeys(["distill_token_ids", "distill_logprobs"])
             made[delivered_form(defaults | group, env_id=0)] = item
-    items = sorted(made[group] for group in groups)  # KeyError: a group that nobody made
+    items = sorted(made[group] for group in groups)  # KeyError: a group that no environment made
     # Only what the killed process had under way may be missing, at the end: 8 workers.
     assert set(range(items[-1] - 8)) <= set(items)
     assert env.output.count("no consumer answers") == env.output.count("going on after") <= 2
@@ -236,7 +238,7 @@ def test_help_has_examples_and_the_script_keeps_its_own_help() -> None:
         ([SCRIPT], "--bridge"),
     ],
 )
-def test_what_cannot_start_says_why_and_exits_with_2(arguments: list[str], said: str) -> None:
+def test_a_script_that_cannot_start_says_why_and_exits_with_2(arguments: list[str], said: str) -> None:
     finished = command(*MODULE, *arguments)
     assert finished.returncode == 2
     assert said in finished.stderr

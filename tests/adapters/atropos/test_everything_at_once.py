@@ -1,5 +1,5 @@
-"""The whole of it: four kinds of environments on one bridge, three attached and one that posts to a gateway,
-and the real learner.
+"""Everything together: four kinds of environments on one bridge, three attached and one that posts to a
+gateway, and the real learner.
 
 One environment and the gateway are killed in the middle and started again. The count is the learner's own, of
 the lanes' own words.
@@ -118,7 +118,7 @@ def lanes_of(bridge: str) -> list[Any]:
 
 
 def left_over(bridge: str) -> int:
-    """Groups that nobody has released: the next consumer gets them."""
+    """Un-released groups, which the next consumer gets."""
     with shmbridge.Consumer(bridge) as consumer:
         records = consumer.poll(10_000)
         for record in records:
@@ -126,7 +126,7 @@ def left_over(bridge: str) -> int:
     return len(records)
 
 
-def test_nothing_is_lost_while_the_learner_trains(
+def test_groups_of_four_kinds_are_not_lost_while_the_learner_trains(
     bridge: str,
     start: Callable[..., Child],
     start_env: Callable[..., Any],
@@ -171,7 +171,7 @@ def test_nothing_is_lost_while_the_learner_trains(
         "100000",
         "--ignore-images",
     )
-    # as systemd's: who comes while the gateway is away waits
+    # as systemd's: clients that connect while the gateway is away wait
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
 
         def start_gateway() -> Child:
@@ -233,7 +233,7 @@ def test_nothing_is_lost_while_the_learner_trains(
         everyone = ("single", "multi", "stepwise", "posted", "seeded")
         until(lambda: seen(*everyone), learner, gateway, poster)
 
-        killed.send(signal.SIGSTOP)  # so that what it has committed stands still to be read
+        killed.send(signal.SIGSTOP)  # so that its committed records stay while they are read
         committed = sum(lane.records for lane in lanes_of(bridge) if lane.env_name == "seeded")
         assert killed.end(signal.SIGKILL) == -signal.SIGKILL
         gateway.end(signal.SIGKILL)

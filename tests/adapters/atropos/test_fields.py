@@ -238,7 +238,7 @@ SPOILED: dict[str, tuple[int, Callable[[Any, float], None]]] = {
 @pytest.mark.parametrize(
     ("name", "alone"), [*((name, False) for name in SPOILED), *((name, True) for name in PER_TOKEN)]
 )
-def test_what_has_no_json_is_refused_with_its_field_and_row(
+def test_a_value_that_has_no_json_is_refused_with_its_field_and_row(
     upstream: Upstream, bridged: Any, name: str, alone: bool, bad: float
 ) -> None:
     row, spoil = SPOILED[name]

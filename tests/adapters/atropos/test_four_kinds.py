@@ -2,7 +2,7 @@
 lost, nothing comes twice.
 
 The count is the lanes' own: produced = released + held + discarded. The content is what BaseEnv records, and,
-for the killed one whose file nobody flushed, what it can have made.
+for the killed one, whose file was not flushed, the groups that it can have made.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Learner:
             self.steps.append((rewards, ends))
 
     def finish(self) -> None:
-        """Also takes what fills no batch."""
+        """Takes the groups that fill no batch, too."""
         self._consumer.drain()
         self._thread.join(60)
         assert not self._thread.is_alive()
         self._train(groups=1)
 
 
-def test_nothing_is_lost_and_nothing_comes_twice(
+def test_groups_of_four_kinds_come_once_each(
     bridge: str,
     start_env: Callable[..., Any],
     groups_file: ModuleType,
@@ -151,7 +151,7 @@ def check_seeded(groups: list[dict[str, Any]], again: list[str], groups_file: Mo
     for item in range(2 * len(of_first) + 20):
         each = module.groups_of(item)
         made |= {groups_file.as_text(group): item for group in (each if isinstance(each, list) else [each])}
-    items = sorted(made[group] for group in of_first)  # KeyError: a group that nobody made
+    items = sorted(made[group] for group in of_first)  # KeyError: a group that no environment made
     assert set(range(items[-1] - 8)) <= set(items), "only what its 8 workers had under way may be missing"
 
 

@@ -1,4 +1,4 @@
-"""Environments attached one by one, from code: each to its own bridge, before it runs, and back again."""
+"""Environments attached one by one, from code: each to its own bridge, before it runs, and detached again."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_detaching_puts_in_the_lane_what_waits_and_leaves_the_environment_
         await env._register_env()  # the rollout server again, which is not there
 
 
-async def test_an_environment_runs_again_after_it_ended_or_was_attached_anew(
+async def test_an_environment_runs_again_after_it_ended_or_was_attached_again(
     make_env: Callable[..., Any], bridge: str, script: ModuleType
 ) -> None:
     env = make_env(items=1)
@@ -209,7 +209,7 @@ def test_an_instance_is_detached_also_when_its_loop_has_ended(
         assert tokens_of(consumer, []) == [[[1]]]
 
 
-def test_what_waits_for_room_is_counted_when_the_event_loop_ends_with_all_its_tasks(
+def test_groups_that_wait_for_room_are_counted_when_the_event_loop_ends(
     make_env: Callable[..., Any], bridge: str, script: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "shmbridge")
@@ -235,7 +235,7 @@ def test_what_waits_for_room_is_counted_when_the_event_loop_ends_with_all_its_ta
         tokens_of(consumer, [])
 
 
-def test_what_cannot_be_attached_is_said(
+def test_an_object_that_cannot_be_attached_is_refused(
     make_env: Callable[..., Any], bridge: str, other_bridge: str
 ) -> None:
     env = make_env()

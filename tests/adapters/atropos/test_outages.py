@@ -1,5 +1,5 @@
-"""What an attached environment outlives: a consumer that is away for seconds, a bridge that is removed under
-it, and what ends it.
+"""An attached environment survives a consumer that is away for seconds and a bridge that is removed under it;
+some errors end it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def attached(
     return make
 
 
-async def test_four_seconds_without_a_consumer_under_load(attached: Callable[..., Any], bridge: str) -> None:
+async def test_environments_under_load_outlast_four_seconds_without_a_consumer(
+    attached: Callable[..., Any], bridge: str
+) -> None:
     env = attached(collect_s=0.01, lane_bytes="1M")
     sequences: list[int] = []
 
@@ -87,7 +89,7 @@ async def test_four_seconds_without_a_consumer_under_load(attached: Callable[...
         assert (stats["held"], stats["dropped_total"]) == (0, 0)
 
 
-async def test_a_bridge_removed_by_force_is_made_anew_and_what_it_held_is_counted(
+async def test_a_bridge_removed_by_force_is_made_again_and_what_it_held_is_counted(
     attached: Callable[..., Any], bridge: str, script: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "shmbridge")
@@ -141,11 +143,11 @@ def held(bridge: str) -> int:
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["at once", "after a while without memory"])
-async def test_all_that_wait_for_room_in_a_removed_lane_go_into_the_next(
+async def test_groups_that_wait_for_room_in_a_removed_lane_go_into_the_next(
     bridge: str, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """Each finds out by itself; the first one opens the next lane, or, if that cannot be, whoever asks for
-    status later.
+    """Each sending worker finds the lane removed; the first one opens the next lane, or, if that fails, the
+    next request for status does.
     """
     with shmbridge.Consumer(bridge) as consumer:
         lane = EnvLane(LinkOptions(bridge, lane_bytes="64K"), "env")
@@ -253,7 +255,7 @@ async def test_an_environment_whose_every_group_is_refused_ends_and_says_why(
         assert consumer.stats()["records_total"] == 0
 
 
-async def test_good_groups_and_other_reasons_in_between_do_not_end_it(
+async def test_an_environment_is_not_ended_by_refusals_with_good_groups_or_other_reasons_in_between(
     attached: Callable[..., Any], bridge: str, script: ModuleType
 ) -> None:
     env = attached()
@@ -271,7 +273,7 @@ async def test_good_groups_and_other_reasons_in_between_do_not_end_it(
         await atropos.detach(env)
 
 
-def test_sigterm_while_it_waits_for_a_consumer(start_env: Callable[..., Any]) -> None:
+def test_sigterm_ends_an_environment_that_waits_for_a_consumer(start_env: Callable[..., Any]) -> None:
     env = start_env()
     env.until(lambda: "no consumer answers" in env.output)
     assert env.end(signal.SIGTERM) == 143

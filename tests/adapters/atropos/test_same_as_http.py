@@ -119,7 +119,7 @@ def start_unattached(tmp_path: Path, tokenizer: str) -> Iterator[Callable[..., s
 
 
 def comparable(group: dict[str, Any]) -> dict[str, Any]:
-    """What both paths are to agree on: upstream's fields, absent ones null as its server makes them,
+    """The fields on which both paths must agree: upstream's, absent ones null as its server makes them,
     per-token floats as float32.
     """
     fields = {name: group.get(name) for name in FIELDS - {"env_id"}}

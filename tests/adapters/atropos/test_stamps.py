@@ -1,5 +1,5 @@
-"""Rows of tokens looked up among the answers a worker heard: what is found, what is not, and what is never
-guessed.
+"""Rows of tokens looked up among the answers a worker heard: which are found, which are not, and which are
+ambiguous and so left open.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from stamped_rows import BEGAN, LONG, NOW, PROMPT, bounds, column, generated, gr
 
 from shmbridge.producers.atropos import version_stamps
 from shmbridge.producers.atropos.response_index import Ledger
-from shmbridge.producers.atropos.responses import UNKNOWN, Completion, completions_in
 from shmbridge.producers.atropos.version_stamps import CONTRADICTORY, NOT_TAKEN, UNCLEAR, stamp
+from shmbridge.producers.rollout.responses import UNKNOWN, Completion, completions_in
 
 # --- found ------------------------------------------------------------------------------------------------
 
@@ -39,14 +39,14 @@ def test_several_turns_have_a_stretch_each() -> None:
     assert bounds(stamped) == (3, 6)
 
 
-def test_what_was_sampled_and_is_not_trained_is_stamped_too() -> None:
+def test_sampled_tokens_that_are_not_trained_are_stamped_too() -> None:
     """Turns before the last are masked in trees of sequences."""
     ledger = ledger_of(under(PROMPT, [5, 6], 3), under([*PROMPT, 5, 6, 9], [4], 5))
     stamped = stamp(group(([*PROMPT, 5, 6, 9], [4])), ledger, BEGAN, NOW)
     assert column(stamped) == [[-1, -1, -1, 3, 3, -1, 5]]
 
 
-def test_a_turn_whose_prompt_was_tokenised_anew_is_found_where_training_begins() -> None:
+def test_a_turn_whose_prompt_was_tokenised_again_is_found_where_training_begins() -> None:
     ledger = ledger_of(under(PROMPT, [5, 6], 3), under([1, 1, 1, 1], [4, 4], 5))
     stamped = stamp(group(([*PROMPT, 5, 6, 9], [4, 4])), ledger, BEGAN, NOW)
     assert column(stamped) == [[-1, -1, -1, 3, 3, -1, 5, 5]]
@@ -59,7 +59,7 @@ def test_answers_without_a_prompt_are_found() -> None:
     assert column(stamped) == [[-1, -1, -1, 3, 4, 4]]
 
 
-def test_turns_with_nothing_between_them() -> None:
+def test_turns_with_nothing_between_them_are_found() -> None:
     ledger = ledger_of(under(None, [1, 2, 3, 4], 3), under(None, [5, 6, 7, 8], 4))
     assert column(stamp(group((PROMPT, [1, 2, 3, 4, 5, 6, 7, 8])), ledger, BEGAN, NOW)) == [
         [-1, -1, -1, 3, 3, 3, 3, 4, 4, 4, 4]
@@ -77,7 +77,7 @@ def test_turns_with_nothing_between_them() -> None:
     ids=["cut", "added", "dropped", "replaced"],
 )
 @pytest.mark.parametrize("prompt", [PROMPT, None, [1, *PROMPT]])
-def test_an_answer_that_was_cut_or_ended_anew(
+def test_an_answer_that_was_cut_or_given_another_end_is_found(
     trained: list[int], expected: list[int], prompt: list[int] | None
 ) -> None:
     ledger = ledger_of(generated(prompt, (LONG, said((3, 0, 10), (4, 10, 30)))))
@@ -93,7 +93,7 @@ def test_equal_answers_of_one_version_are_no_trouble() -> None:
 
 
 @pytest.mark.parametrize("form", [np.array, tuple, lambda row: np.array(row, np.int64)])
-def test_rows_in_any_form(form: Any) -> None:
+def test_rows_are_found_in_any_form(form: Any) -> None:
     given_group = group((PROMPT, [5, 6]))
     for name in ("tokens", "masks"):
         given_group[name] = [form(row) for row in given_group[name]]
@@ -103,7 +103,7 @@ def test_rows_in_any_form(form: Any) -> None:
 # --- not found --------------------------------------------------------------------------------------------
 
 
-def test_without_any_version_all_is_as_before() -> None:
+def test_stamps_without_any_version_leave_all_as_before() -> None:
     for ledger in (
         None,
         Ledger(),
@@ -114,8 +114,8 @@ def test_without_any_version_all_is_as_before() -> None:
         assert (bounds(stamped), stamped.column, stamped.unclear) == ((BEGAN, NOW), None, {})
 
 
-def test_what_is_not_found_is_as_old_as_what_began_it() -> None:
-    """The second row comes from nowhere: no answer is left that could be it."""
+def test_a_row_that_is_not_found_is_as_old_as_its_worker() -> None:
+    """The second row matches no answer, and every answer has a row of its own."""
     stamped = stamp(group((PROMPT, [5]), (PROMPT, [6])), ledger_of(under(PROMPT, [5], 60)), BEGAN, NOW)
     assert column(stamped) == [[-1, -1, -1, 60], [-1, -1, -1, -1]]
     assert bounds(stamped) == (BEGAN, NOW)
@@ -124,7 +124,7 @@ def test_what_is_not_found_is_as_old_as_what_began_it() -> None:
 
 
 def test_a_row_may_be_an_answer_that_was_not_found() -> None:
-    """Tokenised again, it has other tokens; it is as old as what the worker was answered."""
+    """Tokenised again, the row has other tokens; its age is that of the answers that the worker got."""
     body = {"choices": [{}, {}], "weight_version": 61, "oldest_weight_version": 60}
     stamped = stamp(group((PROMPT, [5]), (PROMPT, [6])), ledger_of(body), BEGAN, NOW)
     assert (bounds(stamped), stamped.column) == ((60, 61), None)
@@ -171,7 +171,7 @@ def test_a_worker_that_sends_twice_is_answered_in_between() -> None:
     assert column(stamp({"tokens": [[*PROMPT, 6]]}, ledger, BEGAN, NOW)) == [[-1, -1, -1, 4]]
 
 
-def test_without_masks_only_whole_answers_from_the_beginning_are_found() -> None:
+def test_rows_without_masks_match_only_whole_answers_from_the_beginning() -> None:
     bare = {"tokens": [[*PROMPT, 5, 6]]}
     assert column(stamp(bare, ledger_of(under(PROMPT, [5, 6], 3)), BEGAN, NOW)) == [[-1, -1, -1, 3, 3]]
 
@@ -179,7 +179,7 @@ def test_without_masks_only_whole_answers_from_the_beginning_are_found() -> None
 @pytest.mark.parametrize(
     "tokens", [None, [], [[]], [["x"]], [[1.5]], [[1 << 40]], 3, "text", [3], [[1], None], [[[1]]]]
 )
-def test_what_are_no_tokens_is_left_alone(tokens: Any) -> None:
+def test_values_that_are_no_tokens_are_left_alone(tokens: Any) -> None:
     for masks in (None, tokens, [[1]]):
         assert bounds(
             stamp({"tokens": tokens, "masks": masks}, ledger_of(under([1], [2], 3)), BEGAN, NOW)
@@ -197,7 +197,7 @@ def test_equal_answers_of_two_versions_are_unclear() -> None:
     assert stamped.unclear == {UNCLEAR: 1}
 
 
-def test_of_two_lengths_the_one_that_is_trained_as_a_whole_is_meant() -> None:
+def test_the_length_that_is_trained_as_a_whole_is_taken_of_two() -> None:
     ledger = ledger_of(under(PROMPT, [5], 3), under(PROMPT, [5, 6, 7], 4))
     stamped = stamp(group((PROMPT, [5], [6, 7]), (PROMPT, [5, 6, 7])), ledger, BEGAN, NOW)
     assert column(stamped) == [[-1, -1, -1, 3, -1, -1], [-1, -1, -1, 4, 4, 4]]
@@ -210,7 +210,7 @@ def test_of_two_lengths_the_one_that_is_trained_as_a_whole_is_meant() -> None:
     )
 
 
-def test_where_they_agree_they_are_believed() -> None:
+def test_ambiguous_answers_are_believed_where_they_agree() -> None:
     ledger = ledger_of(*(generated(PROMPT, ([5, 6], said((3, 0, 1), (version, 1, 2)))) for version in (3, 4)))
     assert column(stamp(group((PROMPT, [5, 6])), ledger, BEGAN, NOW)) == [[-1, -1, -1, 3, -1]]
 
@@ -252,7 +252,7 @@ def test_spans_for_another_number_of_answers_are_believed_for_none() -> None:
     }
 
 
-def test_after_its_worker_has_ended_a_ledger_hears_nothing_more() -> None:
+def test_a_ledger_records_nothing_after_its_worker_has_ended() -> None:
     ledger = ledger_of(under(PROMPT, [5], 3))
     ledger.close()
     ledger.note(completions_in(under(PROMPT, [6], 4)))
@@ -261,7 +261,7 @@ def test_after_its_worker_has_ended_a_ledger_hears_nothing_more() -> None:
 
 
 def test_the_same_few_tokens_a_thousand_times_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A game's moves, in rows that do not begin with the prompts that were answered."""
+    """The rows are a game's moves and do not begin with the prompts that were answered."""
     placed = 0
 
     def counted(*args: Any) -> None:
@@ -291,14 +291,14 @@ def test_the_same_few_tokens_a_thousand_times_are_looked_at_once(monkeypatch: py
 # --- the environment's own --------------------------------------------------------------------------------
 
 
-def test_what_the_environment_says_itself_wins() -> None:
+def test_own_versions_of_the_environment_win() -> None:
     own = [[-1, -1, -1, 8]]
     stamped = stamp(group((PROMPT, [5]), token_versions=own), ledger_of(under(PROMPT, [5], 3)), BEGAN, NOW)
     assert stamped.column is own
     assert bounds(stamped) == (8, 8)
 
 
-def test_where_it_says_nothing_of_trained_tokens_the_worker_bounds_it() -> None:
+def test_trained_tokens_that_the_environment_does_not_stamp_are_bounded_by_the_worker() -> None:
     assert bounds(stamp(group((PROMPT, [5, 6]), token_versions=[[-1, -1, -1, 8, -1]]), None, BEGAN, NOW)) == (
         8,
         NOW,
@@ -307,7 +307,7 @@ def test_where_it_says_nothing_of_trained_tokens_the_worker_bounds_it() -> None:
 
 
 @pytest.mark.parametrize("own", [[[8]], [[8, 8, 8, -2]], 3, [], [["x"] * 4], [[1.5] * 4], "8888"])
-def test_what_are_no_versions_is_counted_and_not_taken(own: Any) -> None:
+def test_values_that_are_no_versions_are_counted_and_not_taken(own: Any) -> None:
     stamped = stamp(group((PROMPT, [5]), token_versions=own), ledger_of(under(PROMPT, [5], 3)), BEGAN, NOW)
     assert (bounds(stamped), stamped.unclear) == ((3, 3), {NOT_TAKEN: 1})
 

@@ -1,5 +1,5 @@
-"""Answers that look like those a row was made of and are not: no token of it gets another's version, and no
-lookup holds the event loop.
+"""Answers that look like those a row was made of: no token gets the version of a wrong answer, and no lookup
+blocks the event loop.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stamped_rows import BEGAN, LONG, NOW, PROMPT, bounds, column, group, ledger_of, under
 
 from shmbridge.producers.atropos import response_index
-from shmbridge.producers.atropos.responses import completions_in
 from shmbridge.producers.atropos.version_stamps import NOT_TAKEN, UNCLEAR, stamp
+from shmbridge.producers.rollout.responses import completions_in
 
 
 def chat(
@@ -32,7 +32,7 @@ def chat(
 
 
 def test_a_text_that_was_also_answered_without_tokens_may_be_that_answer() -> None:
-    """A server is asked for tokens once it has said a version: its first answers have none."""
+    """A server is asked for tokens only after an answer with a version, so its first answers have none."""
     turns = ledger_of(chat("A", 3), chat(" A", 4, [5], [*PROMPT, 5, 1]))
     stamped = stamp(group((PROMPT, [5], [1], [5])), turns, BEGAN, NOW)
     assert (stamped.column, bounds(stamped), stamped.unclear) == (None, (3, 4), {UNCLEAR: 1})
@@ -131,7 +131,7 @@ def test_wide_tokens_are_not_taken_for_what_their_low_bits_are() -> None:
     [[[np.array([1, 2])] * 4], [["x"] * 4], [[float("nan")] * 4], [[None] * 4], [[[1]] * 4], [np.array(3)]],
 )
 @pytest.mark.parametrize("prompt", [PROMPT, None])
-def test_what_is_no_mask_is_none(masks: Any, prompt: list[int] | None) -> None:
+def test_a_value_that_is_no_mask_counts_as_none(masks: Any, prompt: list[int] | None) -> None:
     heard = ledger_of(under(prompt, [5], 3), under(prompt, [5, 6], 4))
     assert bounds(stamp({"tokens": [[*PROMPT, 5]], "masks": masks}, heard, BEGAN, NOW))[0] == 3
 
@@ -178,8 +178,8 @@ def _canonical(text: str) -> list[str]:
 
 
 def test_answers_that_begin_alike_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of tools begin with the same twenty tokens; each run took a comparison with each answer, seconds
-    of the event loop.
+    """Calls of tools begin with the same twenty tokens. Comparing each run with each answer took seconds of
+    the event loop.
     """
     looked = 0
 

@@ -32,7 +32,7 @@ def said(*rewards: list[Any]) -> list[list[dict[str, Any]]]:
     ]
 
 
-def test_without_being_asked_rewards_stay_in_their_messages() -> None:
+def test_rewards_stay_in_their_messages_unless_asked_for() -> None:
     group = {**GROUP, "messages": said([0.5, 1.0], [0.25])}
     assert carried(group).group == group
     assert carried({**GROUP, "step_rewards": [[0.5], [1.0]]}).group == {

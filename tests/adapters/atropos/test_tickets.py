@@ -1,5 +1,5 @@
-"""An unedited environment whose workers begin only when the consumer has room: what is under way is bounded,
-also while they generate.
+"""An unedited environment whose workers begin only when the consumer has room: groups under way are bounded,
+also while they are generated.
 """
 
 import time
@@ -29,7 +29,7 @@ def under_way(consumer: shmbridge.Consumer) -> float:
 
 
 def test_workers_begin_as_the_steps_make_room(start_env, make_consumer) -> None:
-    """Every tenth item but one sends two groups under one ticket: so many may be over the limit."""
+    """Some items send two groups under one ticket; that many groups may be over the limit."""
     consumer = limited(make_consumer, 1)
     env = start_env(*AHEAD, options=("--tickets",))
     env.until(lambda: consumer.stats()["queue_groups"] >= 2 * GROUPS)
@@ -46,7 +46,7 @@ def test_workers_begin_as_the_steps_make_room(start_env, make_consumer) -> None:
     assert consumer.stats()["groups_begun_total"] >= 6 * GROUPS // 2
 
 
-def test_without_tickets_only_what_is_queued_holds_them_back(start_env, make_consumer) -> None:
+def test_workers_without_tickets_are_held_back_only_by_what_is_queued(start_env, make_consumer) -> None:
     consumer = limited(make_consumer, 1)
     env = start_env(*AHEAD)
     env.until(lambda: consumer.stats()["queue_groups"] > 6 * GROUPS)

@@ -1,4 +1,4 @@
-"""What upstream stumbles over, made good by attaching, or said with what to do."""
+"""Upstream's bugs: attaching works around them, or an error says what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"
 
 
 class BatchEncoding(UserDict):
-    """As transformers 5 returns it: its length is that of its keys."""
+    """The result as transformers 5 returns it: its length is the number of its keys."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_chat_templates_of_transformers_5_are_tokens_for_attached_environments(
 
 
 @pytest.mark.usefixtures("like_five")
-def test_on_the_command_line_also_tokenizers_that_a_script_makes_itself(
+def test_chat_templates_of_a_scripts_own_tokenizers_are_tokens_on_the_command_line(
     bridge: str,
     tokenizer: str,
     tmp_path: Path,
@@ -132,7 +132,7 @@ def test_a_lone_server_config_is_the_server_that_is_asked(
     assert len(urls(script.SeededEnv(config, lone))) == 4
 
 
-def test_on_a_cluster_a_lone_server_config_is_left_to_upstream(
+def test_a_lone_server_config_on_a_cluster_is_left_to_upstream(
     monkeypatch: pytest.MonkeyPatch, lone: Any
 ) -> None:
     def begin(env: Any, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Versions end to end: from what an inference server says, through Atropos' own server classes and an
 unedited environment, to the record.
 
-The server is a stand-in that samples tokens at random and says of each which version it chose for it; it
-speaks HTTP, and keeps the truth.
+The server is a stand-in over HTTP: it samples tokens at random, chooses a version for each, and keeps both to
+compare with.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StandIn:
     async def sample(
         self, request: web.Request, prompt: list[int], n: int
     ) -> list[tuple[list[int], list[int]]]:
-        """The wanted answers, each token with the version that is said to have sampled it."""
+        """The requested answers, each token with the version that the stand-in names for it."""
         self.asked.append(request.path)
         if self.gate is not None:
             await self.gate.wait()
@@ -364,7 +364,7 @@ def as_it_was(record: shmbridge.Record, server: StandIn) -> None:
 # --- token by token ---------------------------------------------------------------------------------------
 
 
-async def test_one_request_for_a_group_each_of_its_answers_spans_an_update(
+async def test_answers_of_one_request_that_span_an_update_have_both_versions(
     make_env: Any, consumer: Any, server: StandIn
 ) -> None:
     record = await record_of(await make_env(Together), consumer)
@@ -373,7 +373,7 @@ async def test_one_request_for_a_group_each_of_its_answers_spans_an_update(
     assert span(record) == (3, 7)
 
 
-async def test_several_turns(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_several_turns_have_their_versions(make_env: Any, consumer: Any, server: StandIn) -> None:
     env = await make_env(Managed)
     env.turns = 3
     record = await record_of(env, consumer)
@@ -393,7 +393,9 @@ async def test_a_tree_of_sequences_whose_earlier_turns_are_masked(
     assert len({version for version in last.tolist() if version >= 0}) >= 4
 
 
-async def test_more_answers_than_a_request_may_ask_for(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_more_answers_than_a_request_may_ask_for_have_their_versions(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     class Many(Managed):
         async def collect_trajectories(self, item: int) -> Any:
             prompt, outputs, _, _ = await self.server.tokens_and_logprobs_completion(
@@ -507,8 +509,8 @@ async def test_answers_to_what_atropos_asks_again(
 
 
 async def test_evaluation_is_not_heard_by_a_worker(make_env: Any, consumer: Any, server: StandIn) -> None:
-    """The worker's rows come from text, so it goes by all it was answered; what evaluation was answered is
-    older.
+    """The worker's rows come from text, so all its answers bound them; evaluation's answers are older and
+    must not count.
     """
     server.names_tokens, server.updates = False, False
     env = await make_env(Chat, server_type="openai")
@@ -528,8 +530,8 @@ async def test_evaluation_is_not_heard_by_a_worker(make_env: Any, consumer: Any,
 async def test_health_checks_are_not_heard(
     make_env: Any, consumer: Any, server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first worker that asks starts them, in its own context: its ledger would grow for ever, with
-    answers to nobody.
+    """The first worker that asks starts the health checks in its own context, so its ledger would grow for
+    ever.
     """
     noted = []
     monkeypatch.setattr(response_hooks.Ledger, "note", lambda ledger, answers: noted.extend(answers))
@@ -566,8 +568,8 @@ class Direct(Managed):
 async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
     make_env: Any, consumer: Any, server: StandIn, bridge: str, model: Path, pushed: bool
 ) -> None:
-    """The learner publishes a version before and one between two turns: what a token is stamped with is what
-    the server held.
+    """The learner publishes one version before and one between two turns; each token's stamp is the version
+    that the server held.
     """
     from transformers import AutoModelForCausalLM
 
@@ -630,7 +632,9 @@ async def test_chats_with_tokens_are_found_in_rows_by_the_template(
 async def test_a_server_that_names_versions_is_asked_for_tokens(
     make_env: Any, consumer: Any, server: StandIn
 ) -> None:
-    """As vLLM's, which names none unless asked to; what an environment asks for beside stays."""
+    """vLLM's server names tokens only when asked to; other fields of the environment's request stay as they
+    are.
+    """
     server.updates = server.names_tokens = False
     env = await make_env(Chat, server_type="openai")
     first, second = await record_of(env, consumer), await record_of(env, consumer)
@@ -676,7 +680,9 @@ async def test_choices_of_several_requests_that_upstream_puts_together(
 
 
 async def test_sglang_bounds_the_newest(make_env: Any, consumer: Any, server: StandIn) -> None:
-    """It says the version at the end alone; the oldest is what the learner had published, or older still."""
+    """SGLang names only the version at the end; the oldest one may be any up to what the learner had
+    published.
+    """
     record = await record_of(await make_env(Managed, server_type="sglang", path="/sglang"), consumer)
     assert "token_versions" not in record
     assert span(record) == (4, 7)
@@ -749,7 +755,9 @@ async def test_own_versions_that_are_none_stay_what_they_were(
 
 
 async def test_the_cut_goes_by_the_oldest_that_sampled(make_env: Any, consumer: Any, server: StandIn) -> None:
-    """The learner has published more than the sampler has loaded: a record is as old as what sampled it."""
+    """The learner has published more than the sampler has loaded: a record is as old as the version that
+    sampled it.
+    """
     env = await make_env(Together)
     await work_on(env, 1)
     server.version = PUBLISHED - 1
@@ -762,7 +770,7 @@ async def test_the_cut_goes_by_the_oldest_that_sampled(make_env: Any, consumer: 
     batch.release()
 
 
-async def test_without_an_attachment_nothing_is_heard(bridge: str) -> None:
+async def test_responses_are_not_recorded_without_an_attachment(bridge: str) -> None:
     from aiohttp import ClientResponse
     from atroposlib.envs.server_handling import openai_server, sglang_server, vllm_server
     from openai.resources.chat.completions import AsyncCompletions as AsyncChatCompletions

@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """What `holds` returns once that is true; TimeoutError after `timeout_s`."""
+    """Returns the result of `holds` once that is true; TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not (value := holds()):
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A bridge as a torch data set: what the tensors are, when leases end, and what a state is good for."""
+"""A bridge as a torch data set: its tensors, the ends of leases, and what a saved state restores."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_rows_of_one_token_are_not_taken_for_scalars(bridge, producer):
     assert [row["score"].shape for row in rows] == [torch.Size([])] * 2
 
 
-def test_held_for_a_checkpoint_nothing_is_given_back_before(bridge, producer):
+def test_records_held_for_a_checkpoint_are_released_by_release_only(bridge, producer):
     put(producer, 0, 6)
     with BridgeDataset(bridge, groups=GROUPS, hold="checkpoint") as data:
         assert numbers(take(data, 2)) == [0, 1, 2, 3]
@@ -179,7 +179,7 @@ def test_held_for_a_checkpoint_nothing_is_given_back_before(bridge, producer):
     assert left_over(bridge) == [4, 5]
 
 
-def test_held_for_a_checkpoint_that_never_comes_is_an_error_with_the_numbers(bridge):
+def test_holding_for_a_checkpoint_that_never_comes_is_an_error_with_the_numbers(bridge):
     tokens = [[1] * 5_000] * 4
     with (
         shmbridge.Producer(bridge, lane_bytes="256K", on_full="drop") as producer,
@@ -193,7 +193,7 @@ def test_held_for_a_checkpoint_that_never_comes_is_an_error_with_the_numbers(bri
 
 
 @pytest.mark.parametrize("hold", ["step", "checkpoint"])
-def test_what_a_state_holds_is_not_handed_out_again(bridge, producer, hold):
+def test_records_in_a_state_are_not_handed_out_again(bridge, producer, hold):
     put(producer, 0, 6)
     with BridgeDataset(bridge, groups=GROUPS, hold=hold) as data:
         assert numbers(take(data, 2)) == [0, 1, 2, 3]
@@ -228,9 +228,8 @@ def test_a_state_in_the_middle_of_a_group_goes_on_with_its_next_row(bridge, prod
 
 @pytest.mark.parametrize("items", ["batches", "rows"])
 def test_two_resumes_over_uneven_lanes_hand_each_group_out_once(bridge, items):
-    """Each process but the last ends after a state is saved and before the release.
-
-    The second takes little, so little comes to it.
+    """Each process but the last ends after a state is saved and before the release. The second takes few
+    groups, so few are redelivered to it.
     """
     size = SIZE if items == "rows" else 1  # items of a group
     found, state = [], None
@@ -286,7 +285,7 @@ def test_states_do_not_grow_with_resumes(bridge, producer, items):
     assert found == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_was_consumed_behind_a_state_is_counted_as_gone(bridge, producer):
+def test_records_consumed_after_a_state_are_counted_as_gone(bridge, producer):
     put(producer, 0, 6)
     with BridgeDataset(bridge, groups=1, prefetch=0) as data:
         take(data, 1)
@@ -332,7 +331,7 @@ def test_a_state_is_not_loaded_over_items_that_are_out(bridge, producer):
             data.load_state_dict(data.state_dict())
 
 
-def test_nothing_comes_in_time(bridge, producer):
+def test_a_batch_that_does_not_come_in_time_is_an_error_and_comes_later(bridge, producer):
     put(producer, 0, 1)
     with BridgeDataset(bridge, groups=2, timeout_s=0.2) as data:
         with pytest.raises(shmbridge.ConsumerEmpty):
@@ -403,9 +402,7 @@ def test_rows_without_a_mask_train_nothing_unless_that_is_asked_for(bridge, prod
 
 
 def test_environments_that_wait_for_a_run_are_told_of_one(bridge):
-    """The snippet of the docs names no run, and an Atropos environment puts nothing before it has heard of
-    one.
-    """
+    """The docs' snippet names no run, and an Atropos environment puts nothing before a run is announced."""
     from shmbridge.control.client import ControlClient
     from shmbridge.control.messages import Register, Registered
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[3]
 
-# A training run: its whole memory is the checkpoint. It kills itself where the test says, for a kill to hit
+# A training run whose only state is the checkpoint. It kills itself where the test says, for a kill to hit
 # that very place.
 TRAINER = """
 import json, os, signal, sys
@@ -106,7 +106,7 @@ def train(bridge, folder, hold, *, steps, save_every, kill_at="never", kill_step
     [("item", 4, 0), ("saved", 8, 4), ("released", 8, 0)],
     ids=["training", "saved", "released"],
 )
-def test_with_leases_until_the_checkpoint_every_group_is_trained_once(
+def test_every_group_is_trained_once_with_leases_until_the_checkpoint(
     bridge, producer, tmp_path, kill_at, in_checkpoint, skipped
 ):
     put(producer, 0, 12)
@@ -125,7 +125,7 @@ def test_with_leases_until_the_checkpoint_every_group_is_trained_once(
     assert (4 in saved["again"]) == (kill_at == "item")
 
 
-def test_without_them_a_kill_costs_what_was_released_since_the_checkpoint_and_says_how_much(
+def test_a_kill_without_held_leases_costs_and_counts_what_was_released_since_the_checkpoint(
     bridge, producer, tmp_path
 ):
     put(producer, 0, 14)

@@ -1,6 +1,4 @@
-"""What a BridgeDataset releases, and when: every row and column of docs/reference/releases.md that is the
-data set's.
-"""
+"""What a BridgeDataset releases, and when: all of its rows and columns in docs/reference/releases.md."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def data(bridge: str, producer: shmbridge.Producer, way: Way) -> BridgeDataset:
 
 @pytest.fixture
 def left(make_consumer: Callable[[], shmbridge.Consumer]) -> Callable[[], list[int]]:
-    """What the next consumer gets."""
+    """Returns the groups that the next consumer gets."""
 
     def take() -> list[int]:
         gc.collect()
@@ -90,7 +88,7 @@ def test_a_step_releases_what_the_last_one_yielded_or_nothing(
 
 # a rank's shares are released by its steps alone
 @pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.name)
-def test_its_own_word_releases_what_was_handed_out(way: Way, data: BridgeDataset, left: Any) -> None:
+def test_release_of_a_data_set_releases_what_was_handed_out(way: Way, data: BridgeDataset, left: Any) -> None:
     with data:
         items = iter(data)
         for _ in range(HANDED_OUT):
@@ -131,7 +129,7 @@ def test_an_exception_releases_nothing(way: Way, data: BridgeDataset, left: Any,
 
 @ways
 @pytest.mark.parametrize("end", ["close", "with", "collected"])
-def test_its_end_releases_nothing(way: Way, data: BridgeDataset, left: Any, end: str) -> None:
+def test_the_end_of_a_data_set_releases_nothing(way: Way, data: BridgeDataset, left: Any, end: str) -> None:
     items = iter(data)
     for _ in range(HANDED_OUT):
         next(items)
@@ -149,8 +147,8 @@ def test_its_end_releases_nothing(way: Way, data: BridgeDataset, left: Any, end:
 def test_a_worker_releases_at_its_own_steps_and_nothing_at_an_end(
     bridge: str, producer: shmbridge.Producer, left: Any, until: Any, end: str, kind: str
 ) -> None:
-    """The worker is asked for one item ahead: with two taken it goes on to its third, or waits for it, and
-    has given two back.
+    """The worker is asked for one item ahead: when two are taken it makes or awaits its third, and has
+    released two.
     """
     data = BridgeDataset(bridge, groups=1, items=kind, timeout_s=30.0)
     loader = DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=1)
@@ -174,8 +172,8 @@ def test_a_worker_releases_at_its_own_steps_and_nothing_at_an_end(
 def test_a_break_in_a_worker_loses_what_the_page_says(
     bridge: str, make_producer: Any, until: Any, persistent: bool, lost: int
 ) -> None:
-    """With two items asked for ahead: what a loader has in its hands is dropped, and a worker that ends holds
-    its last one still.
+    """With two items asked for ahead, items in the loader are dropped, and a worker that ends still holds its
+    last one.
     """
     producer = make_producer(lane_bytes="1M")
     for number in range(12):
@@ -194,7 +192,7 @@ def test_a_break_in_a_worker_loses_what_the_page_says(
 
 
 @ways
-def test_ten_thousand_records_and_none_dropped(bridge: str, make_producer: Any, way: Way) -> None:
+def test_ten_thousand_records_pass_and_no_lease_is_dropped(bridge: str, make_producer: Any, way: Way) -> None:
     producer, at_once = make_producer(lane_bytes="4M"), 100
     with BridgeDataset(bridge, groups=at_once, timeout_s=10.0, **way.options) as data:
         items, numbers = iter(data), []
@@ -216,5 +214,5 @@ def test_ten_thousand_records_and_none_dropped(bridge: str, make_producer: Any, 
 
 
 def from_last(count: int) -> list[int]:
-    """The last share of a rank, which no further step has released."""
+    """The last share of a rank, which no later step has released."""
     return list(range(RECORDS - count, RECORDS))

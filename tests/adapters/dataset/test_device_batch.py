@@ -36,7 +36,7 @@ GROUPS = [
 
 
 class Recorder:
-    """A driver that has no device: what it was asked."""
+    """A driver without a device; records its calls."""
 
     def __init__(self, refuse_after=None):
         self.registered, self.refuse_after, self.asked = {}, refuse_after, 0
@@ -59,7 +59,7 @@ class Recorder:
 
 
 class Event:
-    """What a device says about copies under way: here, how often it was waited for."""
+    """A device's event for copies in progress; counts how often it was waited for."""
 
     waited = 0
 
@@ -111,7 +111,7 @@ def test_values_are_those_of_a_gathered_batch(batches, producer, consumer, prefe
     assert consumer.stats()["held"] == 0
 
 
-def test_nothing_of_these_columns_is_gathered(batches):
+def test_columns_that_go_to_the_device_are_not_gathered(batches):
     """The host's arrays hold no byte of what goes straight to the device."""
     with DeviceCopies("cpu", COLUMNS) as copies:
         found = next(batches(copies))
@@ -144,7 +144,7 @@ def test_leases_last_until_release_and_tensors_longer(batches, consumer):
         assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_held_only_until_copied_with_gather(batches, consumer):
+def test_a_batch_under_gather_is_held_only_until_copied(batches, consumer):
     with DeviceCopies("cpu", COLUMNS) as copies:
         found = next(batches(copies, hold="gather"))
         assert consumer.stats()["held"] == 0
@@ -208,7 +208,7 @@ def test_no_part_crosses_the_border_of_two_registrations(producer, consumer):
     lanes.close()
 
 
-def test_what_is_refused_is_said_once_and_copied_all_the_same(batches, caplog):
+def test_a_refused_registration_is_logged_once_and_its_lane_copied_all_the_same(batches, caplog):
     driver = Recorder(refuse_after=1)
     with DeviceCopies("cpu", ("tokens",), PinnedLanes(driver, piece_bytes=4096)) as copies:
         found = next(batches(copies))

@@ -1,6 +1,4 @@
-"""What kind of engine listens at an address, by what it answers, and what an answer that says trouble is
-taken for.
-"""
+"""The kind of engine at an address, found by its responses, also when a response is an error."""
 
 from __future__ import annotations
 
@@ -34,13 +32,13 @@ class Answering:
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_each_kind_by_its_route(serving, path):
+def test_each_kind_of_engine_is_known_by_its_route(serving, path):
     said, kind = KINDS[path]
     server = Answering(**{path[1:]: (200, said)})
     assert type(engine_at(serving(server))) is kind
 
 
-def test_one_that_follows_is_not_pushed_to_and_one_that_says_no_health_is_not_asked_for_it(serving):
+def test_a_follower_is_not_pushed_to_and_sglang_is_not_asked_for_health(serving):
     routes = {path[1:]: (200, said) for path, (said, _) in KINDS.items()}
     assert type(engine_at(serving(Answering(**routes)))) is Following
     routes.pop("policy_version"), routes.pop("get_world_size")
@@ -52,8 +50,8 @@ def test_one_that_follows_is_not_pushed_to_and_one_that_says_no_health_is_not_as
 @pytest.mark.parametrize("status", [401, 500, 503])
 @pytest.mark.parametrize("path", KINDS)
 def test_a_server_in_trouble_is_not_taken_for_another_kind(bridge, serving, path, status):
-    """A follower whose front says 503 has vLLM's own routes behind it: it would be pushed to, and follow, at
-    once.
+    """A follower in trouble answers 503 and has vLLM's own routes too: it would be pushed to while it
+    follows.
     """
     later = list(KINDS)[list(KINDS).index(path) + 1 :]
     routes = {each[1:]: (200, KINDS[each][0]) for each in later}

@@ -1,5 +1,5 @@
-"""What `WeightSync.push` makes of a model with adapters of peft: what the model computes with, under its
-base's names, or a refusal.
+"""`WeightSync.push` of a model with peft adapters: it pushes the merged weights under the base model's names,
+or refuses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lora(**more):
 
 
 def trained(model):
-    """The adapters are no more what they began as, which changes nothing."""
+    """A model whose adapters differ from their initial values, which have no effect."""
     torch.manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -124,7 +124,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_a_sum_does_not_merge_is_refused_by_name_and_taken_as_a_merged_copy(base, bridge, pushed, kind):
+def test_adapters_that_a_sum_does_not_merge_are_refused_by_name_and_taken_as_a_merged_copy(
+    base, bridge, pushed, kind
+):
     config, told = REFUSED[kind]
     model = trained(get_peft_model(base, config()))
     if kind != "prompt":

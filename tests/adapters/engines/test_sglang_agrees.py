@@ -22,7 +22,7 @@ REQUESTS = {
 }
 
 
-def test_the_requests_are_those_of_the_package():
+def test_requests_of_the_stand_in_are_those_of_the_package():
     """Names and types of the fields, in whichever SGLang is there."""
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:

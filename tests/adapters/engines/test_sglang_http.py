@@ -183,7 +183,7 @@ def test_a_refusal_is_said_and_generation_continues(bridge, serving, sglang, tin
         assert sync.push(tiny_model(1)) == 1
 
 
-def test_what_a_killed_pusher_left_in_memory_goes_with_the_next_one(bridge, serving, sglang):
+def test_files_that_a_killed_pusher_left_go_with_the_next_one(bridge, serving, sglang):
     url = serving(sglang)
     with WeightSync(bridge, url) as sync:
         sync.push({"a": np.ones(3, np.float16), "b": np.ones((2, 2), np.int8), "c": np.zeros(())})
@@ -235,7 +235,7 @@ def test_requests_are_not_kept_by_an_sglang_whose_scheduler_would_end_of_it(
 
 
 @pytest.mark.parametrize("package", ["0.5.21", "0.5.23", "0.6.0rc1", "1.0", "0.0.0.dev1+g1234", "unknown"])
-def test_requests_are_kept_by_a_newer_one_or_one_that_does_not_say(bridge, serving, tiny_model, package):
+def test_requests_are_kept_by_a_newer_server_or_one_of_unknown_release(bridge, serving, tiny_model, package):
     sglang = StandInSglang(package=package)
     with WeightSync(bridge, serving(sglang)) as sync:
         for _ in range(3):
@@ -244,7 +244,7 @@ def test_requests_are_kept_by_a_newer_one_or_one_that_does_not_say(bridge, servi
     assert sglang.calls.count("/server_info") == 1  # it asks its schedulers for the answer: once is enough
 
 
-def test_one_that_a_pusher_before_sent_to_sleep_is_woken(bridge, serving, tiny_model):
+def test_a_server_that_an_earlier_pusher_sent_to_sleep_is_woken(bridge, serving, tiny_model):
     sglang = StandInSglang(memory_saver=True)
     url = serving(sglang)
     for version in range(3):  # programs, one after the other
@@ -255,7 +255,7 @@ def test_one_that_a_pusher_before_sent_to_sleep_is_woken(bridge, serving, tiny_m
             assert sync._fleet.newest_version() == version  # also while it sleeps
 
 
-def test_one_that_was_started_again_while_it_slept_is_awake(bridge, serving, tiny_model):
+def test_a_server_that_was_started_again_while_it_slept_is_awake(bridge, serving, tiny_model):
     sglang = StandInSglang(memory_saver=True)
     with WeightSync(bridge, serving(sglang)) as sync:
         with sync.updated(tiny_model(1)):
@@ -266,7 +266,7 @@ def test_one_that_was_started_again_while_it_slept_is_awake(bridge, serving, tin
         assert sglang.asleep
 
 
-def test_one_that_sleeps_is_not_sent_to_sleep_again_and_not_pushed_to(bridge, serving, tiny_model):
+def test_a_sleeping_server_is_not_sent_to_sleep_again_and_not_pushed_to(bridge, serving, tiny_model):
     sglang = StandInSglang(memory_saver=True)
     with WeightSync(bridge, serving(sglang)) as sync:
         with sync.updated(tiny_model(1)):
@@ -282,10 +282,10 @@ def test_one_that_sleeps_is_not_sent_to_sleep_again_and_not_pushed_to(bridge, se
 
 @pytest.mark.parametrize("pause", ["keep", "abort"])
 @pytest.mark.parametrize("at", ["/pause_generation", "/update_weights_from_disk"])
-def test_whatever_interrupts_a_push_generation_continues(
+def test_generation_continues_whatever_interrupts_a_push(
     bridge, serving, sglang, tiny_model, monkeypatch, at, pause
 ):
-    """As Ctrl-C in a notebook, whose process lives on: no child continues for it."""
+    """As Ctrl-C in a notebook: the process lives on, so the watchdog child does nothing."""
     import shmbridge.consumers.engines.sglang_http as module
 
     real = module.ask

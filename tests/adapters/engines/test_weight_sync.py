@@ -147,7 +147,7 @@ def change(model):
 
 
 @pytest.mark.parametrize(("engines", "version"), [(1, "0"), (2, "unknown")])
-def test_where_one_of_several_engines_may_have_a_version_samples_are_of_none(
+def test_samples_are_of_no_version_where_one_of_several_engines_may_have_it(
     bridge, serving, model, engines, version
 ):
     vllm = StandInVllm(engines=engines)
@@ -175,7 +175,7 @@ def test_a_load_that_could_not_be_undone_leaves_samples_of_no_version(bridge, se
 @pytest.mark.parametrize("silent", [True, False], ids=["silent", "cut"])
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
 def test_a_load_without_an_answer_leaves_samples_of_no_version(bridge, serving, vllm, model, path, silent):
-    """The server goes on with what it was told after its caller has given up."""
+    """The server goes on with the load after its caller has given up."""
     over = threading.Event()
 
     def answer(method, asked, query, body):
@@ -301,13 +301,13 @@ def test_a_server_without_the_routes_is_told_how_to_start(bridge, serving, model
         sync.push(model)
 
 
-def test_one_of_several_engines_fails_and_the_others_are_at_the_version(bridge, serving, model):
+def test_the_other_engines_are_at_the_version_when_one_fails(bridge, serving, model):
     left, right = StandInVllm(), StandInVllm()
     with (
         socket_without_listener() as nobody,
         WeightSync(bridge, [serving(left), nobody, serving(right)]) as sync,
     ):
-        said = rf"1 of 3 engines are not at version 0: {nobody}: nobody listens there"
+        said = rf"1 of 3 engines are not at version 0: {nobody}: no server listens there"
         with pytest.raises(EngineFailed, match=said):
             sync.push(model)
     assert (left.version, right.version) == ("0", "0")
@@ -315,7 +315,7 @@ def test_one_of_several_engines_fails_and_the_others_are_at_the_version(bridge, 
 
 
 class socket_without_listener:
-    """An address where nobody will listen meanwhile."""
+    """An address at which no server will listen during the test."""
 
     def __enter__(self):
         import socket
@@ -328,7 +328,7 @@ class socket_without_listener:
         self.taken.close()
 
 
-def test_what_is_no_engine(bridge):
+def test_an_object_that_is_no_engine_is_refused(bridge):
     with pytest.raises(EngineFailed, match="is no engine"):
         WeightSync(bridge, "127.0.0.1:8000")
     with pytest.raises(ValueError, match="none of keep, wait, abort"):
@@ -340,7 +340,7 @@ def test_what_is_no_engine(bridge):
 # --- around a rollout ---------------------------------------------------------------------------------------
 
 
-def test_inside_the_engine_is_awake_with_the_weights_and_asleep_afterwards(bridge, serving, model):
+def test_the_engine_is_awake_with_the_weights_inside_the_block_and_asleep_afterwards(bridge, serving, model):
     vllm = StandInVllm(can_sleep=True)
     url = serving(vllm)
     with WeightSync(bridge, url) as sync:
@@ -360,7 +360,7 @@ def test_an_engine_that_cannot_sleep_stays_awake(bridge, serving, vllm, model):
         assert "/sleep" not in vllm.calls
 
 
-def test_when_the_block_raises_the_memory_is_given_back_and_its_error_comes_through(bridge, serving, model):
+def test_a_block_that_raises_gives_the_memory_back_and_its_error_comes_through(bridge, serving, model):
     vllm = StandInVllm(can_sleep=True)
     with WeightSync(bridge, serving(vllm)) as sync:
         with pytest.raises(KeyError, match="mine"), sync.updated(model):
@@ -376,7 +376,7 @@ def test_when_the_block_raises_the_memory_is_given_back_and_its_error_comes_thro
             pass
 
 
-def test_when_the_update_fails_the_block_is_not_entered_and_the_engine_sleeps(bridge, serving, model):
+def test_a_block_is_not_entered_when_the_update_fails_and_the_engine_sleeps(bridge, serving, model):
     vllm = StandInVllm(can_sleep=True)
     vllm.failing["/update_weights"] = "broken"
     with WeightSync(bridge, serving(vllm)) as sync:
@@ -385,7 +385,7 @@ def test_when_the_update_fails_the_block_is_not_entered_and_the_engine_sleeps(br
         assert (vllm.asleep, vllm.paused) == (True, False)
 
 
-async def test_from_an_event_loop(bridge, serving, model):
+async def test_weight_sync_works_from_an_event_loop(bridge, serving, model):
     vllm = StandInVllm(can_sleep=True)
     with WeightSync(bridge, serving(vllm)) as sync:
         turns = 0
@@ -432,7 +432,7 @@ with WeightSync(bridge, url) as sync:
 
 @pytest.mark.parametrize("forks", ["alone", "forks"])
 @pytest.mark.parametrize("at", UPDATE)
-def test_what_a_killed_pusher_left_is_ended(bridge, serving, vllm, at, forks):
+def test_an_update_that_a_killed_pusher_left_is_ended(bridge, serving, vllm, at, forks):
     """The kill comes while the server is at a route, which it finishes afterwards, as servers do."""
     arrived, killed, ended = threading.Event(), threading.Event(), []
 
@@ -461,7 +461,7 @@ def test_what_a_killed_pusher_left_is_ended(bridge, serving, vllm, at, forks):
         finally:
             if sleeper:
                 os.kill(sleeper, signal.SIGKILL)
-        # A second one is the killed pusher's own: taken after its successor's pause, either would end that.
+        # Wait for every resume on behalf of the killed pusher: a late one would end its successor's pause.
         until(lambda: ended.count("/resume") == 2 + (at == "/resume"))
         assert not vllm.paused
         loaded = UPDATE.index(at) >= 2  # the segment had the version, and the server was told

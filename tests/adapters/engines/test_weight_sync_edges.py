@@ -1,5 +1,5 @@
-"""`WeightSync` where something comes in between: two pushes at once, a cancellation, Ctrl-C, an event loop
-that would wait for itself, and models that are wrapped, or of which a process has a part.
+"""`WeightSync` under two pushes at once, a cancellation, Ctrl-C, an event loop that would wait for itself,
+wrapped models, and models of which a process has only a part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shmbridge.weights import WeightsReader, WeightsWriter
 
 
 class Recording(Engine):
-    """Says what is asked of it, and whether that was ever two things at once."""
+    """An engine that records its calls, and whether two ever ran at once."""
 
     def __init__(self, address="http://recording"):
         self.address, self.said, self.busy, self.overlapped = address, [], False, False
@@ -87,8 +87,8 @@ async def test_pushes_at_once_come_one_after_the_other(bridge, engine):
 
 
 async def test_a_cancelled_push_is_over_when_its_cancellation_comes(bridge, engine):
-    """What follows may change the model, of which a version would otherwise have some tensors of before and
-    some of after.
+    """The caller may change the model after the cancellation; a push still running would write some tensors
+    of before and some of after.
     """
     with WeightSync(bridge, engine) as sync:
         engine.may.clear()
@@ -125,7 +125,9 @@ async def test_a_cancelled_entry_gives_the_memory_back(bridge, engine):
 
 
 def test_an_interrupted_push_is_over_before_an_engine_is_asked_again(bridge, monkeypatch):
-    """Ctrl-C while one of two engines hangs: its thread goes on, and must not meet that of the next push."""
+    """Ctrl-C while one of two engines hangs: its thread goes on, and must not overlap with that of the next
+    push.
+    """
     quick, slow = Recording("http://quick"), Recording("http://slow")
     with WeightSync(bridge, [quick, slow]) as sync:
         slow.may.clear()
@@ -175,7 +177,7 @@ async def test_a_push_that_would_wait_for_its_own_loop_is_refused_before_anythin
 
 
 class InTheLoop:
-    """An engine whose every step is of the loop that it lives in."""
+    """An engine whose every step runs in its own event loop."""
 
     alive, in_doubt = True, False
 

@@ -53,7 +53,7 @@ def group(mark: int, rows: int = 4, **more: Any) -> dict[str, Any]:
 
 
 def marks(batch: Any) -> list[int]:
-    """Which groups a batch has."""
+    """Returns the marks of a batch's groups."""
     return [each["tokens"][0][0] for each in batch]
 
 
@@ -231,7 +231,7 @@ class UpstreamProcess(ServerProcess):
 
 
 class RawClient:
-    """A client that reads as much of an answer as a test wants, and goes as it wants."""
+    """A client that reads as much of an answer as a test wants, and closes in the way it wants."""
 
     def __init__(self, api: Api, receive_buffer: int | None = None) -> None:
         self.socket = socket.socket()
@@ -277,6 +277,6 @@ class RawClient:
         self.socket.close()
 
     def reset(self) -> None:
-        """Goes with a reset, as a process that is killed with unread data does."""
+        """Closes with a reset, as the kernel does for a killed process with unread data."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()

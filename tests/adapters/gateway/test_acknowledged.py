@@ -1,4 +1,4 @@
-"""A batch is served until it was read, and a post is taken once, whatever becomes of the connection."""
+"""A batch is served again until it was read, and a post is taken once, whatever happens to the connection."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_batch_that_was_not_read_is_the_next_again(api: GatewayProcess):
 
 @MODES
 def test_a_batch_that_was_read_never_comes_again(api: GatewayProcess):
-    """Short or long, packed or not, whoever closes first."""
+    """Short or long, gzipped or not, whichever side closes first."""
     ways = itertools.product([(), (GZIP,), (CLOSE,), (CLOSE, GZIP)], [{}, LONG, {}])
     for mark, (headers, long) in enumerate(ways):
         api.put(mark, **long)
@@ -147,7 +147,7 @@ def test_a_batch_that_was_read_never_comes_again(api: GatewayProcess):
 
 @MODES
 def test_closing_without_reading_after_connection_close(api: GatewayProcess):
-    """The server has ended its side by then, and still hears of it."""
+    """The server has shut down its side by then, and still sees the client's close."""
     api.put(0)
     client = ask_for_batch(api, "connection: close")
     client.socket.recv(10)
@@ -161,7 +161,7 @@ def test_closing_without_reading_after_connection_close(api: GatewayProcess):
 def test_an_orderly_end_with_bytes_under_way_is_no_proof(
     start_gateway: Callable[..., GatewayProcess], numbers: int
 ):
-    """The peer's FIN comes while bytes are not yet acknowledged: whoever sent it has not read them."""
+    """The peer's FIN comes while bytes are not yet acknowledged, so the peer has not read them."""
     api = start_gateway(lane_bytes="16M")
     api.start(batch_size=4)
     api.put(0, advantages=[[0.123456789] * numbers] * 4)
@@ -236,13 +236,13 @@ def test_a_post_whose_answer_was_lost_is_taken_once(api: GatewayProcess, how: st
     api.put(1)  # not the same body: a new group
     assert sorted(mark for _ in range(4) for mark in api.batch_marks()) == [0, 1, 1, 2]
     assert api.batch_marks() is None
-    # who goes at once may not have been heard at all
+    # a client that closes at once may not have been heard at all
     assert how == "close" or api.stats()["posts_repeated_total"] == 2
 
 
 @pytest.mark.parametrize("mode", ["strict"])
 def test_a_repeated_post_is_answered_as_the_first_was(api: GatewayProcess):
-    """A group of a size of its own is buffered, whoever hears of it."""
+    """A group of an unusual size is buffered, whether or not its response is read."""
     env_id = api.register_env(group_size=4)["env_id"]
     posted = group(0, 3, env_id=env_id)
     lossy_post(api, "/scored_data", posted, "reset")
@@ -256,7 +256,7 @@ def test_a_repeated_post_is_answered_as_the_first_was(api: GatewayProcess):
 
 @MODES
 def test_equal_posts_that_were_answered_are_two(api: GatewayProcess):
-    """Also over one connection, and over two that stay open."""
+    """They are two also over one connection, and over two that stay open."""
     one, other = requests.Session(), requests.Session()
     for session in (one, one, other):
         assert session.post(api.url + "/scored_data", json=group(5)).json() == {"status": "received"}
@@ -299,9 +299,7 @@ def test_trainers_that_are_killed_all_the_time(start_gateway: Callable[..., Gate
 
 
 def test_a_connection_that_is_reset_when_its_answer_ends_is_given_up():
-    """Our end of the stream cannot be said any more: the connection goes, and with it the batch comes
-    again.
-    """
+    """The end of our stream cannot be sent any more: the connection is dropped, and the batch comes again."""
 
     class Reset:
         aborted = False

@@ -32,7 +32,7 @@ def api(start_gateway: Callable[..., GatewayProcess], request: pytest.FixtureReq
     return start_gateway("--compat", request.param)
 
 
-def test_before_anybody_registers(api: Api):
+def test_routes_answer_before_anybody_registers(api: Api):
     assert api.get("/").status_code == 200
     assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
@@ -159,7 +159,7 @@ def test_a_group_comes_back_as_it_was_posted(gateway: GatewayProcess):
 
 
 def test_rows_of_unequal_length_pass(api: Api):
-    """Nobody upstream checks lengths; what disagrees is carried as it is."""
+    """Upstream does not check lengths; unequal rows are carried as they are."""
     api.start(batch_size=4)
     posted = group(1, 4, advantages=[[0.5], [], [1.0, 2.0], [0.25]], inference_logprobs=[[0.5, 0.5, 0.5]])
     posted["masks"][0] = [-100]
@@ -168,14 +168,14 @@ def test_rows_of_unequal_length_pass(api: Api):
     assert {key: served[key] for key in posted} == posted
 
 
-def test_masks_that_are_more_than_masks(api: Api):
+def test_masks_that_are_more_than_masks_come_back(api: Api):
     api.start(batch_size=4)
     posted = group(1) | {"masks": [[-100, 77, 3]] * 4}
     api.post("/scored_data", posted)
     assert api.batch()[0]["masks"] == posted["masks"]
 
 
-def test_lists_of_groups(api: Api):
+def test_lists_of_groups_are_taken(api: Api):
     api.start(batch_size=8)
     assert api.post("/scored_data_list", [group(0), group(1)]).json() == {
         "status": "received",
@@ -187,12 +187,12 @@ def test_lists_of_groups(api: Api):
 
 
 def test_content_type_is_not_asked_for(gateway: GatewayProcess):
-    """Older clients say nothing of it."""
+    """Older clients do not send the header."""
     assert gateway.post("/register", data=json.dumps(RUN)).status_code == 200
     assert gateway.post("/scored_data", data=json.dumps(group(0))).status_code == 200
 
 
-def test_a_long_batch(gateway: GatewayProcess):
+def test_a_long_batch_passes_both_ways(gateway: GatewayProcess):
     """More than any socket's buffer, in both directions."""
     gateway.end()
     gateway._arguments = tuple("32M" if each == "1M" else each for each in gateway._arguments)

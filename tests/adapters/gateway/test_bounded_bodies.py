@@ -1,5 +1,5 @@
-"""What bodies cost: time that grows with their size alone, memory that is booked before it is used, nothing
-where nobody takes them.
+"""The cost of bodies: time grows with their size only, memory is booked before it is used, and bodies that no
+route takes cost nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_a_dozen_bombs_at_once_have_the_memory_of_one(start_gateway: Callable[..
     gateway.put(0)
 
 
-def test_what_nobody_takes_is_not_read(gateway: GatewayProcess):
+def test_a_body_that_no_route_takes_is_not_read(gateway: GatewayProcess):
     """The answer comes before the body: to an unknown path, a wrong method, and where nothing as large is
     taken.
     """
@@ -116,7 +116,9 @@ def test_a_token_is_asked_for_before_the_body(
 
 
 def test_a_body_larger_than_it_looked_goes_in(start_gateway: Callable[..., GatewayProcess]):
-    """It is booked in steps, and unpacked again with more room: what is held is what it was in the end."""
+    """Its memory is booked in steps, and it is unpacked again with more room; the booking ends at its real
+    size.
+    """
     gateway = start_gateway("--held-bytes", "1M")
     gateway.start(batch_size=4)
     posted = group(1) | {"images": "x" * 300_000}
@@ -127,7 +129,7 @@ def test_a_body_larger_than_it_looked_goes_in(start_gateway: Callable[..., Gatew
     gateway.until("held_bytes", 0)
 
 
-async def test_who_waits_for_more_has_given_back():
+async def test_a_body_that_waits_for_more_memory_gives_its_own_back_first():
     """Two that both need more than is left do not wait for each other."""
     memory = HeldBytes(100)
     one, two = Booking(memory), Booking(memory)
@@ -136,7 +138,7 @@ async def test_who_waits_for_more_has_given_back():
     assert await two.take(50, 0, soon)
     assert not await one.take(90, 5, soon)
     assert (memory.held, one.size) == (55, 5)
-    assert await two.take(500, 5, soon + 10)  # nobody else has what he asked for
+    assert await two.take(500, 5, soon + 10)  # no other body has all it asked for
     two.settle(20)
     assert memory.held == 25
     assert not await Booking(memory).take(90, 0, time.monotonic() + 0.05)

@@ -1,4 +1,6 @@
-"""What loses data or ends environments at the Atropos server: seen there first, and then not here."""
+"""Faults of the Atropos server that lose data or end environments: shown there first, and absent at the
+gateway.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ ITEMS: list[tuple[str, Scenario, Any, Any]] = []
 
 
 def item(original: Any, here: Any) -> Callable[[Scenario], Scenario]:
-    """What a scenario shows at the original, and here."""
+    """A scenario's result at the original, and at the gateway."""
 
     def add(scenario: Scenario) -> Scenario:
         ITEMS.append((scenario.__name__, scenario, original, here))
@@ -72,7 +74,7 @@ def not_a_number(api: Any) -> Any:
 
 @item(original=("buffered", None), here=("received", [7]))
 def group_of_another_size(api: Any) -> Any:
-    """It is buffered for ever."""
+    """The group is buffered for ever."""
     api.start()
     env_id = api.register_env(group_size=4)["env_id"]
     return api.put(7, rows=8, env_id=env_id)["status"], api.batch_marks()
@@ -154,7 +156,7 @@ def unknown_environment(api: Any) -> Any:
 
 @item(original=(200, 1), here=(422, 0))
 def empty_group(api: Any) -> Any:
-    """It sits in the queue for ever."""
+    """The empty group stays in the queue for ever."""
     api.start()
     answer = api.post("/scored_data", {"tokens": [], "masks": [], "scores": []})
     return status_of(answer), api.get("/status").json()["queue_size"]
@@ -180,7 +182,7 @@ def post_whose_answer_was_lost(api: Any) -> Any:
 
 @item(original=[None, None], here=[[0, 1], [2, 3]])
 def environment_with_a_guarantee_that_has_gone(api: Any) -> Any:
-    """Nothing is formed as long as it has nothing queued; nobody ever says that it left."""
+    """No batch is formed as long as it has nothing queued; the server never learns that it left."""
     api.start()
     gone = api.register_env("gone", share=0.5)["env_id"]
     stays = api.register_env("stays")["env_id"]
@@ -221,7 +223,7 @@ def keys_nobody_knows(api: Any) -> Any:
 
 @item(original=None, here=([[0.5, 0.25]] * 4, [[1, 3]] * 4))
 def step_rewards(api: Any) -> Any:
-    """There is no field for what a process reward model says."""
+    """There is no field for the rewards of a process reward model."""
     api.start(batch_size=4)
     api.put(0, step_rewards=[[0.5, 0.25]] * 4, step_ends=[[1, 3]] * 4)
     (served,) = api.batch()
@@ -231,22 +233,22 @@ def step_rewards(api: Any) -> Any:
 @pytest.mark.parametrize(
     ("scenario", "expected"), [pytest.param(each[1], each[2], id=each[0]) for each in ITEMS]
 )
-def test_at_the_original(upstream: UpstreamProcess, scenario: Scenario, expected: Any):
+def test_a_fault_shows_at_the_original(upstream: UpstreamProcess, scenario: Scenario, expected: Any):
     assert scenario(upstream) == expected
 
 
 @pytest.mark.parametrize(
     ("scenario", "expected"), [pytest.param(each[1], each[3], id=each[0]) for each in ITEMS]
 )
-def test_here(gateway: GatewayProcess, scenario: Scenario, expected: Any):
+def test_a_fault_does_not_show_at_the_gateway(gateway: GatewayProcess, scenario: Scenario, expected: Any):
     assert scenario(gateway) == expected
 
 
 def test_a_dead_environment_loses_its_weight(
     start_gateway: Callable[..., GatewayProcess], upstream: UpstreamProcess
 ):
-    """Who says nothing for a while counts no more, and counts again when it speaks; at the original the dead
-    weigh for ever.
+    """A silent environment's weight does not count until it speaks again; at the original a dead one's counts
+    for ever.
     """
     gateway = start_gateway("--env-timeout", "0.5")
     for api in (upstream, gateway):
@@ -265,10 +267,8 @@ def until_weight(api: Api, env_id: int, weight: float) -> None:
         time.sleep(0.01)
 
 
-def test_a_trainer_that_registers_anew_after_a_restart_is_heard(gateway: GatewayProcess):
-    """What an earlier gateway knew of a run gives way to another run, so that what was left behind stops
-    nobody.
-    """
+def test_a_trainer_that_registers_again_after_a_restart_is_heard(gateway: GatewayProcess):
+    """Another run replaces the run that an earlier gateway saved, so that saved state stops no trainer."""
     gateway.register(batch_size=8)
     gateway.restart()
     assert gateway.get("/info").json()["batch_size"] == 8

@@ -1,5 +1,5 @@
-"""`--compat strict` and what the original knows nothing of: groups in lanes before anybody registers,
-attached environments, fragments.
+"""`--compat strict` and three things unknown to the original: groups in lanes before a registration, attached
+environments, fragments.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ WISH = {"desired_name": "http", "max_token_length": 64, "weight": 1.0, "min_batc
 
 @pytest.fixture
 def start(bridge: str) -> Iterator[Callable[..., StrictTaker]]:
-    """Starts the taking side of a strict gateway, after an earlier one that left this state.
-
-    One at a time: it ends the one before.
+    """Starts the consumer side of a strict gateway from the state that an earlier one saved. One at a time:
+    it ends the one before.
     """
     ends: list[Callable[[], None]] = []
 
@@ -110,7 +109,7 @@ def test_a_second_registration_keeps_the_queue_as_it_is(
 
 
 def admit(bridge: str, producer: Producer, env_id: int | None = None) -> int:
-    """What an attached environment is numbered."""
+    """Returns the number of an attached environment."""
     with ControlClient(bridge, role="env", name="attached") as client:
         return client.request(
             Register("attached", 64, 16, producer_id=producer.producer_id, env_id=env_id), 5.0
@@ -121,7 +120,7 @@ def admit(bridge: str, producer: Producer, env_id: int | None = None) -> int:
 def test_attached_environments_have_numbers_of_their_own(
     start: Callable[..., StrictTaker], make_producer: Callable[..., Producer], bridge: str, had: int | None
 ):
-    """Else their groups would be taken for those of an environment that posts, with another group size, and
+    """Otherwise their groups would count as those of an environment that posts, with another group size, and
     fit into no batch.
     """
     taker = start()

@@ -1,4 +1,4 @@
-"""What a gateway refuses, what it lets wait, and that nothing of either is half done or uncounted."""
+"""Requests that a gateway refuses or delays: none is half done, and each is counted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MALFORMED = {
 
 
 def test_a_malformed_body_is_422_with_the_reason(gateway: GatewayProcess):
-    """And alone, or as the last of a list whose other groups are good, it leaves nothing behind."""
+    """Alone, or as the last of a list whose other groups are good, it leaves nothing behind."""
     gateway.start(batch_size=4)
     for name, (body, reason) in MALFORMED.items():
         answer = post_raw(gateway, body)
@@ -84,7 +84,7 @@ def test_a_malformed_body_is_422_with_the_reason(gateway: GatewayProcess):
     assert gateway.until_batch() == [7]
 
 
-def test_gzip_both_ways(gateway: GatewayProcess):
+def test_bodies_may_be_gzipped_both_ways(gateway: GatewayProcess):
     gateway.start(batch_size=8)
     packed = gzip.compress(json.dumps([group(0), group(1)]).encode())
     assert (
@@ -127,8 +127,10 @@ def most_bytes(gateway: GatewayProcess) -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def test_a_token(start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch):
-    """Every route wants it, before it reads anything."""
+def test_a_token_is_required_by_every_route(
+    start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
+):
+    """Every route checks it before it reads anything."""
     monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
     gateway = start_gateway()
     for header in (
@@ -169,7 +171,7 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def test_a_post_is_held_while_its_lane_is_full(gateway: GatewayProcess):
-    """Others go on meanwhile; it is answered when a batch was read, and comes once."""
+    """Other posts go on. The held one is answered when a batch was read, and is delivered once."""
     gateway.start(batch_size=1)
     slow, quick = (gateway.register_env(name)["env_id"] for name in ("slow", "quick"))
     sent = 0
@@ -190,7 +192,7 @@ def test_a_post_is_held_while_its_lane_is_full(gateway: GatewayProcess):
     assert sorted(found) == [*range(sent), 100]
 
 
-def test_past_the_deadline_503_counted_and_whole_again_when_sent_again(
+def test_a_list_past_the_deadline_is_503_and_counted_and_goes_on_when_sent_again(
     start_gateway: Callable[..., GatewayProcess],
 ):
     """A list that went in by half goes on where it was, when the client sends it again."""
@@ -220,7 +222,7 @@ def test_past_the_deadline_503_counted_and_whole_again_when_sent_again(
 
 
 def test_a_poster_that_goes_while_it_waits_has_posted(gateway: GatewayProcess):
-    """Its group goes in when there is room; sent again meanwhile, it is the same one."""
+    """Its group goes in when there is room. The same body sent again before that counts as the same post."""
     gateway.start(batch_size=1)
     sent = 0
     while gateway.stats()["posts_waiting"] == 0:
@@ -249,7 +251,9 @@ def test_a_poster_that_goes_while_it_waits_has_posted(gateway: GatewayProcess):
 
 
 def test_a_batch_that_the_lanes_cannot_hold_is_said(gateway: GatewayProcess):
-    """Posts would wait for a batch, and the batch for posts: the trainer is told the numbers instead."""
+    """Posts would wait for a batch, and the batch for posts: the trainer gets an error with the numbers
+    instead.
+    """
     gateway.register(batch_size=64)
     with requests.Session() as session:
         held = [in_thread(lambda mark=mark: session_post(gateway, mark)) for mark in range(4)]
@@ -270,7 +274,7 @@ def session_post(gateway: Api, mark: int) -> None:
         gateway.post("/scored_data", big(mark), timeout=60)
 
 
-def test_a_signal_ends_it_in_order(gateway: GatewayProcess, bridge: str):
+def test_a_signal_ends_the_gateway_in_order(gateway: GatewayProcess, bridge: str):
     """Posts that wait are answered, what is in the lanes stays, the code is 0."""
     gateway.register(batch_size=64)
     held = [in_thread(lambda mark=mark: gateway.post("/scored_data", big(mark))) for mark in range(4)]
@@ -313,10 +317,10 @@ def test_a_gateway_listens_to_this_machine_only_unless_told_otherwise(gateway: G
     assert [row[1] for row in rows] == [f"0100007F{port}"]
 
 
-def test_what_it_cannot_do_it_says(
+def test_a_gateway_that_cannot_start_says_why(
     gateway: GatewayProcess, bridge: str, make_consumer: Callable[..., shmbridge.Consumer]
 ):
-    """An address that is taken, a name that is none, a hub where strict mode must be it."""
+    """The address is taken, the name is invalid, or another hub lives in strict mode."""
     gateway.put(0)
     make_consumer()
     for arguments, code, said in (
@@ -337,7 +341,7 @@ def test_what_it_cannot_do_it_says(
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 
-def test_a_name_that_was_led_here_is_refused(start_gateway: Callable[..., GatewayProcess]):
+def test_a_host_name_that_a_page_led_here_is_refused(start_gateway: Callable[..., GatewayProcess]):
     """A page can have its name lead to this machine; it cannot have another name, nor hide where it comes
     from.
     """
@@ -376,7 +380,9 @@ def test_a_name_that_was_led_here_is_refused(start_gateway: Callable[..., Gatewa
     assert gateway.stats()["refused_total{host}"] > 0
 
 
-def test_open_to_all_is_said(start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch):
+def test_a_gateway_open_to_all_says_so(
+    start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
+):
     """Bound to more than this machine and without a token: a line in the log."""
     assert "no token" not in start_gateway(own_socket=True).output
     monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")

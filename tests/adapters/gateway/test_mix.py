@@ -56,7 +56,7 @@ def test_posting_beside_a_native_consumer(
 def test_a_learner_that_ends_gives_way_to_a_trainer_that_polls(
     gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]
 ):
-    """What it has not released comes to whoever is next; environments go on under their numbers."""
+    """The records it has not released come to the next consumer; environments keep their numbers."""
     consumer = make_consumer(run=shmbridge.Run(**RUN))
     env_id = gateway.register_env()["env_id"]
     for mark in range(4):
@@ -69,10 +69,10 @@ def test_a_learner_that_ends_gives_way_to_a_trainer_that_polls(
     assert sorted(gateway.until_batch() + gateway.until_batch()) == [0, 1, 2, 3]
 
 
-def test_a_learner_that_is_started_anew_knows_all_environments(
+def test_a_learner_that_is_started_again_knows_all_environments(
     gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]
 ):
-    """They ask on as if nothing had been, and weigh what they weighed."""
+    """They go on asking, and have the same weights as before."""
     first = make_consumer(run=shmbridge.Run(**RUN))
     numbers = [
         gateway.register_env(name, weight=weight)["env_id"]
@@ -89,7 +89,7 @@ def test_a_learner_that_is_started_anew_knows_all_environments(
 
 
 def test_strict_order_is_that_of_the_commits(strict: GatewayProcess, bridge: str):
-    """Over lanes, too, that are looked at late."""
+    """Lanes that are looked at late keep the order, too."""
     strict.start(batch_size=24)
     with (
         shmbridge.Producer(bridge, lane_bytes="64K") as one,
@@ -193,7 +193,7 @@ def test_an_attached_environment_and_one_that_posts(
     by_env: dict[int, dict[tuple[int, int], dict[str, Any]]] = {}
     for each in read:
         number = each.pop("env_id")
-        assert each["tokens"][0][0] % 10 != 7 or each["parsed_actions"]  # a key nobody knows
+        assert each["tokens"][0][0] % 10 != 7 or each["parsed_actions"]  # an unknown key
         by_env.setdefault(number, {})[tuple(each["tokens"][0][:2])] = each
     one, other = by_env.values()
     assert one == other

@@ -1,5 +1,5 @@
-"""All that goes through a gateway is released by a word: at the end nothing keeps its room, and no lease was
-dropped.
+"""Every record that goes through a gateway is released explicitly: at the end none occupies room, and no
+lease was dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ RECORDS, POSTED_AT_ONCE, ROWS_OF_A_BATCH = 10_000, 500, 2_000
 
 
 @pytest.mark.parametrize("mode", [(), ("--compat", "strict")], ids=["default", "strict"])
-def test_ten_thousand_records(start_gateway: Callable[..., GatewayProcess], mode: tuple[str, ...]):
+def test_ten_thousand_records_pass_and_no_lease_is_dropped(
+    start_gateway: Callable[..., GatewayProcess], mode: tuple[str, ...]
+):
     gateway = start_gateway(*mode, lane_bytes="16M")
     gateway.start(batch_size=ROWS_OF_A_BATCH)
     taken: list[int] = []

@@ -1,4 +1,4 @@
-"""What makes no sense in a registration or a question is refused to whoever says it, and to nobody else."""
+"""Senseless numbers in a registration or a request are refused; other clients notice nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_null_as_text_is_no_column_that_is_left_out(column: str):
 
 
 @pytest.mark.parametrize("mode", ["default", "strict"])
-def test_only_who_says_it_is_refused(start_gateway: Callable[..., GatewayProcess], mode: str):
+def test_only_the_sender_of_a_senseless_number_is_refused(
+    start_gateway: Callable[..., GatewayProcess], mode: str
+):
     gateway = start_gateway("--compat", mode)
     for field in ("batch_size", "max_token_len", "starting_step", "num_steps", "save_checkpoint_interval"):
         assert gateway.post("/register", RUN | {field: BEYOND}).status_code == 422, field

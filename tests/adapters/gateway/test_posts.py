@@ -1,5 +1,5 @@
-"""Posts on their way: what a refused one leaves behind, how long one is remembered, who gets a turn
-meanwhile, and lanes that go.
+"""Posts in progress: what a refused one leaves behind, how long one is remembered, how posts take turns, and
+lanes that are removed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shmbridge.segments.segment import MOUNT
 
 
 class Rows(list[Any]):
-    """Rows that can be seen to go."""
+    """Rows that can be watched by weak reference."""
 
 
 class Connection:
-    """Where an answer goes; the test says what becomes of it."""
+    """The connection of an answer; the test says whether it was read."""
 
     gone = False
 
@@ -77,7 +77,7 @@ async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
 @pytest.mark.parametrize("lost", [False, True], ids=["answered", "answer lost"])
 @pytest.mark.parametrize(("length", "status"), [(20_000, 422), (1_000, 503)], ids=["too big", "lane full"])
 async def test_a_refused_post_keeps_no_body(lane: RemoteLane, lost: bool, length: int, status: int):
-    """Not even until a collection: what bodies may have of memory is given back with the answer."""
+    """The body is freed with the answer, without a garbage collection."""
     ledger = PostLedger(0.05)
     answers = []
     gc.collect()
@@ -100,10 +100,10 @@ async def test_a_refused_post_keeps_no_body(lane: RemoteLane, lost: bool, length
 
 
 @pytest.mark.parametrize("kind", [DefaultMode, StrictMode])
-async def test_what_is_remembered_goes_by_itself(
+async def test_remembered_posts_are_forgotten_by_themselves(
     kind: type[Mode], bridge: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also when nothing is posted any more."""
+    """They are forgotten also when no further post comes."""
     monkeypatch.setattr(modes, "_LOOK_EVERY_S", 0.01)
     mode = kind(GatewayOptions(bridge))  # type: ignore[call-arg]
     await mode.open()
@@ -212,7 +212,7 @@ async def test_posts_that_wait_for_room_in_a_lane_that_is_removed_all_go_on(lane
     assert (ledger.counts["lanes_replaced_total"], lane.posting, ledger.waiting) == (1, 0, 0)
 
 
-async def test_a_lane_that_is_closed_meanwhile_refuses_who_waits(lane: RemoteLane):
+async def test_a_lane_that_is_closed_refuses_posts_that_wait(lane: RemoteLane):
     """The gateway ends, or the environment has left: nothing opens another."""
     ledger = PostLedger(60.0)
     waiting, fit = await more_posts_than_fit(ledger, lane)

@@ -1,5 +1,5 @@
-"""A gateway that is killed: the queue, the batches that were out, who trains and who environs are there when
-it comes back.
+"""A gateway that is killed and restarted: queue, batches in delivery, trainer and environments are there
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def api(start_gateway: Callable[..., GatewayProcess], mode: str) -> GatewayProce
 
 
 @MODES
-def test_everything_is_there_again(api: GatewayProcess, bridge: str):
+def test_a_killed_gateway_has_everything_again(api: GatewayProcess, bridge: str):
     """Queue, registration, step, environments, and the two batches that were out."""
     api.start(starting_step=5)
     first, second = (api.register_env(name)["env_id"] for name in ("one", "two"))
@@ -100,7 +100,7 @@ def test_an_unreadable_state_is_ignored_with_a_line(gateway: GatewayProcess, bri
     assert gateway.until_batch() == [0]
 
 
-def test_clean_knows_the_state(gateway: GatewayProcess, bridge: str):
+def test_clean_keeps_the_state_of_a_living_bridge(gateway: GatewayProcess, bridge: str):
     """Kept while the bridge lives, also after a kill -9 while others leave; removed with the rest by
     clean.
     """
@@ -108,7 +108,7 @@ def test_clean_knows_the_state(gateway: GatewayProcess, bridge: str):
     gateway.start()
     assert name in shmbridge.clean(bridge, dry_run=False).kept
     gateway.end()
-    shmbridge.Producer(bridge, lane_bytes="64K").close()  # whoever leaves last sweeps
+    shmbridge.Producer(bridge, lane_bytes="64K").close()  # the last to leave sweeps
     assert gateway_directory(bridge).exists()
     assert name in shmbridge.clean(bridge).removed
     assert gateway_directory(bridge).exists()
@@ -128,7 +128,7 @@ def test_a_killed_gateway_is_up_again_before_an_environment_gives_up(gateway: Ga
 def test_a_second_gateway_posts_beside_the_first(
     gateway: GatewayProcess, start_gateway: Callable[..., GatewayProcess]
 ):
-    """Only one serves batches; what is posted to either comes."""
+    """Only one serves batches; posts to either are delivered."""
     gateway.start()
     other = start_gateway()
     refused = other.get("/batch")
@@ -167,7 +167,7 @@ class Env:
 
 
 @pytest.mark.timeout(180)
-def test_a_real_environment_survives_it(
+def test_a_real_environment_survives_two_kills_of_its_gateway(
     start_gateway: Callable[..., GatewayProcess], tmp_path: Path, tokenizer: str
 ):
     """Killed twice while an unedited BaseEnv posts: it lives on, and every group it recorded is read, at
@@ -259,8 +259,8 @@ finally:
 
 
 def test_a_mount_without_room_for_new_lanes_ends_no_environment(tmp_path: Path):
-    """Every environment needs a new lane after a kill, while the old ones are still to be read: posts wait,
-    and questions are answered.
+    """Every environment needs a new lane after a kill, while the old ones still hold records: posts wait, and
+    other requests are answered.
     """
     apart = ["unshare", "-m", "bash", "-ec", 'mount -t tmpfs -o size=4m tmpfs /dev/shm; exec "$@"', "bash"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode:

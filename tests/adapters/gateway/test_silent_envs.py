@@ -1,5 +1,5 @@
-"""Remote environments that say nothing any more: they hold no lane that others could have, and some time
-nothing at all.
+"""Remote environments that have fallen silent: they lose their lane to others, and after a longer time are
+forgotten.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def register(envs: RemoteEnvs, name: str = "env", weight: float = 1.0) -> 
 
 
 async def pass_by(envs: RemoteEnvs, seconds: float) -> None:
-    """So much time without a word of any environment."""
+    """Lets that much time pass without a request of any environment."""
     for env in envs._table.values():
         env.heard_s -= seconds
     await envs.let_the_silent_go()
@@ -72,7 +72,9 @@ async def test_the_lanes_of_the_silent_are_free(begin: Callable[[], RemoteEnvs],
         await register(envs)
 
 
-async def test_one_that_speaks_again_is_who_it_was(begin: Callable[[], RemoteEnvs], bridge: str):
+async def test_an_environment_that_speaks_again_keeps_its_number(
+    begin: Callable[[], RemoteEnvs], bridge: str
+):
     envs = begin()
     number, other = await register(envs, weight=3.0), await register(envs)
     await pass_by(envs, SILENT_S + 1)
@@ -81,10 +83,10 @@ async def test_one_that_speaks_again_is_who_it_was(begin: Callable[[], RemoteEnv
     assert len(lane_names(bridge)) == 2
 
 
-async def test_one_that_speaks_again_when_all_lanes_are_taken_shares_one(
+async def test_an_environment_that_speaks_again_shares_a_lane_when_all_are_taken(
     begin: Callable[[], RemoteEnvs], bridge: str
 ):
-    """From a lane of its own nobody would take."""
+    """No consumer would take from a lane of its own."""
     envs = begin()
     number = await register(envs, weight=3.0)
     await pass_by(envs, SILENT_S + 1)
@@ -109,8 +111,8 @@ async def test_a_gateway_that_is_started_again_opens_no_lanes_for_the_silent(
     assert len(lane_names(bridge)) == 2
 
 
-async def test_after_long_silence_nothing_is_left(begin: Callable[[], RemoteEnvs]):
-    """Nor of those that never registered. No number is given twice."""
+async def test_environments_that_are_silent_for_long_leave_nothing(begin: Callable[[], RemoteEnvs]):
+    """The same holds for posters that never registered. No number is given twice."""
     envs = begin()
     number = await register(envs)
     await envs.status(77)

@@ -1,6 +1,4 @@
-"""Posters that stop in the middle, or say nothing of how much will come, and environments for which no lane
-is taken from.
-"""
+"""Posters that stop in the middle or send no length, and environments beyond the number of lanes."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from shmbridge.consumers.gateway.posts import IN_MEMORY, HeldBytes
 
 
 async def test_a_body_that_stalls_is_given_up():
-    """A poster that was stopped in its middle is asked to come again; what it held is free for others."""
+    """A post that stops in the middle is answered with a retry; its memory is free for others."""
     options = GatewayOptions("nobody", body_pause_s=0.05)
     refusals, held, said = Refusals(), HeldBytes(1000), []
     begun = [{"type": "http.request", "body": b"{", "more_body": True}]
@@ -53,7 +51,7 @@ async def test_a_body_that_stalls_is_given_up():
 
 
 def test_bodies_of_unknown_length_count_as_the_largest(start_gateway: Callable[..., GatewayProcess]):
-    """So that however many come at one time, only so much of them is read as may be held."""
+    """However many come at one time, no more is read than may be held."""
     gateway = start_gateway("--held-bytes", "1M", "--max-body", "4M")
     gateway.start(batch_size=4)
     clients = [RawClient(gateway) for _ in range(3)]
@@ -70,7 +68,7 @@ def test_bodies_of_unknown_length_count_as_the_largest(start_gateway: Callable[.
 
 
 def test_an_environment_beyond_the_lanes_is_refused(start_gateway: Callable[..., GatewayProcess]):
-    """A lane that nobody takes from would keep what is posted there for ever."""
+    """A lane that no consumer takes from would keep its records for ever."""
     gateway = start_gateway("--lanes", "3")
     gateway.start()
     first, _ = gateway.register_env("one"), gateway.register_env("two")
@@ -82,7 +80,7 @@ def test_an_environment_beyond_the_lanes_is_refused(start_gateway: Callable[...,
 
 
 def test_environments_beyond_the_lanes_share_one_in_strict_mode(start_gateway: Callable[..., GatewayProcess]):
-    """Which refuses no environment; the order is that of the commits all the same."""
+    """Strict mode refuses no environment; the order is still that of the commits."""
     gateway = start_gateway("--lanes", "3", "--compat", "strict")
     gateway.start(batch_size=4)
     for mark in range(6):
@@ -90,7 +88,7 @@ def test_environments_beyond_the_lanes_share_one_in_strict_mode(start_gateway: C
     assert sorted(mark for _ in range(6) for mark in gateway.batch_marks() or ()) == list(range(6))
 
 
-def test_a_token_out_of_a_file_that_ends_with_a_newline(
+def test_a_token_file_may_end_with_a_newline(
     start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret\n")
@@ -135,7 +133,7 @@ def test_memory_is_bounded_while_nobody_takes(start_gateway: Callable[..., Gatew
     assert most - before < 160 << 20
     refused = gateway.stats()
     assert refused["held_bytes"] == 0
-    assert refused["refused_total"] >= 20  # said to who waited in vain; nothing was dropped in silence
+    assert refused["refused_total"] >= 20  # answered with 503; none was dropped silently
 
 
 def resident(pid: int) -> int:

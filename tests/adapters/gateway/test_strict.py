@@ -16,9 +16,7 @@ Step = tuple[str, str, Any]
 
 
 def answers(api: Api, steps: list[Step]) -> Iterator[tuple[Step, int, Any]]:
-    """What a server says to each request; of /register only that it answers with a number, which is
-    random.
-    """
+    """A server's answer to each request; for /register, whose number is random, only that there is one."""
     for method, path, body in steps:
         answer = api.post(path, body) if method == "POST" else api.get(path, body)
         said = answer.json() if answer.headers["content-type"].startswith("application/json") else answer.text
@@ -97,7 +95,7 @@ def test_scripted_arrivals_over_a_restart(upstream: UpstreamProcess, strict: Gat
 
 
 def upstream_has_none_ready(upstream: Api, strict: Api) -> bool:
-    """Polls both once; whether there was no batch, so that none is formed ahead."""
+    """Polls both once; returns whether there was no batch, so that none is formed ahead."""
     there, here = upstream.batch(), strict.batch()
     assert here == there
     return there is None
@@ -134,8 +132,10 @@ def test_odd_orders_of_registration(upstream: UpstreamProcess, strict: GatewayPr
     same(upstream, strict, [rng.choice(choices) for _ in range(60)])
 
 
-def test_only_the_fourteen_keys(upstream: UpstreamProcess, strict: GatewayProcess):
-    """What the original does not know it drops; what it knows is always there, null where it was absent."""
+def test_groups_have_only_the_fourteen_keys(upstream: UpstreamProcess, strict: GatewayProcess):
+    """The original drops keys that it does not know; a key that it knows is always there, null where it was
+    absent.
+    """
     full = group(
         1,
         4,

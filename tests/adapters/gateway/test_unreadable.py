@@ -39,7 +39,7 @@ def lanes(make_producer: Callable[..., Producer]) -> list[Producer]:
 
 
 def put_bad(producer: Producer, mark: int) -> None:
-    """A group that says what `overwrite` looks for."""
+    """Puts a group with the bytes that `overwrite` looks for."""
     producer.put(group(mark) | {"messages": [[{"role": ROLE, "content": "x"}]] * 4}, foreign=True)
 
 
@@ -69,7 +69,7 @@ def counted(taker: Taker) -> dict[str, float]:
     return {name: stats[name] for name in names}
 
 
-def test_others_are_served_and_it_is_counted(
+def test_an_unreadable_record_is_counted_and_others_are_served(
     taker: Taker, lanes: list[Producer], caplog: pytest.LogCaptureFixture
 ):
     taker.register(RUN)
@@ -94,8 +94,8 @@ def test_others_are_served_and_it_is_counted(
     assert taker.consumer.current_step == 2
 
 
-def test_a_batch_that_was_handed_out_already(taker: Taker, lanes: list[Producer]):
-    """Its answer was lost, and meanwhile a group of it was overwritten: what can be read comes first."""
+def test_a_batch_that_was_handed_out_already_loses_its_unreadable_group(taker: Taker, lanes: list[Producer]):
+    """Its answer was lost, and then a group of it was overwritten: its readable groups come first."""
     taker.register(RUN)
     put_bad(lanes[0], 1)
     lanes[1].put(group(2), foreign=True)
@@ -109,7 +109,7 @@ def test_a_batch_that_was_handed_out_already(taker: Taker, lanes: list[Producer]
     assert (taker.step(), taker.stats()["bridge_held"]) == (1, 0)
 
 
-def test_a_batch_of_nothing_else(taker: Taker, lanes: list[Producer]):
+def test_a_batch_of_unreadable_groups_only(taker: Taker, lanes: list[Producer]):
     taker.register(Run(batch_size=4, max_token_len=64))
     put_bad(lanes[0], 1)
     overwrite(lanes[0])
@@ -119,7 +119,7 @@ def test_a_batch_of_nothing_else(taker: Taker, lanes: list[Producer]):
 
 
 def test_an_overwritten_group_that_was_read_is_released(taker: Taker, lanes: list[Producer]):
-    """In strict mode it is the latest example; it cannot be shown, and the batch's records have their word
+    """In strict mode the group is the latest example and cannot be shown; the batch's records are released
     all the same.
     """
     taker.register(RUN)

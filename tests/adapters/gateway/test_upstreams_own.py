@@ -1,5 +1,5 @@
-"""What the original's clients see of a gateway: the original's own tests, its numbers to the last digit, its
-way with odd requests.
+"""A gateway as the original's clients see it: the original's own tests, its numbers to the last digit, its
+answers to odd requests.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from shmbridge.consumers.gateway.floats import shortest
 TESTS = ("test_api_compression.py", "test_api_legacy.py", "test_api_messages_handling.py")
 
 
-def test_all_of_its_api_tests(bridge: str):
-    """Those that the installed atroposlib has, as they are; the server that they start is a strict
-    gateway.
-    """
+def test_upstreams_api_tests_pass_against_a_gateway(bridge: str):
+    """The unchanged tests of the installed atroposlib; the server that they start is a strict gateway."""
     pytest.importorskip("atroposlib")
     folder = Path(next(iter(find_spec("atroposlib").submodule_search_locations)), "tests")
     environment = os.environ | {
         "UPSTREAM_TESTS_BRIDGE": bridge,
         "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
+        "PYTEST_ADDOPTS": "",  # whoever runs this test may have options of their own
     }
     options = [
         "-q",
@@ -83,7 +82,7 @@ def test_the_shortest_text_of_every_kind_of_float32():
 
 @pytest.mark.parametrize("mode", ["default", "strict"])
 def test_floats_come_back_as_they_were_written(start_gateway: Callable[..., GatewayProcess], mode: str):
-    """Whatever has at most six digits is the same text afterwards, in a batch and as the latest example."""
+    """A float of at most six digits has the same text afterwards, in a batch and as the latest example."""
     gateway = start_gateway("--compat", mode)
     gateway.start(batch_size=4)
     rng = random.Random(3)
@@ -107,7 +106,7 @@ WHOLE = [1.0, -0.0, 1e3, "7", "7.0", 1.5, "x", 1e300, None, [1]]
 
 
 def test_whole_numbers_are_tokens_however_they_are_written(upstream: UpstreamProcess, strict: GatewayProcess):
-    """1.0 is 1, 1.5 is refused, as there; what fits no int32 is refused."""
+    """1.0 is 1 and 1.5 is refused, as at the original; a number beyond int32 is refused."""
     for api in (upstream, strict):
         api.start(batch_size=1)
     for key in ("tokens", "masks", "distill_token_ids"):
@@ -122,7 +121,7 @@ def test_whole_numbers_are_tokens_however_they_are_written(upstream: UpstreamPro
 def test_a_browser_that_asks_whether_it_may_ask(
     upstream: UpstreamProcess, start_gateway: Callable[..., GatewayProcess]
 ):
-    """The same answer as there; the request itself needs the token, without which pages of other sites stay
+    """The answer is the original's. The request itself needs the token, so that pages of other sites stay
     out.
     """
     page = {"origin": "http://page.example"}
@@ -150,9 +149,8 @@ def test_a_browser_that_asks_whether_it_may_ask(
 
 
 def test_gzip_that_is_none(upstream: UpstreamProcess, strict: GatewayProcess):
-    """A wrong head, rest or checksum is 400 in its words; what breaks off fails, as there.
-
-    What is padded is taken.
+    """A wrong head, rest or checksum is 400 with the original's text. A body that breaks off fails, as there.
+    A padded one is taken.
     """
     whole = gzip.compress(b'{"env_id": 0}')
     bodies = [

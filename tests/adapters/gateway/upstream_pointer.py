@@ -1,6 +1,6 @@
 """A pytest plugin for the tests that atroposlib ships: the server that they start is a strict gateway.
 
-They start `atroposlib.cli.run_api` and ask http://localhost:8000. Both are exchanged, nothing else: loaded
+They start `atroposlib.cli.run_api` and ask http://localhost:8000. Only these two are replaced. It is loaded
 with `-p upstream_pointer`.
 """
 

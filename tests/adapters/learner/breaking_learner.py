@@ -1,5 +1,5 @@
-"""The learner as a program in which something raises at a step: python breaking_learner.py WHERE STEP <the
-learner's options>.
+"""The learner as a program that raises at a given place of a given step: python breaking_learner.py WHERE
+STEP <the learner's options>.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluation hooks that let rank 0 fail in the middle of its next checkpoint: killed, or with a full disk."""
+"""Evaluation hooks that make rank 0 fail in its next checkpoint: killed, or with a full disk."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from shmbridge.consumers.learner.checkpoint import checkpoint
 
 def killed(step, model, tokenizer):
     def save_file(*args):
-        time.sleep(0.5)  # in which nobody releases anything
+        time.sleep(0.5)  # time for the other ranks to release, which they must not
         os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ.get("RANK", "0") == "0":

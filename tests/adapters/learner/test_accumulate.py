@@ -11,7 +11,7 @@ import torch
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 from shmbridge.consumers.learner.train.objective import SHARES
 
-PARTS = (  # of unequal sizes, so that means of means would be wrong
+PARTS = (  # of unequal sizes, so that a mean of means would be wrong
     ([[3, 4, 5, 6], [3, 4, 7, 8]], [1.0, 0.0], [[0, 0, 1, 1], [0, 0, 1, 1]]),
     (
         [[9, 1, 2, 5, 6, 7], [9, 1, 3, 3, 3, 3], [9, 1, 3]],

@@ -1,4 +1,6 @@
-"""Packs: a row gives what it gives alone, whatever stands beside it, through each attention there is here."""
+"""Packs: a row's results are those of the row alone, whatever rows stand beside it, with every attention
+available here.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,7 @@ def test_auto_packs_with_an_attention_that_needs_no_mask(monkeypatch):
     assert own.config._attn_implementation == "flex_attention"
 
 
-def test_where_rows_cannot_be_kept_apart_auto_pads_and_packed_is_refused(monkeypatch):
+def test_auto_pads_and_packed_is_refused_where_rows_cannot_be_kept_apart(monkeypatch):
     monkeypatch.setattr(attention, "keeps_rows_apart", lambda model, precision: False)
     said, own = [], model("sdpa")
     assert attention.settle(own, "auto", torch.float32, said.append) == "padded"
@@ -176,7 +178,7 @@ def test_where_rows_cannot_be_kept_apart_auto_pads_and_packed_is_refused(monkeyp
 
 
 def grown(own):
-    """Weights so large that whatever leaks is seen."""
+    """Weights so large that any leak between rows shows."""
     torch.manual_seed(0)
     for each in own.parameters():
         if each.dim() > 1:
@@ -202,8 +204,8 @@ def test_families_that_pack():
 
 
 def test_families_that_take_no_borders_or_mix_rows_are_padded(packed_batch):
-    """Some raise at words they do not know, some carry a state from token to token; whatever they do,
-    learning goes on.
+    """Some raise on unknown arguments, some carry a state from token to token; training continues with all of
+    them.
     """
     for own in (
         BloomForCausalLM(BloomConfig(vocab_size=28, hidden_size=32, n_layer=2, n_head=4)),
@@ -216,8 +218,8 @@ def test_families_that_take_no_borders_or_mix_rows_are_padded(packed_batch):
 
 
 def test_an_attention_that_knows_more_than_the_one_for_packs_stays():
-    """Sinks, capped scores and chunks would be gone, and the rows of a pack still be apart: of a model that
-    is another one.
+    """Without its sinks, capped scores or chunks the model would be a different one, although rows stayed
+    apart.
     """
     sizes = {
         "vocab_size": 28,
@@ -299,7 +301,7 @@ def a_qwen2(**options):
 
 
 def test_an_attention_that_is_there_but_does_not_run_is_no_reason_to_pad(monkeypatch):
-    """As flash attention on a GPU that is too old for it: the next one is tried."""
+    """Like flash attention on a GPU that is too old for it: the next attention is tried."""
 
     def broken(*args, **named):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
@@ -360,7 +362,7 @@ def test_grouped_heads_pass_through_old_and_new_kernels_for_packs(monkeypatch, k
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_what_is_tried_depends_on_the_device_and_the_precision(monkeypatch, precision):
+def test_attentions_tried_depend_on_the_device_and_the_precision(monkeypatch, precision):
     there = {"flash_attn", "torch.nn.attention.varlen"}
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name if name in there else None)
     assert attention.attentions_for_packs(CPU, precision) == [attention.ROWS]
@@ -371,9 +373,7 @@ def test_what_is_tried_depends_on_the_device_and_the_precision(monkeypatch, prec
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_model_that_comes_in_parts_is_settled_by_a_few_layers_on_its_device(monkeypatch, windows):
-    """What is asked of which device a model's passes run on is that of the few, and the model takes what they
-    took.
-    """
+    """A model of a few layers decides, on the device of the passes; the whole model gets its attention."""
     options = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 3} if windows else {}
     model = a_qwen2(**options)
     seen = []

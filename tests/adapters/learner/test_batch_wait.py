@@ -1,4 +1,6 @@
-"""Waiting for batches: within limits or for ever, with a word on who is missing, interrupted by signals."""
+"""Waiting for batches: within limits or for ever, with reminders that name who is missing, interrupted by
+signals.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,7 @@ from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 
 
 class Lanes:
-    """The consumer of a test: batches that it feeds, waited for as long as is asked; says how often it was
-    asked.
-    """
+    """A consumer whose batches the test provides; it waits as long as asked, and counts the calls."""
 
     paused = False
     policy_version = 0
@@ -132,7 +132,7 @@ def test_an_attempt_for_the_next_batch_is_as_long_as_any(monkeypatch):
     assert max(lanes.asked) == 0.05
 
 
-def test_without_limits_it_waits_and_reminds(monkeypatch):
+def test_a_wait_without_limits_reminds(monkeypatch):
     monkeypatch.setattr(batch_wait, "_REMINDER_S", 0.02)
     lanes, lines = Lanes(), []
 
@@ -162,7 +162,7 @@ def test_a_batch_is_kept_by_nobody():
     lanes = Lanes(Batch(), None)
     batches = waited_for(lanes)
     batch = weakref.ref(next(batches))
-    assert next(batches, None) is None  # while it is asked for the next, nobody has the last
+    assert next(batches, None) is None  # while the next is requested, nothing refers to the last
     gc.collect()
     assert batch() is None
 

@@ -1,4 +1,4 @@
-"""What is said when a step breaks off, also where the device does nothing any more."""
+"""The error report of a step that fails, also if the device does not work any more."""
 
 from __future__ import annotations
 

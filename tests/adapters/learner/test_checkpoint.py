@@ -49,8 +49,8 @@ def test_a_restored_learner_trains_on_as_if_nothing_had_happened(tiny_model, bat
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
 
 
-def test_without_the_optimizer_state_it_would_not_be_the_same(tiny_model, batch, tmp_path):
-    """The test above has teeth: the moments matter after three steps."""
+def test_a_learner_without_its_optimizer_state_would_differ(tiny_model, batch, tmp_path):
+    """This shows that the test above can fail: the moments matter after three steps."""
     own = learner(tiny_model(1))
     train(own, batch, 3)
     path = checkpoint.save(tmp_path, Progress(3, 3), own.model, None, own.optimizer)
@@ -61,7 +61,7 @@ def test_without_the_optimizer_state_it_would_not_be_the_same(tiny_model, batch,
     assert any(not torch.equal(a, b) for a, b in pairs)
 
 
-def test_only_safetensors_json_and_tokenizer_files(tiny_model, batch, tmp_path):
+def test_a_checkpoint_has_only_safetensors_json_and_tokenizer_files(tiny_model, batch, tmp_path):
     own = learner(tiny_model(1))
     train(own, batch, 1)
     path = checkpoint.save(tmp_path, Progress(1, 1), own.model, None, own.optimizer)
@@ -94,20 +94,18 @@ def test_a_save_that_dies_leaves_the_earlier_checkpoint_and_the_next_one_cleans_
     assert sorted(tmp_path.iterdir()) == [first, second]
 
 
-def test_the_newest_are_kept_in_order_of_steps(tiny_model, tmp_path):
+def test_the_newest_checkpoints_are_kept_in_order_of_steps(tiny_model, tmp_path):
     own = learner(tiny_model(1))
     for step in (9, 10, 100):
         checkpoint.save(tmp_path, Progress(step, step), own.model, None, own.optimizer, keep=2)
     assert [checkpoint.load_progress(path).step for path in checkpoint.complete(tmp_path)] == [10, 100]
 
 
-def test_no_folder_no_checkpoint(tmp_path):
+def test_a_missing_folder_has_no_checkpoint(tmp_path):
     assert checkpoint.complete(tmp_path / "nothing") == []
 
 
-def test_what_an_older_release_wrote_is_read_and_what_a_newer_one_wrote_is_refused(
-    tiny_model, batch, tmp_path
-):
+def test_checkpoints_of_an_older_release_are_read_and_of_a_newer_one_refused(tiny_model, batch, tmp_path):
     own = learner(tiny_model(1))
     train(own, batch, 1)
     path = checkpoint.save(tmp_path, Progress(1, 4, groups=2), own.model, None, own.optimizer)

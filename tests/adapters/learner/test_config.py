@@ -79,7 +79,7 @@ def test_every_option_has_one_name_one_flag_and_help():
 
 
 def values(option: Option) -> st.SearchStrategy[object]:
-    """What an option may be."""
+    """Returns a strategy for an option's values."""
     if option.name in ("stop_when", "stop_no_better"):
         return st.sampled_from(
             ["reward_mean>=0.95", "loss < 1e-3"] if option.name == "stop_when" else ["eval/x:max", "loss:min"]
@@ -297,7 +297,7 @@ def test_mistake_on_the_command_line_is_one_line(refused, argv, said):
     assert refused(*NEEDED, *argv.split()) == said
 
 
-def test_what_is_missing_is_named(refused):
+def test_a_missing_option_is_named(refused):
     assert refused("--model", "m").startswith(
         "the following arguments are required: --bridge, --steps (as flags, or in the file"
     )

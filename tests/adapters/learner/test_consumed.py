@@ -1,4 +1,4 @@
-"""What a checkpoint says was consumed: enough to know a redelivered record, and no more however long the
+"""The consumed records in a checkpoint: enough to recognise a redelivered one, and no more however long the
 run.
 """
 
@@ -28,7 +28,7 @@ def took(ledger, *metas):
     ledger.took(metas, groups=len(metas), trajectories=4 * len(metas), tokens=100)
 
 
-def test_what_was_held_at_the_checkpoint_is_known_again_and_nothing_else():
+def test_records_held_at_the_checkpoint_are_known_again_and_no_others():
     first = Consumed(START)
     took(first, meta("a", 0), meta("a", 2))
     first.released()
@@ -73,7 +73,7 @@ def test_memory_does_not_grow_with_producers_that_come_and_go(monkeypatch):
     assert found.held == {}
 
 
-def test_what_the_loaded_checkpoint_held_stays_in_each_next_one():
+def test_records_held_by_the_loaded_checkpoint_stay_in_each_next_one():
     loaded = Progress(step=1, policy_version=1, held={"a": [0], "b": [0, 1, 2]})
     second = Consumed(loaded)
     assert second.contains(meta("b", 0, redelivered=True))  # its release comes after this, or never
@@ -156,7 +156,7 @@ def test_a_checkpoint_forgets_lanes_that_are_gone(bridge):
     assert list(learner.progress.mounts) == [producer.producer_id]
 
 
-def test_what_lies_on_another_mount_is_not_forgotten(bridge, monkeypatch):
+def test_records_on_another_mount_are_not_forgotten(bridge, monkeypatch):
     learner = Once(bridge)
     with shmbridge.Producer(bridge, env_name="a") as producer:
         producer.put_many([GROUP] * 2)

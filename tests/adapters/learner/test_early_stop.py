@@ -12,7 +12,7 @@ def reasons(stop, name, values):
     return [stop.reason({name: value}) for value in values]
 
 
-def test_good_enough_in_so_many_steps_one_after_the_other():
+def test_a_condition_that_holds_in_consecutive_steps_stops():
     stop = EarlyStop(parse_condition("reward_mean>=0.9"), patience=2)
     found = reasons(stop, "reward_mean", [0.9, 0.8, 0.95, 0.97])
     assert found[:3] == [None, None, None]
@@ -28,34 +28,34 @@ def test_a_metric_that_is_not_there_counts_for_nothing():
 
 
 @pytest.mark.parametrize(("goal", "values"), [("score:max", [1, 3, 2, 3, 3]), ("loss:min", [3, 1, 2, 1, 1])])
-def test_no_better_for_so_many_steps(goal, values):
+def test_a_goal_without_improvement_for_so_many_steps_stops(goal, values):
     stop = EarlyStop(None, goal=parse_goal(goal), stall=3)
     found = reasons(stop, goal.split(":")[0], values)
     assert found[:4] == [None] * 4
     assert "has not become better than" in found[4]
 
 
-def test_nothing_asked_for_never_stops():
+def test_early_stop_without_options_never_stops():
     assert reasons(EarlyStop(None), "loss", [1, 1, 1]) == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("text", "holds", "fails"), [("a<=1", 1, 2), ("a<1", 0, 1), ("a>1", 2, 1), (" x/y >= -1e-3 ", 0, -1)]
 )
-def test_conditions(text, holds, fails):
+def test_conditions_are_parsed_and_compared(text, holds, fails):
     condition = parse_condition(text)
     assert condition.holds(holds)
     assert not condition.holds(fails)
 
 
 @pytest.mark.parametrize("text", ["reward", "reward==1", ">=1", "reward>=much"])
-def test_what_is_no_condition(text):
+def test_a_text_that_is_no_condition_is_refused(text):
     with pytest.raises(ValueError, match=r"such as|no finite number"):
         parse_condition(text)
 
 
 @pytest.mark.parametrize("text", ["reward", "reward:more", ":max"])
-def test_what_is_no_goal(text):
+def test_a_text_that_is_no_goal_is_refused(text):
     with pytest.raises(ValueError, match="such as"):
         parse_goal(text)
 

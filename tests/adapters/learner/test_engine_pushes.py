@@ -1,5 +1,5 @@
-"""The learner's engines: brought to each version while it waits, in order; failures are said, counted, and
-end it when they last.
+"""The learner's engines are brought to each version in order while it waits; failures are logged and counted,
+and lasting ones end it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUPS = 2  # per step
 
 
 class Fake(Engine):
-    """Takes what it is given, when it may."""
+    """An engine that loads each version, unless the test holds it."""
 
     def __init__(self, address="http://fake"):
         self.address, self.versions, self.fails, self.may = address, [], "", threading.Event()
@@ -108,7 +108,7 @@ def test_one_failure_ends_nothing_and_lasting_ones_do(said):
         pushes.settled()
 
 
-def test_what_nobody_thought_of_is_that_engines_failure_alone(said):
+def test_an_unexpected_error_is_that_engines_failure_alone(said):
     odd, other = Fake("http://odd"), Fake("http://other")
     odd.update = lambda update: {}["float3"]
     pushes = EnginePushes([odd, other], "b", patience_s=60.0, say=said.append)
@@ -120,7 +120,7 @@ def test_what_nobody_thought_of_is_that_engines_failure_alone(said):
     pushes.close()
 
 
-def test_without_engines_nothing_happens():
+def test_pushes_without_engines_do_nothing():
     pushes = EnginePushes()
     pushes.begin(1)
     pushes.begin(2)
@@ -133,7 +133,7 @@ def test_without_engines_nothing_happens():
 
 
 class StandIn:
-    """A server that follows a bridge, as vLLM with the middleware says it does."""
+    """A server that reports versions as vLLM with the middleware does, following a bridge."""
 
     def __init__(self, bridge, *, follows=True):
         self._bridge, self.follows = bridge, follows
@@ -258,7 +258,7 @@ def test_an_engine_that_does_not_come_is_said_and_the_training_goes_on(bridge, s
         out, err = learner.communicate(timeout=90)
         assert learner.returncode == 0, err
         assert (
-            out.count(f"an engine has old weights, training goes on: [SB505] {url}: nobody listens there")
+            out.count(f"an engine has old weights, training goes on: [SB505] {url}: no server listens there")
             == 1
         )
         failures = [line["engines/failures_total"] for line in metrics(tmp_path)]

@@ -46,7 +46,7 @@ def test_groups_of_the_split_eval_are_scored_and_in_no_batch(bridge):
     assert screen.metrics() == {"eval/groups_total": 3, "resume/known_groups_total": 0}
 
 
-def test_what_the_checkpoint_contains_is_not_trained_twice(bridge):
+def test_groups_that_the_checkpoint_contains_are_not_trained_twice(bridge):
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
         for number in range(4):
             producer.put({"tokens": [[number]]})

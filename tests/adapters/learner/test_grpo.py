@@ -1,4 +1,4 @@
-"""The learner's loop: the order of a step, what a stop leaves behind, what the run directory holds."""
+"""The learner's loop: the order of a step, the state after a stop, the files of the run directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 
 
 class FakeConsumer:
-    """The learner's side of a hub; writes down what is done to it, in order."""
+    """The learner's side of a hub; records its calls in order."""
 
     def __init__(self, batches, version=0):
         self._batches = batches
@@ -228,7 +228,7 @@ def test_several_batches_make_a_step_and_are_released_together(tiny_model, batch
     assert lines[0]["atropos/fallback_groups_total"] == 4
 
 
-def test_held_until_saved_nothing_is_released_before_a_checkpoint_has_it(tiny_model, batches, tmp_path):
+def test_groups_held_until_saved_are_released_after_the_checkpoint(tiny_model, batches, tmp_path):
     flags = ("--steps", "5", "--save-every", "2", "--hold-until-saved")
     session = Session(tmp_path, tiny_model(1), batches(9), *flags)
     save = session.saver.save
@@ -255,7 +255,7 @@ def test_a_checkpoint_is_written_before_the_release_and_knows_what_is_held(tiny_
     assert first.held == second.held == {"test-1": [0, 1]}
 
 
-def test_good_enough_ends_the_run(tiny_model, batches, tmp_path, capsys):
+def test_a_condition_that_is_met_ends_the_run(tiny_model, batches, tmp_path, capsys):
     flags = ("--steps", "9", "--stop-when", "reward_mean>=0.5", "--stop-patience", "3")
     session = Session(tmp_path, tiny_model(1), batches(9), *flags)
     session.learn()
@@ -285,7 +285,7 @@ def test_the_hook_gets_step_model_and_tokenizer_and_its_failure_ends_nothing(
     )
 
 
-def test_where_the_time_goes_is_said_of_every_step(tiny_model, batches, tmp_path):
+def test_times_of_the_phases_are_logged_at_every_step(tiny_model, batches, tmp_path):
     session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "3")
     session.learn()
     for line in session.logged():

@@ -1,5 +1,5 @@
-"""Objectives on a real model: neither token budget nor ranks change a gradient, the reference stays, stale
-tokens are left out.
+"""Objectives on a real model: the gradient is the same for any token budget and ranks, the reference stays,
+stale tokens are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OBJECTIVES = [
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective["loss"])
-def test_neither_the_token_budget_nor_the_ranks_change_the_gradient(
+def test_the_gradient_is_the_same_for_any_token_budget_and_number_of_ranks(
     tiny_model, packed_batch, on_ranks, objective
 ):
     reference = Reference(tiny_model(9)) if "kl" in objective else None
@@ -139,7 +139,7 @@ def test_the_divergence_alone_draws_the_policy_to_the_reference(tiny_model, pack
     assert seen[-1] < 0.5 * seen[0]
 
 
-def test_what_records_say_of_the_reference_comes_before_the_model(tiny_model, packed_batch):
+def test_reference_logprobs_of_records_come_before_the_models(tiny_model, packed_batch):
     plain = packed_batch(ROWS, scores=SCORES, groups=GROUPS)
     _, asked = logprobs_of(tiny_model(9), plain)
     _, policy = logprobs_of(tiny_model(2), plain)

@@ -86,7 +86,7 @@ def published(bridge, folder):
 
 
 @pytest.mark.timeout(180)
-def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_learner, tmp_path):
+def test_a_learner_killed_and_resumed_goes_on_and_no_version_comes_back(bridge, start_learner, tmp_path):
     steps, produced = 12, 200
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, produced)
@@ -118,9 +118,9 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("limit", "every"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.long), (3, 3)])
-def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learner, tmp_path, limit, every):
-    """The environment is never further ahead, however fast it is; nothing of it is thrown away, also where
-    not every step is published.
+def test_generation_waits_for_training_with_a_limit_of_steps(bridge, start_learner, tmp_path, limit, every):
+    """The environment is never further ahead, however fast it is, and none of its groups are discarded, even
+    if not every step is published.
     """
     steps, begun, version = 8, 0, {}
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
@@ -152,7 +152,7 @@ def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learn
 
 
 @pytest.mark.timeout(120)
-def test_stopped_while_waiting_it_saves_and_leaves_the_rest(bridge, start_learner, tmp_path):
+def test_a_learner_stopped_while_waiting_saves_and_leaves_the_rest(bridge, start_learner, tmp_path):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS * 3 + 1)  # three steps, and half a batch
         learner = start_learner("--steps", "50")
@@ -169,7 +169,7 @@ def test_stopped_while_waiting_it_saves_and_leaves_the_rest(bridge, start_learne
         assert published(bridge, tmp_path / "run" / "checkpoints" / "step-00000003") == 3
 
 
-def test_nobody_comes_and_the_learner_gives_up(start_learner):
+def test_the_learner_gives_up_when_nobody_comes(start_learner):
     limits = ("--batch-timeout", "0.3", "--batch-attempts", "3", "--batch-retry-delay", "0.1")
     learner = start_learner("--steps", "5", *limits)
     out, err = learner.communicate(timeout=60)
@@ -343,6 +343,6 @@ def test_an_error_in_a_step_saves_the_steps_before_it_and_its_batch_comes_again(
     steps = metrics(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3, *range(newest + 1, 6)]
     assert steps[-2 if newest == 3 else -3]["trajectories_redelivered"] == 4 * GROUPS
-    # What a step had released before the update of the next one broke is gone with it, as after a kill.
+    # Records that a step released before the next update broke are not redelivered, as after a kill.
     trained = 5 if newest == 3 else 6
     assert len(left) == 6 * GROUPS - trained * GROUPS

@@ -1,4 +1,4 @@
-"""One update: packing changes nothing, values belong to their tokens, a policy learns what is rewarded."""
+"""One update: packing changes nothing, values belong to their tokens, a policy learns rewarded tokens."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_token_outside_the_vocabulary_is_named_also_where_it_lies_on_a_device(
     ("normalise", "way"), [("batch", "--sft-normalization none, if"), ("none", "scores that differ")]
 )
 def test_fine_tuning_with_nothing_to_learn_ends_with_words(tiny_model, packed_batch, normalise, way):
-    """Equal advantages are 0 once they are normalised; every batch of a step has to be so."""
+    """Equal advantages are 0 once they are normalised; the error needs every batch of a step to be so."""
     model = tiny_model(1)
     own = learner(model, loss="sft", credit=Credit(normalise=normalise))
     equal = 1.0 if normalise == "batch" else 0.0
@@ -232,7 +232,7 @@ def test_a_random_model_learns_the_rewarded_token(tiny_model, packed_batch):
     assert np.mean(rewards[-10:]) > 0.9
 
 
-def test_what_is_trained_is_found_once_per_batch(tiny_model, packed_batch, monkeypatch):
+def test_trained_tokens_are_found_once_per_batch(tiny_model, packed_batch, monkeypatch):
     found, calls = training_rows.trained_tokens, []
     monkeypatch.setattr(training_rows, "trained_tokens", lambda *batch: calls.append(1) or found(*batch))
     learner(tiny_model(1)).accumulate(packed_batch(ROWS, scores=[1.0, 0.0, 0.0, 1.0, 0.5]))

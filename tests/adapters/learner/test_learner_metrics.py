@@ -1,4 +1,4 @@
-"""What the learner adds to a batch's own metrics: ages, latencies, totals."""
+"""Metrics that the learner adds to a batch's own: ages, latencies, totals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What environments send and training leaves out: counted with the environment's name, and said once."""
+"""Data that environments send and training leaves out: counted under the environment's name, and reported
+once.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ SOUND = {**ATROPOS, "inference_logprobs": [[1.0, 1.0, -0.5, -0.25]] * 2}
 )
 @pytest.mark.parametrize("said", [{"prompt_length": [1, 1]}, {}], ids=["prompt_length", "no prompt_length"])
 @pytest.mark.parametrize("column", ["masks", "loss_mask"])
-def test_what_a_mask_of_another_length_leaves_out_is_not_trained(batch_of, column, masks, said):
+def test_tokens_that_a_mask_of_another_length_leaves_out_are_not_trained(batch_of, column, masks, said):
     mask = masks if column == "masks" else [[int(each > 0) for each in row] for row in masks]
     batch = batch_of(("env", [{"tokens": ATROPOS["tokens"], "scores": [1.0, 0.0], column: mask, **said}]))
     fitting = [False, len(masks) == 2]
@@ -208,7 +210,7 @@ def test_no_token_is_unknown_where_all_are_known(packed_batch):
     assert metrics["trajectories_unknown_tokens"] == 0
 
 
-def test_what_is_left_out_is_said_once_by_environment_and_column():
+def test_data_that_is_left_out_is_named_once_by_environment_and_column():
     said = SaidOnce()
     step = {
         "trajectories_without_mask": 5,

@@ -1,6 +1,4 @@
-"""Adapters: only they are trained, what is published is the merged model, and a checkpoint of them is loaded
-by anybody.
-"""
+"""Adapters: only they are trained, the published model is merged, and any program loads their checkpoint."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ def test_only_the_adapters_are_trained(base, batch):
     assert all(("lora_" in name) == value.requires_grad for name, value in own.model.named_parameters())
 
 
-def test_what_is_published_is_the_merged_model_and_the_adapter_is_left_alone(base, batch):
+def test_the_published_model_is_merged_and_the_adapter_is_left_alone(base, batch):
     own = train(learner(adapted(base)), batch, 3)
     before = {name: value.clone() for name, value in own.model.named_parameters()}
     published = dict(published_parameters(own.model))
@@ -100,7 +98,7 @@ def test_what_is_published_is_the_merged_model_and_the_adapter_is_left_alone(bas
         torch.testing.assert_close(plain(PROMPT).logits, own.model(PROMPT).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_without_adapters_the_parameters_themselves_are_published(base):
+def test_parameters_without_adapters_are_published_themselves(base):
     model = AutoModelForCausalLM.from_pretrained(base)
     own = dict(model.named_parameters())
     assert all(value.data_ptr() == own[name].data_ptr() for name, value in published_parameters(model))
@@ -139,7 +137,7 @@ def test_dropout_is_at_work_and_only_in_the_adapters(base, batch):
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_named_targets_and_those_that_are_not_there(base, tiny_model):
+def test_targets_are_found_by_name_and_missing_ones_refused(base, tiny_model):
     model = adapted(base, targets=("q_proj", "v_proj"))
     layers = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_" in name}
     assert layers == {"q_proj", "v_proj"}

@@ -34,7 +34,7 @@ def training_rows(lengths, seed=0, tensors=()):
 @pytest.mark.parametrize("tensors", [(), ("tokens", "sampled_logprobs")])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("budget", [1, 60, 137, 100_000])
-def test_each_trained_token_once_with_its_own_values(layout, budget, tensors):
+def test_each_trained_token_is_there_once_with_its_own_values(layout, budget, tensors):
     lengths = [*np.random.default_rng(1).integers(1, 60, 90).tolist(), 0, 200, 3]
     rows = training_rows(lengths, tensors=tensors)
     row_of = np.repeat(np.arange(len(lengths)), lengths)

@@ -1,4 +1,4 @@
-"""How far the sampler is from the policy: the numbers by hand, over micro-batches, batches and ranks, and the
+"""The mismatch of sampler and policy: its numbers by hand, over micro-batches, batches and ranks, and its
 warning.
 """
 
@@ -13,7 +13,7 @@ from shmbridge.consumers.learner.report.rank_metrics import merged
 from shmbridge.consumers.learner.train.mismatch import MISMATCH, Mismatch, MismatchAlarm
 
 POLICY = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
-SAMPLER = torch.tensor([-1.1, -1.7, 1.0, -3.0, float("-inf")])  # two of which nobody knows
+SAMPLER = torch.tensor([-1.1, -1.7, 1.0, -3.0, float("-inf")])  # two of them unknown
 FRESH = torch.tensor([True, False, True, True, True])
 
 
@@ -43,7 +43,7 @@ def test_micro_batches_and_batches_add_up_to_one(cuts):
     assert said == pytest.approx(wanted)
 
 
-def test_without_a_known_token_there_is_no_number():
+def test_the_mismatch_without_a_known_token_is_no_number():
     nothing = Mismatch()
     assert all(math.isnan(nothing.metrics()[name]) for name in MISMATCH[:-1])
     nothing.add(POLICY[:0], SAMPLER[:0], FRESH[:0])
@@ -99,7 +99,7 @@ def test_a_run_in_which_nothing_can_be_compared_is_told_once():
     alarm = MismatchAlarm(0.05, said.append)
     for _ in range(9):
         alarm.looked(NO_FRESH)
-        alarm.looked(NO_FRESH | {"logprob_diff_mean": float("nan")})  # nobody recorded a log-probability
+        alarm.looked(NO_FRESH | {"logprob_diff_mean": float("nan")})  # no recorded log-probability
     assert not said
     for _ in range(30):
         assert alarm.looked(NO_FRESH) == {"mismatch_alarms_total": 0}
@@ -108,7 +108,7 @@ def test_a_run_in_which_nothing_can_be_compared_is_told_once():
     assert "token_versions" in said[0]
 
 
-def test_where_something_was_compared_or_nothing_is_to_be_nobody_is_told():
+def test_no_warning_is_given_where_tokens_were_compared_or_need_not_be():
     said = []
     alarm = MismatchAlarm(0.05, said.append)
     alarm.looked({"logprob_diff_mean": 0.001, "logprob_diff_mean_fresh": 0.001, "tokens_fresh": 5.0})

@@ -1,4 +1,4 @@
-"""The policy that is trained is the one that samples: no dropout but that of adapters, and none of that in
+"""The policy that is trained is the one that samples: no dropout except that of adapters, and none at all in
 evaluation.
 """
 

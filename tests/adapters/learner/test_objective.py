@@ -1,5 +1,5 @@
-"""The objective: one batch is one gradient however it is cut, corrections do what they say, what means
-nothing is refused.
+"""The objective: one batch is one gradient however it is cut, corrections follow their formulas, meaningless
+options are refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Answers:
 
         self.logprobs = -noise(1.0).abs() - 0.1
         self.sampled = (self.logprobs + noise(0.4)).clamp(max=-1e-3)
-        self.sampled[::7] = 1.0  # nobody knows
+        self.sampled[::7] = 1.0  # unknown
         self.reference = (self.logprobs + noise(0.4)).clamp(max=-1e-3)
         self.reference[3] = 1.0
         self.advantages = noise(1.0)
@@ -138,7 +138,7 @@ def test_shares_say_what_the_bounds_and_the_cap_held():
     assert capped["tis_frac"] == pytest.approx((ratio >= 1.5).double().mean().item())
     assert capped["tis_weight_mean"] == pytest.approx(ratio.clamp(max=1.5).mean().item())
     assert (capped["clip_frac"], capped["ratio_mean"]) == (0.0, said["ratio_mean"])
-    # where nobody knows, the weight is 1, and nothing was cut
+    # where a log-probability is unknown the weight is 1 and counts as uncut
     at_one = (ratio >= 1.0) & losses.known(ANSWERS.sampled)
     assert named(Objective(tis_cap=1.0))["tis_frac"] == pytest.approx(at_one.double().mean().item())
 
@@ -326,7 +326,7 @@ def test_fine_tuning_normalises_over_the_batch_unless_told_otherwise():
         ("--loss sft --mask-ratio 0.5 2", "--loss sft has no ratio"),
     ],
 )
-def test_what_means_nothing_is_refused(flags, words):
+def test_options_that_mean_nothing_are_refused(flags, words):
     with pytest.raises(BadObjective) as refused:
         Objective.of(options(*flags.split()))
     assert words in str(refused.value)

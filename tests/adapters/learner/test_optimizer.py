@@ -1,4 +1,4 @@
-"""AdamW over float32 masters: what a bfloat16 parameter would lose is kept."""
+"""AdamW over float32 masters keeps updates that a bfloat16 parameter would lose."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How weights come into the segment: each rank its part, equal to what would have been gathered; of adapters
-only what they change.
+"""Publishing weights: each rank writes its part, equal to the gathered tensors; with adapters only the
+changed tensors are written again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shmbridge.weights import WeightsReader, WeightsWriter
     [("fsdp2", "float32"), pytest.param("fsdp2", "bfloat16", marks=pytest.mark.long), ("ddp", "bfloat16")],
 )
 def test_two_ranks_write_what_would_have_been_gathered(bridge, how, dtype):
-    """Tensors of odd sizes, of one row, of one number, and two names for one: the second rank has nothing of
+    """Tensors of odd sizes, of one row, of one number, and one with two names; the second rank has no part of
     some.
     """
     with socket.socket() as free:
@@ -54,11 +54,11 @@ def test_two_ranks_write_what_would_have_been_gathered(bridge, how, dtype):
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert said[0][0] == "equal\n"
     everything = {"even", "uneven", "one_row", "one", "many"}
-    # which is more than all others
+    # larger than all other versions
     assert set(said[1][0].split()) == (everything if how == "fsdp2" else everything - {"many"})
 
 
-def test_of_a_model_with_adapters_only_the_merged_tensors_are_written_again(bridge, tiny_model):
+def test_only_the_merged_tensors_of_a_model_with_adapters_are_written_again(bridge, tiny_model):
     pytest.importorskip("peft")
     from shmbridge.consumers.learner.model.lora import Lora, add_adapters
 
@@ -86,7 +86,7 @@ def test_of_a_model_with_adapters_only_the_merged_tensors_are_written_again(brid
             }
             assert merged == adapted
         writer.close()
-        # which does not know what its predecessor's base was: it writes all first
+        # it does not know its predecessor's base, so it writes all tensors first
         with WeightsWriter(bridge) as successor:
             WeightsPublisher(model, torch.float32, ALONE, successor, None).publish(6)
         with reader.lease() as lease:

@@ -1,8 +1,8 @@
 """From put to loss, drawn at random: each row reaches the micro-batches exactly as it was put, or a counter
-says why not.
+gives the reason.
 
 Through the real path: put, lane, hub (with one rank or two), gather in both layouts, `prepare`, micro-batches
-in both layouts. What must come out is worked out from what was put, by rules written down here once more.
+in both layouts. The expected rows are computed from the groups put, by rules written down here once more.
 `make test-long` runs 20,000 groups.
 """
 
@@ -43,14 +43,14 @@ COUNTERS = (
     "token_rewards",  # of "columns_ignored/token_rewards", over all environments
 )
 
-# What a column is like in a record. "uneven" and "rows" are Atropos' alone: plain `put` refuses them.
+# The state of a column in a record. Only Atropos groups may be "uneven" or "rows": plain `put` refuses them.
 MODES = ("absent", "absent", "sound", "sound", "null", "odd", "uneven", "rows")
 MASKS = ("absent", "none", "loss_mask", "loss_mask", "masks", "masks", "binary", "null", "uneven", "rows")
 
 
 @dataclass
 class Row:
-    """What the loss must see of one trajectory; None where nobody said."""
+    """The values of one trajectory that the loss must see; None where absent."""
 
     group_id: str
     env: str
@@ -100,15 +100,15 @@ def drawn_groups() -> st.SearchStrategy[list[tuple[int, list[dict[str, Any]]]]]:
 
 
 class Maker:
-    """Records as they are drawn: what is put, and what must come of it."""
+    """Draws records: the group to put, and the rows to expect."""
 
     def __init__(self) -> None:
-        self._serial = itertools.count(1_000_000)  # the first token of a row: it is known again by that
+        self._serial = itertools.count(1_000_000)  # the first token of a row, which identifies it
 
     def record(
         self, drawn: dict[str, Any], group_id: str, env: str
     ) -> tuple[dict[str, Any], list[Row], bool]:
-        """What is put, its rows, and whether `put` must refuse it."""
+        """Returns the group to put, its expected rows, and whether `put` must refuse it."""
         draw = np.random.default_rng(drawn["seed"])
         rows = [Row(group_id, env, self._tokens(draw, length)) for length in drawn["lengths"]]
         group: dict[str, Any] = {"tokens": [row.tokens for row in rows]}
@@ -267,7 +267,7 @@ def _values(draw: np.random.Generator, name: str, length: int) -> np.ndarray:
 def _made_uneven(
     draw: np.random.Generator, values: list[Any], make: Any, kept: list[Any] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Values of which one row has another length, and what must be left of them."""
+    """Returns values of which one row has another length, and the values to expect of them."""
     said, kept = list(values), list(values if kept is None else kept)
     at = int(draw.integers(len(said)))
     length = len(said[at])
@@ -334,7 +334,7 @@ class Path:
                 group, made, refused = self._make.record(
                     {**drawn, **sound, "score": score}, group_id, ENVIRONMENTS[env]
                 )
-                if refused:  # no AssertionError, which would be taken for a fault that was found
+                if refused:  # not an AssertionError, which would count as a fault that was found
                     raise RuntimeError(f"a record is not sound: {drawn}")
             producer.put(group, **options)
             rows += made
@@ -413,7 +413,7 @@ def _advantages(row: Row, group: list[Row]) -> np.ndarray:
 
 
 def _of_loss(row: Row, group: list[Row]) -> dict[str, np.ndarray]:
-    """What the loss must see of a row, by the names of `TrainingRows`."""
+    """Returns the values of a row that the loss must see, by the names of `TrainingRows`."""
     return {
         "tokens": row.tokens,
         "trained": row.trained,
@@ -467,7 +467,7 @@ def path(bridge):
 
 
 def run(path: Path, examples: int) -> None:
-    """So many batches, always the same ones, each compared."""
+    """Compares that many batches, always the same ones."""
 
     @settings(
         max_examples=examples,

@@ -1,4 +1,4 @@
-"""Metrics of shares put together: as of the whole batch, whatever share a row was in."""
+"""Merged metrics of shares equal those of the whole batch, whatever share a row was in."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_rank_without_rows_changes_nothing(packed_batch):
     assert found["atropos/num_environments"] == 2.0
 
 
-def test_what_is_known_nowhere_stays_unknown():
+def test_a_metric_that_is_known_nowhere_stays_unknown():
     found = merged(
         [{"reward_mean": math.nan, "trajectories": 2}, {"reward_mean": math.nan, "trajectories": 0}], [{}, {}]
     )
@@ -99,12 +99,12 @@ def test_the_host_pays_for_all_ranks():
     assert found["tokens"] == 100
 
 
-def test_what_every_rank_says_of_the_whole_batch_is_not_added_up():
+def test_metrics_of_the_whole_batch_are_not_added_up_over_ranks():
     assert merged([{"loss": 0.1}] * 2, [{}, {}]) == {"loss": 0.1}
 
 
 def test_counts_of_tokens_add_up_and_their_age_is_that_of_those_that_have_one(packed_batch):
-    """Over ranks, and over the batches that one step accumulates."""
+    """The same over ranks, and over the batches that one step accumulates."""
     known = packed_batch([[1, 2, 3]], token_versions=[[2, 2, 2]], ref_logprobs=[[0.0, -1.0, 1.0]])
     unknown = packed_batch([[1, 2, 3, 4]], version=None)
     shares = [prepare(batch, 1.0, with_reference=True, policy_version=6)[1] for batch in (known, unknown)]

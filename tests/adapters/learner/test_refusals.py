@@ -142,7 +142,7 @@ def test_numbers_that_nothing_can_be_computed_with(refused, flags, capsys):
     assert f"argument {flags.split()[0]}: " in capsys.readouterr().err
 
 
-def test_half_a_torchrun(refused, monkeypatch):
+def test_a_torchrun_environment_that_lacks_variables(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "WORLD_SIZE is 2, and there is no RANK, MASTER_ADDR, MASTER_PORT" in refused()
     monkeypatch.setenv("WORLD_SIZE", "two")

@@ -101,7 +101,7 @@ def test_an_older_run_without_a_split_of_its_time_is_shown_too(make_run, capsys)
     assert "time       wait 25%, forward_backward 75%" in capsys.readouterr().out
 
 
-def test_without_matplotlib_the_words_come_and_the_error_says_what_to_do(make_run, capsys, monkeypatch):
+def test_the_summary_comes_without_matplotlib_and_the_error_says_what_to_do(make_run, capsys, monkeypatch):
     def missing(runs, file):
         raise plot.MatplotlibMissing("a plot needs the matplotlib package")
 
@@ -118,7 +118,7 @@ def test_matplotlib_that_is_not_there(make_run, monkeypatch, tmp_path):
         plot.plot([read_run(make_run("one", [line(1)]))], tmp_path / "x.svg")
 
 
-def test_no_run_in_the_folder(make_run, tmp_path, capsys):
+def test_a_folder_without_a_run_is_an_error(make_run, tmp_path, capsys):
     with pytest.raises(NoRun, match="no step yet"):
         read_run(make_run("empty", []))
     assert main(["report", str(tmp_path / "nothing")]) == 1

@@ -82,7 +82,7 @@ def until_step(learner, step):
 
 
 def assert_same_bits(one, other):
-    """Of weights, optimizer and random generators; and the same account of what was consumed."""
+    """Compares weights, optimizer, random generators, and the record of consumed groups."""
     files = {path.name for path in one.iterdir() if path.suffix == ".safetensors"}
     assert {"optimizer.safetensors", "rng.safetensors"} < files
     for name in files:
@@ -134,7 +134,7 @@ FLAGS = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", FLAGS)
-def test_killed_after_a_save_and_before_the_release_it_trains_no_group_twice(
+def test_a_learner_killed_between_save_and_release_trains_no_group_twice(
     command, through, bridge, tmp_path, kind
 ):
     flags = (*FLAGS[kind], "--save-every", "3", "--hold-until-saved")
@@ -154,7 +154,7 @@ def test_killed_after_a_save_and_before_the_release_it_trains_no_group_twice(
 
 
 @pytest.mark.timeout(120)
-def test_killed_anywhere_between_saves_no_group_is_lost(command, through, bridge, tmp_path):
+def test_a_learner_killed_anywhere_between_saves_loses_no_group(command, through, bridge, tmp_path):
     flags = ("--save-every", "3", "--hold-until-saved")
     expected = through()
     with shmbridge.Producer(bridge, lane_bytes="4M") as producer:
@@ -169,7 +169,7 @@ def test_killed_anywhere_between_saves_no_group_is_lost(command, through, bridge
 
 
 @pytest.mark.timeout(120)
-def test_stopped_in_order_it_goes_on_from_where_it_was(command, through, bridge, tmp_path):
+def test_a_learner_stopped_in_order_goes_on_from_where_it_was(command, through, bridge, tmp_path):
     expected = through()
     with shmbridge.Producer(bridge, lane_bytes="4M") as producer:
         put_groups(producer, 5 * GROUPS + 1)  # it waits in the middle of its sixth batch

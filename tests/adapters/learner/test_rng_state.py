@@ -21,7 +21,7 @@ def draw():
     ]
 
 
-def test_through_a_file_every_generator_goes_on_where_it_was(tmp_path):
+def test_every_generator_goes_on_through_a_file_where_it_was(tmp_path):
     torch.manual_seed(3)
     np.random.seed(4)
     random.seed(5)

@@ -1,5 +1,5 @@
-"""What is trained is what was put: each row is compared, and a shift, a flip, a lost row and a doubled one
-are found and named.
+"""Rows are trained as they were put: each is compared, and a shift, a flip, a lost row and a doubled one are
+found and named.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def test_values_that_were_not_put_are_found(batch, metrics) -> None:
 
 @pytest.mark.usefixtures("differences_allowed")
 def test_a_row_of_another_length_is_absent_or_differs(bridge, tiny_model) -> None:
-    """What an environment sends of the answer alone belongs to no token that can be told."""
+    """Values that an environment sends for the answer alone cannot be assigned to tokens."""
     tokens = [[1, 2, 3, 4], [5, 6, 7, 8]]
     group = {
         "tokens": tokens,
@@ -255,7 +255,7 @@ def test_a_row_of_another_length_is_absent_or_differs(bridge, tiny_model) -> Non
     assert of_checks(found) == {"rows_compared{maze}": 2, "rows_differ{maze}": trained_with_it}
 
 
-def test_what_is_not_checked_is_not_compared(bridge, tiny_model, monkeypatch) -> None:
+def test_rows_without_checks_are_not_compared(bridge, tiny_model, monkeypatch) -> None:
     monkeypatch.setenv("SHMBRIDGE_CHECK_ROWS", "0")
     learner = Learner(tiny_model(1), Objective(), lambda step: 1e-3)
     with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge) as producer:
@@ -323,7 +323,7 @@ LOGPROBS = [[1.0, *[-0.5] * (len(row) - 1)] for row in FITS]
     ids=["a row too few", "a row too many", "a row of another length", "advantages of a row too few"],
 )
 def test_a_column_that_does_not_fit_the_rows_is_no_difference(bridge, tiny_model, misfit) -> None:
-    """Atropos takes such groups; batches leave the column out, and count that."""
+    """Atropos takes such groups; batches leave the column out and count it."""
     group = {"tokens": FITS, "masks": [[-100, *row[1:]] for row in FITS], "scores": [0.0, 1.0, 2.0], **misfit}
     with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, env_name="maze") as producer:
         producer.put(group, foreign=True)

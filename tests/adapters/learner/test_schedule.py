@@ -1,4 +1,4 @@
-"""Learning rates: today's line unchanged, and transformers' numbers for the others."""
+"""Learning rates: the linear schedule is unchanged, the others have transformers' numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = {
 }
 
 
-def test_the_line_is_the_one_there_always_was():
+def test_the_linear_schedule_is_unchanged():
     rate = rate_schedule("linear", peak=2.0, warmup=4, steps=10)
     assert [rate(step) for step in range(10)] == [
         learning_rate_at(step, peak=2.0, warmup=4, steps=10) for step in range(10)
@@ -26,7 +26,7 @@ def test_the_line_is_the_one_there_always_was():
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "linear"])
-def test_the_others_are_what_transformers_steps_through(name):
+def test_other_schedules_are_those_of_transformers(name):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
     scheduler = get_scheduler(name, optimizer, 5, 40, OPTIONS.get(name))
     rate = rate_schedule(name, peak=1e-2, warmup=5, steps=40, options=OPTIONS.get(name))
@@ -37,7 +37,7 @@ def test_the_others_are_what_transformers_steps_through(name):
 
 
 def test_a_schedule_knows_its_place_from_the_step_alone():
-    """Which is why a resumed run needs nothing else of it."""
+    """A resumed run needs nothing else of it."""
     rate = rate_schedule("cosine", peak=1.0, warmup=2, steps=20)
     assert rate(11) == rate_schedule("cosine", peak=1.0, warmup=2, steps=20)(11)
 

@@ -1,4 +1,4 @@
-"""What the consumer is told of the learner's limits on staleness."""
+"""The limits on staleness that the learner's options give its consumer."""
 
 from unittest.mock import Mock
 
@@ -12,7 +12,7 @@ from shmbridge.consumers.learner.data.batch_source import hub
 
 @pytest.fixture
 def told(monkeypatch):
-    """Return a function from flags to what a consumer is opened with, of what the flags are about."""
+    """Return a function from flags to the consumer's arguments that these flags set."""
     opened = Mock()
     monkeypatch.setattr(shmbridge, "Consumer", opened)
 
@@ -28,7 +28,7 @@ def told(monkeypatch):
     return told
 
 
-def test_without_a_limit_batches_are_fair(told):
+def test_batches_without_a_limit_are_fair(told):
     assert told() == {"policy": "fair", "max_off_policy_steps": None, "groups_per_step": None}
     assert told("--policy", "atropos")["policy"] == "atropos"
 

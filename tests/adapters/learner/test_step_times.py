@@ -1,4 +1,4 @@
-"""Where the time of a step goes: phases add up, and are taken once."""
+"""Times of a step's phases: they add up, and are taken once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard gets each step's numbers, under their names; its trouble is not the training's."""
+"""TensorBoard gets each step's numbers under their names; its failures do not affect training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(step, **more):
     return {"step": step, "time": 1000.0 + step, "loss": 0.5, "bridge/held": 3, **more}
 
 
-def test_numbers_at_their_steps(tmp_path):
+def test_numbers_are_written_at_their_steps(tmp_path):
     with TensorboardLog(tmp_path, None, say=print) as log:
         log.log(line(1, grad_norm=math.nan, update_skipped=False, words="none"))
         log.log(line(2, loss=0.25))
@@ -58,7 +58,7 @@ def test_trouble_is_said_once_and_counted(tmp_path, monkeypatch):
     assert "training goes on: ZeroDivisionError" in lines[0]
 
 
-def test_without_the_package_it_is_said_how_to_get_it(tmp_path, monkeypatch):
+def test_an_error_says_how_to_get_the_missing_package(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def missing(name, *args, **more):

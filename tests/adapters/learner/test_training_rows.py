@@ -1,4 +1,4 @@
-"""What a batch says about training: every optional column present, absent, or in some records only."""
+"""Training arrays of a batch: every optional column present, absent, or in some records only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_rows_with_and_without_their_own_columns_mix(packed_batch):
     assert metrics["reward_mean"] == 0.5
 
 
-def test_without_a_mask_everything_after_the_prompt_is_trained(packed_batch):
+def test_everything_after_the_prompt_is_trained_without_a_mask(packed_batch):
     batch = packed_batch(ROWS, masks=[[0, 1, 0], None, None], prompt_lengths=[2, 2, 0])
     rows, metrics = prepare(batch, 1.0)
     expected = [[False, True, False], [False, False, True], [False, True, True]]
@@ -74,7 +74,7 @@ def test_the_narrowest_word_on_temperature_wins(packed_batch):
     np.testing.assert_allclose(rows.temperature, [0.1, 0.2, 0.3, 0.4, 1.0])
 
 
-def test_what_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):
+def test_a_value_that_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):
     odd = [
         '{"temperature": "hot"}',
         '{"temperature": [1]}',
@@ -84,7 +84,7 @@ def test_what_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):
     ]
     rows, metrics = prepare(packed_batch([[1, 2]] * 6, overrides=[*odd, '{"temperature": 0.5}']), 0.7)
     np.testing.assert_allclose(rows.temperature, [0.7] * 5 + [0.5])
-    # what is no JSON says nothing at all
+    # text that is not JSON is ignored
     assert (metrics["trajectories_odd_temperature"], metrics["trajectories_greedy"]) == (4, 0)
 
 
@@ -121,11 +121,11 @@ def test_groups_without_their_own_advantages_fall_back_and_are_counted(packed_ba
 def test_advantages_of_environments_can_be_ignored(packed_batch):
     rows, metrics = prepare(packed_batch(PAIRS, **GROUPS), 1.0, Credit(use_own=False, fallback=False))
     np.testing.assert_allclose(rows.advantages[1::2], [1, -1, 0, 0, 0], rtol=1e-3)
-    assert metrics["groups_fallback"] == 0  # nothing fell back: nothing else was wanted
+    assert metrics["groups_fallback"] == 0  # no row fell back, since scores were asked for
     assert metrics["trajectories_own_advantages"] == 3
 
 
-def test_without_the_fallback_a_group_without_advantages_is_an_error(packed_batch):
+def test_a_group_without_advantages_is_an_error_without_the_fallback(packed_batch):
     with pytest.raises(NoAdvantages, match=r"group group-1 of environment 'code' has 2 .* 1 of them without"):
         prepare(packed_batch(PAIRS, **GROUPS), 1.0, Credit(fallback=False))
     silence = ['{"set_advantage_to_zero": true}' if row is None else None for row in GROUPS["advantages"]]
@@ -199,7 +199,7 @@ def test_fresh_are_tokens_that_name_the_trained_version_themselves(packed_batch)
     rows, metrics = prepare(batch, 1.0, policy_version=5)
     assert rows.fresh is not None
     assert np.flatnonzero(rows.fresh).tolist() == [1]
-    assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (1, 1)  # 6 is nobody's
+    assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (1, 1)  # 6 is impossible
     stamped, _ = prepare(packed_batch(ROWS, version=5), 1.0, policy_version=5)
     assert stamped.fresh is not None
     assert not stamped.fresh.any()

@@ -15,7 +15,7 @@ from shmbridge.schema import FINISH_REASONS
 ROWS = [[1, 2, 3]] * 5
 SCORES = [1.0, 0.0, 0.5, 0.25, 0.75]
 STOP, LENGTH, ABORT = (FINISH_REASONS.index(name) for name in ("stop", "length", "abort"))
-REASONS = [STOP, LENGTH, None, ABORT, 77]  # nobody has named 77
+REASONS = [STOP, LENGTH, None, ABORT, 77]  # 77 has no name
 
 
 def made(packed_batch, truncated, **columns):
@@ -71,7 +71,7 @@ def test_stale_and_truncated_tokens_are_counted_once(packed_batch):
 @pytest.mark.parametrize(
     "options", [{"truncated": "mask"}, {"truncated": "drop"}, {"policy_version": 9, "max_token_staleness": 1}]
 )
-def test_what_the_learner_masks_has_its_length_all_the_same(packed_batch, options):
+def test_answers_that_the_learner_masks_keep_their_length(packed_batch, options):
     rows, masks = [[1] * 10, [2] * 4], [[0] + [1] * 9, [0] + [1] * 3]
     versions = [[9] + [0] * 9, [9] * 4]
     batch = packed_batch(

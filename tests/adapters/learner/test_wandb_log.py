@@ -1,5 +1,5 @@
-"""The learner's W&B run: the real package, offline, its file read back; and what its failures cost, which is
-nothing.
+"""The learner's W&B run, with the real package, offline, its file read back; its failures do not affect
+training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def options(tmp_path, *more):
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
-    """Return the folder of a W&B that talks to nobody."""
+    """Return the folder of an offline W&B."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -96,7 +96,7 @@ def test_a_run_that_does_not_start_costs_a_line(tmp_path, monkeypatch):
     assert "No API key" in said[0]
 
 
-def test_without_the_package_the_learner_does_not_start(tmp_path, monkeypatch, capsys):
+def test_the_learner_does_not_start_without_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(WandbMissing):
         WandbRun(options(tmp_path), False, print)

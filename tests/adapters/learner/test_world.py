@@ -1,4 +1,4 @@
-"""One rank for itself, and what several say to each other, in threads that stand for them."""
+"""A world of one rank, and collectives of several, with threads in place of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with suppress(KeyError), joined("cpu", 60.0) as world:
 
 
 class Table:
-    """Where the ranks of a test meet: each lays a word down, and takes all."""
+    """The collectives of a test's ranks: each stores a value and gets all."""
 
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=10.0)
@@ -70,7 +70,7 @@ def each_of(size, does):
         return list(pool.map(run, range(size)))
 
 
-def test_alone_all_say_what_one_says():
+def test_collectives_of_a_single_rank_return_its_own_value():
     values = np.array([1.0, 2.0])
     assert ALONE.is_main
     assert ALONE.all_reduce_sum(values) is values
@@ -124,7 +124,7 @@ def test_ranks_that_leave_right_after_a_word_end_in_order(how):
     assert [rank.returncode for rank in ranks] == [0] * 8, said
 
 
-def test_nobody_fails_and_all_go_on():
+def test_ranks_go_on_together_when_none_fails():
     def does(world):
         with world.together():
             word = world.rank
@@ -134,7 +134,7 @@ def test_nobody_fails_and_all_go_on():
 
 
 @pytest.mark.parametrize("size", [None, "1"])
-def test_without_torchrun_or_in_one_of_one_there_is_nobody_to_join(monkeypatch, size):
+def test_a_world_of_one_joins_nobody_with_or_without_torchrun(monkeypatch, size):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size:
         monkeypatch.setenv("WORLD_SIZE", size)
@@ -142,14 +142,14 @@ def test_without_torchrun_or_in_one_of_one_there_is_nobody_to_join(monkeypatch, 
         assert world is ALONE
 
 
-def test_only_what_collectives_say_is_taken_for_a_lost_peer():
+def test_only_errors_of_collectives_are_taken_for_a_lost_peer():
     assert is_of_a_lost_peer(
         RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
     )
     assert not is_of_a_lost_peer(RuntimeError("CUDA out of memory"))
 
 
-def test_noted_signals_are_left_to_whoever_looks():
+def test_noted_signals_raise_nothing():
     with StopSignals() as stops, stops.noted():
         with stops.held():
             signal.raise_signal(signal.SIGTERM)

@@ -16,8 +16,8 @@ TOKENS, WIDTH, VOCABULARY = 37, 8, 50
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that any operation inside made, in either pass, and of how much was
-    alive at once.
+    """Records the bytes of the largest tensor that an operation in the block made, in either pass, and the
+    most bytes alive at once.
 
     Alive counts what is at least `watched` bytes large.
     """
@@ -113,7 +113,7 @@ def test_memory_is_bounded_by_the_chunk(with_entropy, dtype):
     assert seen.most_alive == 2 * chunk_bytes
     with Largest() as seen:
         sum(each.sum() for each in plain(hidden, weight, targets, temperature)).backward()
-    assert seen.largest >= 4 * tokens * vocabulary  # the measure sees what it is there to see
+    assert seen.largest >= 4 * tokens * vocabulary  # the measure sees a whole tensor of logits
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -129,7 +129,7 @@ def test_nothing_of_the_vocabulary_is_kept_for_the_backward_pass(with_entropy):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_needs_no_gradient_gets_none(frozen):
+def test_an_input_that_needs_no_gradient_gets_none(frozen):
     hidden, weight, targets, temperature = inputs()
     expected = torch.autograd.grad(plain(hidden, weight, targets, temperature)[0].sum(), (hidden, weight))
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
@@ -140,7 +140,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0.0)
 
 
-def test_without_gradients_it_is_only_a_value():
+def test_logprobs_without_gradients_are_only_a_value():
     hidden, weight, targets, temperature = inputs()
     with torch.no_grad():
         got = losses.chosen_logprobs_chunked(hidden, weight, targets, temperature, 5)
@@ -155,7 +155,7 @@ def test_no_tokens_are_no_logprobs():
     assert (weight.grad == 0).all()
 
 
-def test_under_autocast_the_product_is_made_as_a_linear_layer_makes_it():
+def test_the_product_under_autocast_is_that_of_a_linear_layer():
     hidden, weight, targets, temperature = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = plain(hidden, weight, targets, temperature)[0]
@@ -172,7 +172,7 @@ def test_under_autocast_the_product_is_made_as_a_linear_layer_makes_it():
 
 
 def test_gradients_of_a_bfloat16_weight_are_added_up_in_float32():
-    """Each chunk adds little to much: in bfloat16 it would vanish."""
+    """Each chunk adds a small value to a large sum: in bfloat16 it would vanish."""
     tokens = 2048
     hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -190,7 +190,7 @@ def test_gradients_of_a_bfloat16_weight_are_added_up_in_float32():
         ({"weight": torch.zeros(5, WIDTH + 1)}, "do not fit"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, complaint):
+def test_shapes_that_do_not_fit_are_refused(change, complaint):
     hidden, weight, targets, temperature = inputs()
     with pytest.raises(ValueError, match=complaint):
         losses.chosen_logprobs_chunked(
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(change, complaint):
         )
 
 
-def test_it_is_what_the_model_says(tiny_model):
+def test_chunked_logprobs_are_those_of_the_model(tiny_model):
     """The learner's own path: logits of the whole model against its hidden states and output layer."""
     model = tiny_model(3)
     tokens = torch.arange(12).unsqueeze(0)

@@ -74,7 +74,7 @@ def test_weights_scale_each_token(loss):
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("loss", [*ALL, _dr_grpo])
-def test_what_stands_at_untrained_tokens_changes_nothing(loss, where, odd):
+def test_values_at_untrained_tokens_change_nothing(loss, where, odd):
     def outcome(outside):
         logprobs, old, advantages, weights = (
             torch.where(MASK.bool(), values, outside if i in where else -1.0)
@@ -90,7 +90,7 @@ def test_what_stands_at_untrained_tokens_changes_nothing(loss, where, odd):
 
 @pytest.mark.parametrize("loss", [*ALL, _dr_grpo, losses.sft_loss])
 def test_the_first_token_of_a_packed_row_is_never_trained(loss):
-    """What stands at its place is the prediction of the row before, also where the mask says otherwise."""
+    """The prediction at its place comes from the row before, even if the mask says otherwise."""
     logprobs, careless = NEW.clone().requires_grad_(), torch.ones(6)
     value = loss(logprobs, OLD, UP_DOWN, careless, CUTS)
     value.backward()
@@ -143,7 +143,7 @@ def test_a_batch_in_two_micro_batches_has_the_same_gradient(loss, divisor):
 
 
 @pytest.mark.parametrize("loss", [*ALL, _dr_grpo])
-def test_on_policy_all_losses_push_up_good_answers_and_down_bad_ones(loss):
+def test_all_losses_on_policy_push_up_good_answers_and_down_bad_ones(loss):
     logprobs = OLD.clone().requires_grad_()
     loss(logprobs, OLD, UP_DOWN, MASK, CUTS).backward()
     trained = MASK.bool()

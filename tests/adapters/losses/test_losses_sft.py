@@ -51,7 +51,7 @@ def test_only_the_logits_before_a_trained_token_get_a_gradient():
 
 def test_packed_sequences_are_the_rows_one_after_the_other():
     tokens, advantages, mask, logits = batch()
-    mask[:, 0] = 1  # predicted by nothing, or, packed, by the sequence before it: never trained
+    mask[:, 0] = 1  # never trained: nothing predicts it, or, packed, the sequence before it does
     rows = sft_loss(tokens, advantages, mask, logits)
     packed = sft_loss(
         tokens.flatten(),
@@ -171,7 +171,7 @@ def test_shares_of_micro_batches_add_up():
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
     ],
 )
-def test_what_has_no_meaning_is_refused(change, complaint):
+def test_arguments_that_have_no_meaning_are_refused(change, complaint):
     names = ("input_ids", "advantages", "loss_mask", "logits")
     with pytest.raises(ValueError, match=complaint):
         sft_loss(**{**dict(zip(names, batch(), strict=True)), **change})

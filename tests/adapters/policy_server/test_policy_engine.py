@@ -286,14 +286,14 @@ def test_float8_weights_are_numbers_and_not_their_bits():
     assert torch.equal(target.weight, numbers)
 
 
-def test_what_did_not_change_is_not_copied_again(bridge):
+def test_tensors_that_did_not_change_are_not_copied_again(bridge):
     target = torch.nn.Linear(2, 2)
     with WeightsWriter(bridge) as writer:
         follower = WeightsFollower(WeightsReader(bridge), target)
         writer.publish(1, [("weight", torch.ones(2, 2)), ("bias", torch.ones(2))])
         assert follower.refresh() == 1
         with torch.no_grad():
-            target.weight.fill_(-1)  # as nobody but this test does: to see what is copied
+            target.weight.fill_(-1)  # only this test does so, to see which tensors are copied
         writer.publish(2, [("bias", torch.full((2,), 2.0))], changed_only=True)
         assert follower.refresh() == 2
         assert (target.weight.unique().item(), target.bias.unique().item()) == (-1, 2)

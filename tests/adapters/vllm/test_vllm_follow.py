@@ -1,6 +1,4 @@
-"""What follows a bridge for vLLM, over an engine that notes what is done to it: order of steps, failures,
-closing.
-"""
+"""vLLM's follower of a bridge, with an engine that records its calls: order of steps, failures, closing."""
 
 from __future__ import annotations
 
@@ -141,7 +139,7 @@ async def test_newest_version_is_there_once_it_has_started(following):
     assert follower.stats().loaded_total == 1
 
 
-async def test_without_a_segment_it_starts_and_waits(following):
+async def test_a_follower_without_a_segment_starts_and_waits(following):
     segment, engine = Segment(), Engine()
     follower = await following(segment, engine)
     assert follower.version is None
@@ -169,7 +167,7 @@ async def test_version_changes_before_generation_goes_on(following):
     assert engine.versions_at_resume == [1], "a token of version 1 could be said to be of the version before"
 
 
-async def test_segment_that_begins_anew_is_followed_down(following):
+async def test_segment_that_begins_again_is_followed_down(following):
     segment, engine = Segment(500), Engine()
     follower = await following(segment, engine)
     segment.publish(3)
@@ -289,7 +287,7 @@ async def test_version_that_was_overtaken_is_no_failure(following):
     assert engine.loaded == [1, 3]
 
 
-async def test_what_is_newest_once_it_is_paused_is_loaded(following):
+async def test_the_version_that_is_newest_after_the_pause_is_loaded(following):
     segment, engine = Segment(1), Engine()
     follower = await following(segment, engine)
     engine.slow_s = 0.05
@@ -300,7 +298,7 @@ async def test_what_is_newest_once_it_is_paused_is_loaded(following):
     assert engine.loaded == [1, 3], "nobody waits for a version that is overtaken before it is loaded"
 
 
-async def test_what_is_loaded_stays_in_the_segment_meanwhile(following):
+async def test_a_version_stays_in_the_segment_while_it_is_loaded(following):
     """A worker that found a later version there would have to refuse it, since the label is that of the
     version it was told.
     """
@@ -395,7 +393,7 @@ def test_settings_that_are_none_are_refused(given, told):
         follow_settings(given)
 
 
-def test_settings():
+def test_follow_settings_are_parsed():
     with pytest.raises(BadBridgeName):
         follow_settings({"shmbridge": {"bridge": "a b"}})
     assert follow_settings({"shmbridge": {"bridge": "b"}, "other": 1}).pause == "keep"

@@ -1,6 +1,4 @@
-"""Atropos' `/generate` for vLLM without vLLM: which bodies are refused, and what an answer says of its
-tokens.
-"""
+"""Atropos' `/generate` for vLLM, tested without vLLM: refused bodies, and an answer's fields for tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def test_prompt_may_be_text():
         (body(model="another"), "'another' is not served here; served are policy"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_with_the_reason(raw, told):
+def test_a_body_that_cannot_be_answered_is_refused_with_the_reason(raw, told):
     with pytest.raises(BadRequest, match=told):
         question(raw, MODELS)
 
@@ -118,6 +116,6 @@ def test_prompt_is_decoded_where_it_came_as_tokens():
     assert answer(final(output([1], []), prompt=None), None)["prompt"] is None
 
 
-def test_prompt_logprobs():
+def test_prompt_logprobs_are_returned_when_asked_for():
     told = answer(final(output([1], []), prompt_logprobs=[None, {6: chance(-0.25)}]), None)
     assert told["prompt_logprobs"] == [None, {6: -0.25}]

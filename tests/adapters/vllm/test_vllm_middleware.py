@@ -1,5 +1,5 @@
-"""The middleware before a stand-in for vLLM's app: what it answers itself, what it adds, what becomes of
-clients that hang up.
+"""The middleware before a stand-in for vLLM's app: its own routes, the fields it adds, and clients that hang
+up.
 
 The engine is a stand-in, too: `tests/adapters/vllm_live/server/` has the real ones.
 """
@@ -242,8 +242,8 @@ async def test_each_version_of_a_live_learner_is_taken(serving, writer):
 
 
 async def test_loaded_weights_that_get_no_label_are_of_no_version(serving, writer, monkeypatch):
-    """As where somebody else ends the update meanwhile: the engine has the new weights, and would go on with
-    the old label.
+    """Somebody else ends the update during the load: the engine has the new weights, and would go on with the
+    old label.
     """
     monkeypatch.setattr("shmbridge.consumers.vllm.follow._FIRST_RETRY_S", 0.01)
     server = await serving()
@@ -284,7 +284,7 @@ async def test_second_api_server_of_an_engine_answers_and_does_not_follow(servin
     assert b"x-policy-version" not in headers
 
 
-async def test_generate(serving, writer):
+async def test_generate_answers_with_the_version_of_each_token(serving, writer):
     publish(writer, 7)
     server = await serving()
     status, headers, told = await server.ask("POST", "/generate", QUESTION)

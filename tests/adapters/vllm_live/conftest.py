@@ -1,11 +1,12 @@
-"""A Qwen2 so small that an engine starts with it in seconds, what Hugging Face says of the same weights, and
-what engines need around them.
+"""A Qwen2 so small that an engine starts with it in seconds, Hugging Face's results for the same weights, and
+settings that engines need.
 
 These tests run in an environment with vLLM (`make test-vllm`); elsewhere they are left out.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -41,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _engines_end() -> Iterator[None]:
+    """An engine in a cycle of objects keeps its processes until it is collected."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""vLLM's own server with the middleware, and a learner, as processes that tests drive; what an answer of the
-server says.
+"""vLLM's own server with the middleware, and a learner, as processes that tests drive; parses the server's
+answers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Server:
     """vLLM's OpenAI server in a process group of its own.
 
     Attributes:
-        at_first: what it answered before there was any version: a request, `/policy_version`, and the headers
-            of another path.
+        at_first: its answers before there was any version: to a request, to `/policy_version`, and the
+            headers of another path.
     """
 
     at_first: tuple[dict[str, Any], dict[str, Any], dict[str, str]]
@@ -59,6 +59,7 @@ class Server:
             self.port,
         ]
         words += ["--dtype", "float32", "--max-model-len", 512, "--max-num-seqs", 32, "--enforce-eager"]
+        words += ["--enable-scale-out"]  # /inference/v1/generate
         words += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
         words += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
         words += ["--additional-config", json.dumps({"shmbridge": {"bridge": bridge, "pause": "keep"}})]
@@ -155,7 +156,7 @@ class Learner:
 
 
 def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """Of the first answer; they follow each other and cover its tokens."""
+    """The version spans of the first answer; they follow each other and cover its tokens."""
     found = [(span["version"], span["start"], span["end"]) for span in answer["weight_versions"][0]]
     assert [start for _, start, _ in found] == [0, *(end for _, _, end in found[:-1])]
     assert found[-1][2] == len(answer["token_ids"][0])
@@ -163,7 +164,7 @@ def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 def logprobs_of(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
-    """What Hugging Face says of these tokens, in nats."""
+    """Hugging Face's log-probabilities of these tokens, in nats."""
     import torch
 
     with torch.no_grad():

@@ -1,10 +1,9 @@
-"""A learner as far as weights go, in the environment of learners: publishes folders of weights on demand, in
-words over stdin.
+"""Publishes folders of weights as a learner would, in the environment of learners, on commands over stdin.
 
-    python tests/adapters/vllm_live/publishing_learner.py BRIDGE
+python tests/adapters/vllm_live/publishing_learner.py BRIDGE
 
-    publish VERSION FOLDER     answers "published VERSION"
-    half VERSION FOLDER        writes half of the tensors, answers "half", and waits to be killed
+publish VERSION FOLDER     answers "published VERSION"
+half VERSION FOLDER        writes half of the tensors, answers "half", and waits to be killed
 """
 
 from __future__ import annotations

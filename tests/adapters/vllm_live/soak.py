@@ -66,7 +66,7 @@ def descriptors(pid: int, *, but_sockets: bool) -> int:
 
 
 def measured(pids: dict[str, int], bridge: str) -> Measures:
-    """What each process holds now, and what the bridge holds of the mount."""
+    """Returns the memory and descriptors of each process now, and the bridge's bytes on the mount."""
     found: Measures = {}
     for who, pid in pids.items():
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -81,7 +81,7 @@ def measured(pids: dict[str, int], bridge: str) -> Measures:
 
 
 def growth(rows: Sequence[Measures]) -> dict[str, tuple[float, float]]:
-    """What grew: its median in the second quarter of the rows, and in the last."""
+    """Returns the figures that grew, with their medians in the second quarter of the rows and in the last."""
     quarter = max(len(rows) // 4, 1)
     grown = {}
     for name in rows[0] if rows else ():
@@ -101,7 +101,7 @@ def growth(rows: Sequence[Measures]) -> dict[str, tuple[float, float]]:
 
 
 def wrong_tokens(models: Sequence[Any], answer: dict[str, Any]) -> str | None:
-    """What of a greedy answer is not what its versions would have said; None if nothing is."""
+    """Returns the tokens of a greedy answer that its versions would not choose; None if there is none."""
     import torch
 
     prompt, tokens = answer["prompt_token_ids"], answer["token_ids"][0]

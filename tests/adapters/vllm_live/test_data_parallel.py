@@ -1,5 +1,5 @@
-"""Two data-parallel engines behind one client: both take each version; where only one could, no token is said
-to be of any.
+"""Two data-parallel engines behind one client: both take each version; where only one could, no token is
+stamped with one.
 """
 
 from __future__ import annotations

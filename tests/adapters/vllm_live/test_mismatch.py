@@ -1,5 +1,5 @@
-"""Is the sampler the policy? vLLM's own log-probabilities, by way of a bridge, beside the learner's; and
-faults that have to show.
+"""vLLM's log-probabilities, through a bridge, compared with the learner's: equal when all is right, and
+warned of after each planted fault.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ PROMPTS = [[2, 7, 9, 12, 3], [5, 5, 6], [8, 20, 4, 4, 13, 9, 11], [25, 3]]
 
 
 class Sampled:
-    """An engine, a bridge and a learner with the same weights: what is sampled goes through the bridge to the
-    learner.
-    """
+    """An engine, a bridge and a learner with the same weights; samples go through the bridge."""
 
     def __init__(self, llm: Any, bridge: str, model: Any, producer: Any, consumer: Any, writer: Any) -> None:
         self.llm, self.bridge, self.model, self.writer = llm, bridge, model, writer
@@ -157,19 +155,17 @@ def test_a_wrong_temperature_is_warned_of(sampled):
 def test_log_probabilities_shifted_by_one_are_warned_of(sampled):
     metrics = sampled.step(lambda row: [*row[1:], row[0]])
     assert metrics["logprob_diff_mean_fresh"] > LIMIT
-    assert metrics["ratio_mean"] > 0.5  # which says nothing
+    assert metrics["ratio_mean"] > 0.5  # which does not show the fault
     assert len(sampled.warnings) == 1
 
 
 def test_old_weights_stamped_as_the_newest_are_warned_of(sampled):
-    """The learner has made a step, the engine was never told, and its answers say that they are of the new
-    version.
-    """
+    """The learner has made a step, the engine has not loaded it, but its answers name the new version."""
     sampled.step()
     sampled.learner.apply()
     sampled.version += 1
     assert sampled.step(seed=2)["logprob_diff_mean_fresh"] > LIMIT
     assert len(sampled.warnings) == 1
     sampled.publish()
-    assert sampled.step(seed=3)["logprob_diff_mean_fresh"] < 1e-3  # the same learner, the engine told
+    assert sampled.step(seed=3)["logprob_diff_mean_fresh"] < 1e-3  # now the engine has its weights
     assert len(sampled.warnings) == 1

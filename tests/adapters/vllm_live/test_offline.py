@@ -1,5 +1,5 @@
-"""An offline `LLM` takes versions out of a weights segment: greedy tokens are Hugging Face's, and what does
-not fit changes nothing.
+"""An offline `LLM` takes versions out of a weights segment: greedy tokens are Hugging Face's, and weights
+that do not fit change nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_three_versions_are_what_hugging_face_computes(llm, tied, push, make_mod
     assert len({tuple(each) for each in said}) == 3, "the versions say the same: nothing was tested"
 
 
-def test_what_is_written_later_does_not_reach_the_engine_by_itself(
+def test_weights_written_later_do_not_reach_the_engine_by_themselves(
     llm, tied, push, make_model, greedy, vllm_greedy
 ):
     model = make_model(1, tied=tied)
@@ -76,7 +76,7 @@ def test_what_is_written_later_does_not_reach_the_engine_by_itself(
     assert vllm_greedy(llm) == greedy(model)
 
 
-def test_without_a_push_the_old_weights_are_seen_by_version_and_by_tokens(
+def test_old_weights_without_a_push_show_by_version_and_by_tokens(
     llm, tied, bridge, push, make_model, greedy, vllm_greedy
 ):
     push(1, make_model(1, tied=tied).named_parameters())
@@ -142,7 +142,7 @@ def test_weights_of_another_model_are_refused_by_name_and_the_old_ones_serve(
         assert not shmbridge.clean(other, dry_run=False).kept
 
 
-def test_of_a_version_that_says_what_changed_only_whole_layers_of_that_are_loaded(
+def test_only_whole_layers_that_changed_are_loaded(
     llm, tied, bridge, push, make_model, greedy, vllm_greedy, monkeypatch
 ):
     from shmbridge.consumers.vllm.loading import ModelWeights
@@ -243,8 +243,8 @@ def test_a_load_that_fails_in_the_middle_leaves_the_old_weights(
 def test_a_load_that_cannot_be_undone_leaves_samples_of_no_version(
     llm, tied, bridge, make_model, greedy, vllm_greedy, monkeypatch
 ):
-    """As on an accelerator, which has no memory for a second model; here the old one is put back, and said
-    not to be.
+    """As on an accelerator, which has no memory for a second model; here the old one is put back but reported
+    as lost.
     """
     from shmbridge.consumers.engines.engine import EngineFailed
     from shmbridge.consumers.vllm.loading import ModelWeights, WeightsNotLoaded

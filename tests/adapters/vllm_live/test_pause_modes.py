@@ -1,4 +1,4 @@
-"""What becomes of requests in flight while a follower loads a version into a real engine, by pause mode."""
+"""Requests in flight while a follower loads a version into a real engine, by pause mode."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ async def ask(engine: Any, tokens: int = TOKENS) -> dict[str, Any]:
 
 @pytest.fixture
 def over_an_update(engine, loop, writer, make_model) -> Callable[..., Any]:
-    """Call it with settings for: the version before, the one after, the answer to a request in flight, to one
-    asked afterwards.
+    """Call it with settings for: the version before, the one after, the answer to a request in flight, the
+    answer to a later one.
     """
 
     async def run(seeds: tuple[int, int], **settings: Any) -> tuple[str, str, Any, Any]:
@@ -121,7 +121,7 @@ def versions(answer: dict[str, Any]) -> list[str]:
 
 
 def farthest(model: Any, answer: dict[str, Any], span: dict[str, Any]) -> float:
-    """The largest distance between what the sampler said of a span's tokens and what a model says of them, in
+    """The largest difference between the sampler's and a model's log-probabilities of a span's tokens, in
     nats.
     """
     import torch
@@ -136,7 +136,7 @@ def farthest(model: Any, answer: dict[str, Any], span: dict[str, Any]) -> float:
     )
 
 
-def test_keep_goes_on_and_computes_its_cache_anew(over_an_update, make_model):
+def test_keep_goes_on_and_computes_its_cache_again(over_an_update, make_model):
     before, after, flying, later = over_an_update(60, 61, pause="keep")
     assert versions(flying) == [before, after]
     assert flying["finish_reasons"] == ["length"]

@@ -1,5 +1,5 @@
-"""`WeightSync` and a real `AsyncLLM`: what it samples after a push is what Hugging Face computes with the new
-weights, also in the middle of a request that was in flight.
+"""`WeightSync` and a real `AsyncLLM`: after a push it samples what Hugging Face computes with the new
+weights, also in the middle of a request in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmbridge.consumers.weight_sync import EngineFailed, WeightSync
 
 PROMPT = [2, 7, 9, 12, 3]
 LONG = 400  # tokens of a request that is in flight when weights change
-# an engine starts in half a minute, on a machine with nothing else to do
+# an engine starts in half a minute on an idle machine
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -110,7 +110,7 @@ def test_three_pushes_are_what_hugging_face_computes_and_without_one_it_shows(
 
 
 def logprobs_under(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Of each of an answer's tokens, from one forward pass."""
+    """Returns the log-probability of each token of an answer, from one forward pass."""
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]

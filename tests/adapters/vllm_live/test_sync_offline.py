@@ -7,7 +7,7 @@ import torch
 
 from shmbridge.consumers.weight_sync import EngineFailed, WeightSync
 
-# an engine starts in half a minute, on a machine with nothing else to do
+# an engine starts in half a minute on an idle machine
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -24,7 +24,7 @@ from shmbridge.weights import WeightsReader
 
 ROOT = Path(__file__).parents[3]
 PROMPT = [2, 7, 9, 12, 3]
-# an engine starts in half a minute, on a machine with nothing else to do
+# an engine starts in half a minute on an idle machine
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -46,7 +46,7 @@ def test_each_worker_takes_its_part_and_a_version_that_does_not_fit_changes_neit
         tensors = dict(make_model(4).named_parameters())
         tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(64, 512)
         writer.publish(4, tensors.items())
-        for _ in range(2):  # what one refusal leaves must not be taken for what comes after it
+        for _ in range(2):  # remains of a refused version must not be taken for the next one
             with pytest.raises(Exception, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
                 tell(llm, other, 4)
             assert vllm_greedy(llm) == greedy(model)

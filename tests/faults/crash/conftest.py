@@ -1,4 +1,4 @@
-"""A build with fail-points, children that die on them, and what must be true afterwards."""
+"""A build with fail-points, children that die on them, and checks of what must be true afterwards."""
 
 import contextlib
 import importlib.util
@@ -54,7 +54,7 @@ def _starter(
 
 @dataclass(frozen=True)
 class LaneWords:
-    """What a lane says of itself, whoever lives."""
+    """The words of a lane, whether or not its producer lives."""
 
     name: str
     committed: int
@@ -107,7 +107,7 @@ def take(roles: ModuleType) -> Callable[..., dict[str, list[tuple[int, bool]]]]:
     """Takes, checks and releases records until each producer has given what is wanted: producer ->
     [(sequence, redelivered)].
 
-    None may come that is not wanted, and nothing may come afterwards.
+    No other record may come, then or afterwards.
     """
 
     def take_all(

@@ -1,4 +1,4 @@
-"""What a child of the crash tests does: `python roles.py ROLE BRIDGE ...`.
+"""The roles of children of the crash tests: `python roles.py ROLE BRIDGE ...`.
 
 Every step is said on standard output as it happens.
 
@@ -20,7 +20,7 @@ import shmbridge
 
 
 def given(producer_id: str) -> str:
-    """The id that a role gave its producer, of the one that its records carry."""
+    """Returns the id that a role gave its producer, from the one that its records carry."""
     return re.sub("-[0-9a-f]{16}$", "", producer_id)
 
 
@@ -246,7 +246,7 @@ def other_weights(version: int) -> list[tuple[str, np.ndarray]]:
 
 
 def third_weights(version: int) -> list[tuple[str, np.ndarray]]:
-    """Of a third model."""
+    """Tensors of a third model."""
     return weights(version)[:1]
 
 
@@ -304,6 +304,27 @@ def hold_weights(bridge: str) -> None:
     with WeightsReader(bridge).lease(timeout_s=30) as lease:
         say("holds", lease.version)
         time.sleep(600)
+
+
+def store_values(bridge: str, count: str) -> None:
+    """Commits segments of values; every byte of one is its number, every row has that owner, too."""
+    from shmbridge.segments import membership, values
+
+    control = membership.open_control(bridge)
+    for number in range(int(count)):
+        owners = np.arange(10 * number, 10 * number + 4)
+        say("stored", values.write(bridge, owners, b"table", [(0, [bytes([number]) * 4096])]))
+    say("done")
+    sys.stdin.readline()
+    membership.leave(control.mapping.fd, bridge)
+
+
+def release_values(bridge: str, name: str, first: str, last: str) -> None:
+    """Releases rows of a segment, one at a time."""
+    from shmbridge.segments import values
+
+    for row in range(int(first), int(last) + 1):
+        say("gone" if values.release(name, [row]) else "held")
 
 
 if __name__ == "__main__":

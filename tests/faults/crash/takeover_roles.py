@@ -1,7 +1,7 @@
-"""What a child of the takeover tests does: `python takeover_roles.py ROLE BRIDGE ...`; roles.py has those of
-a single end.
+"""The roles of children of the takeover tests: `python takeover_roles.py ROLE BRIDGE ...`; roles.py has those
+of a single end.
 
-A nursery is one process that has imported everything and forks what is to start at the same moment.
+A nursery is one process that has imported everything and forks the children that start at the same moment.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from shmbridge.testing import faults
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 WHOLE = 600  # seconds: longer than any test
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: nobody outlives the nursery
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: no child outlives the nursery
 
 
 def learn(bridge: str, groups: str, hold: str, prefetch: str) -> None:
@@ -141,7 +141,7 @@ def nursery(bridge: str, seed: str) -> None:
 
 
 def compete(bridge: str, number: int) -> None:
-    """Becomes the consumer as soon as nobody else is, says so, and takes until it is killed."""
+    """Becomes the consumer as soon as no other process is, prints that, and takes until it is killed."""
     while True:
         try:
             consumer = shmbridge.Consumer(bridge)
@@ -186,7 +186,7 @@ def come_and_go(bridge: str, rounds: str, seed: str) -> None:
         assert status == 0
     say("rounds over")
     sys.stdin.readline()
-    os.write(stopper, b"x")  # seen by all, read by nobody
+    os.write(stopper, b"x")  # all see it, none reads it
     for pid in [*sweepers, *takers]:
         assert os.waitpid(pid, 0)[1] == 0
     say("done")
@@ -214,7 +214,7 @@ def put_rounds(bridge: str, number: int, rounds: int, seed: int) -> None:
                 producer.put(pattern(who, sequence, 300), group_id=sequence, timeout_s=30)
             there(producer._lane.fd, producer.lane_name)
             say("put", who, count)
-            producer.close(drain=True, timeout_s=30)  # what is left when no consumer lives is the sweepers'
+            producer.close(drain=True, timeout_s=30)  # without a consumer the sweepers remove the rest
 
 
 def take_for_ever(bridge: str, every: int, over: Callable[[], bool]) -> None:
@@ -268,7 +268,7 @@ def read_rounds(bridge: str, rounds: int) -> None:
 
 
 def there(fd: int, name: str) -> None:
-    """A segment that a living process uses still has its name."""
+    """Checks that a segment in use by a living process still has its name."""
     assert segment.still_named(fd, name), f"{name} was removed under its living user"
 
 

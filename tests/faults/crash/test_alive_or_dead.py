@@ -1,4 +1,4 @@
-"""Who counts as alive: a stopped process does, the children of a dead one do not keep it so."""
+"""A stopped process counts as alive; the children of a dead process do not keep it alive."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def test_a_producer_stopped_in_mid_put_is_alive(
 
 @pytest.mark.parametrize("label", ["hub.read", "hub.marked", "hub.releasing", "hub.before_sleep"])
 def test_a_stopped_consumer_is_alive(label, bridge, faulty, make_producer, make_consumer, roles, segments):
-    """It cannot be replaced, and goes on where it was."""
+    """It cannot be replaced, and continues where it was."""
     producer = make_producer(producer_id="p", on_full="raise")
     child = faulty("consume", 1, fault=Fault(label, 0, signal.SIGSTOP))
     if label == "hub.before_sleep":

@@ -1,5 +1,5 @@
-"""Whoever creates or sweeps a segment is killed, stopped or overtaken at every step: the next start is as
-good as the first.
+"""A process that creates or sweeps a segment is killed, stopped or overtaken at every step: the next start
+works like the first.
 """
 
 import signal
@@ -35,8 +35,10 @@ def test_a_creator_that_is_killed_alone_leaves_room_for_the_next(
 
 
 @pytest.mark.parametrize("label", faults.CREATING_LANE + faults.SWEEPING)
-def test_killed_on_a_bridge_in_use(label, faulty, make_producer, make_consumer, roles, take, segments):
-    """Hub and another producer notice nothing; the remains go with the next start."""
+def test_a_creator_killed_on_a_bridge_in_use_disturbs_nobody(
+    label, faulty, make_producer, make_consumer, roles, take, segments
+):
+    """Hub and another producer notice nothing; the next start removes the remains."""
     consumer, bystander = make_consumer(), make_producer(producer_id="bystander", on_full="raise")
     role = ("attend",) if label in faults.SWEEPING else ("produce", "victim", 1)
     child = faulty(*role, fault=Fault(label))
@@ -65,7 +67,7 @@ def test_the_hub_is_killed_while_it_buries_a_lane(
 
 
 @pytest.mark.parametrize("label", faults.CREATING_CONTROL)
-def test_stopped_while_it_makes_the_control_segment(label, faulty, segments):
+def test_a_creator_stopped_while_it_makes_the_control_segment_is_waited_for(label, faulty, segments):
     """A stopped creator is alive: others wait for it, and go on when it does."""
     first = faulty("enter", fault=Fault(label, 0, signal.SIGSTOP))
     first.wait_stopped()
@@ -76,8 +78,10 @@ def test_stopped_while_it_makes_the_control_segment(label, faulty, segments):
 
 
 @pytest.mark.parametrize("label", faults.CREATING_LANE)
-def test_stopped_while_it_makes_a_lane(label, bridge, faulty, make_consumer, take, segments):
-    """A sweep may take a name that is not locked yet, never one that is; the creator succeeds either way."""
+def test_a_producer_stopped_while_it_makes_a_lane_succeeds_later(
+    label, bridge, faulty, make_consumer, take, segments
+):
+    """A sweep may remove an unlocked name, never a locked one; the creator succeeds either way."""
     child = faulty("produce", "slow", 2, fault=Fault(label, 0, signal.SIGSTOP))
     child.wait_stopped()
     (name,) = segment.lane_names(bridge)
@@ -95,8 +99,8 @@ def test_stopped_while_it_makes_a_lane(label, bridge, faulty, make_consumer, tak
 
 
 def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consumer, roles, take, segments):
-    """One holds the lock and is stopped: the other leaves the lane alone and does not wait; a new lane is
-    none of their business.
+    """One holds the lock and is stopped: the other leaves the lane alone and does not wait; both leave a new
+    lane alone.
     """
     faulty("produce", "victim", 1, fault=Fault("lane.after_magic")).end_on_fault()
     (name,) = segment.lane_names(bridge)
@@ -115,7 +119,7 @@ def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consu
     assert segments() == []
 
 
-def test_two_that_leave_at_once_leave_nothing(bridge, faulty, make_producer, segments):
+def test_two_producers_that_leave_at_once_leave_nothing(bridge, faulty, make_producer, segments):
     """The first saw the second alive, and the second finds the first's lane locked by the first's own
     sweep.
     """
@@ -135,7 +139,7 @@ def test_two_that_leave_at_once_leave_nothing(bridge, faulty, make_producer, seg
     assert segments() == [], "nobody takes part any more"
 
 
-def test_many_sweepers_and_many_dead(bridge, faulty, segments):
+def test_many_sweepers_remove_many_dead_lanes(bridge, faulty, segments):
     victims = [
         faulty("produce", f"victim-{n}", 1, fault=Fault("lane.after_magic", 0, signal.SIGSTOP))
         for n in range(4)

@@ -1,5 +1,5 @@
-"""The copy of a model's weights that an engine loads from a path goes when its writer was killed: at any
-start, and by clean.
+"""The copy of a model's weights that an engine loads from a path is removed after its writer was killed: at
+any start, and by clean.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def no_descriptor_left() -> Callable[[], contextlib.AbstractContextManager[None]
     return lowered
 
 
-def test_without_a_descriptor_there_is_an_error_and_no_folder(
+def test_a_missing_descriptor_is_an_error_and_leaves_no_folder(
     bridge: str,
     no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]],
     monkeypatch: pytest.MonkeyPatch,
@@ -80,10 +80,10 @@ def test_without_a_descriptor_there_is_an_error_and_no_folder(
     assert [path.exists() for path in made] == [False]
 
 
-def test_what_cannot_be_opened_is_kept(
+def test_a_folder_that_cannot_be_opened_is_kept(
     bridge: str, no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]]
 ):
-    """Whether its writer lives is not known then."""
+    """It is unknown then whether its writer lives."""
     folder = EngineFolder(bridge)
     folder._file.close()  # as by the death of its process
     with pytest.MonkeyPatch.context() as patched:
@@ -100,8 +100,12 @@ def killed(writer: subprocess.Popen[str]) -> None:
     writer.wait()
 
 
-def test_clean_knows_it(bridge: str, left: tuple[subprocess.Popen[str], Path]):
-    """A living writer's is kept and named, a dead one's is shown by a look and removed by the deed."""
+def test_clean_keeps_a_living_writers_folder_and_removes_a_dead_ones(
+    bridge: str, left: tuple[subprocess.Popen[str], Path]
+):
+    """A living writer's folder is kept and named; a dead one's is listed by a dry run and removed by a real
+    one.
+    """
     writer, folder = left
     name = f"/{folder.name}"
     assert (folder / "model.safetensors").stat().st_size > 4000
@@ -115,7 +119,7 @@ def test_clean_knows_it(bridge: str, left: tuple[subprocess.Popen[str], Path]):
     assert bridge not in {each.name for each in shmbridge.list_bridges()}
 
 
-def test_any_start_removes_it(
+def test_a_dead_writers_folder_is_removed_by_any_start(
     left: tuple[subprocess.Popen[str], Path], make_consumer: Callable[..., shmbridge.Consumer]
 ):
     writer, folder = left

@@ -1,4 +1,4 @@
-"""Everybody is killed at once, many start at once, many sweep: what is committed waits for the next consumer,
+"""All are killed at once, many start at once, many sweep: committed records wait for the next consumer,
 nothing live is touched.
 """
 
@@ -51,8 +51,8 @@ def orphan(faulty):
 
 @pytest.fixture
 def wreck(faulty, actor, orphan, lane_words):
-    """Producers, the learner they fed and a writer of weights, killed at once: by producer, its lane's last
-    words and what was released.
+    """Producers, the learner they fed and a writer of weights, killed at once: returns, by producer, its
+    lane's last words and the released records.
     """
     producers = [faulty("produce", f"p{number}", COUNT) for number in range(5)]
     learner = actor("learn", 2, "step", 1)
@@ -86,9 +86,8 @@ def wreck(faulty, actor, orphan, lane_words):
 def test_the_next_consumer_gets_what_was_committed_and_not_released(
     wreck, orphan, make_consumer, make_producer, take, segments
 ):
-    """First that, then the sweep; also where a child of a dead producer lives on.
-
-    A producer that starts before it takes nothing away.
+    """The sweep comes after that, also where a child of a dead producer lives on. A producer that starts
+    earlier removes nothing.
     """
     words, released = wreck
     make_producer(producer_id="early").close()
@@ -139,8 +138,8 @@ def test_clean_shows_and_then_removes(bridge, wreck, orphan, make_consumer, segm
 def test_clean_leaves_a_living_consumer_what_it_has_not_had_yet(
     bridge, faulty, make_consumer, take, segments, until
 ):
-    """Dead and closed producers' records are on their way to it, adopted or not; once it is gone they are
-    nobody's.
+    """Records of dead and closed producers are still for this consumer, adopted or not; once it is gone clean
+    may remove them.
     """
     consumer = make_consumer(lanes=1)
     for name in ("first", "second"):
@@ -167,10 +166,10 @@ def test_clean_tells_whose_records_wait_once_the_consumer_is_gone(bridge, faulty
 
 
 @pytest.mark.parametrize("end", ["producer", "consumer"])
-def test_a_bridge_swept_between_open_and_lock_is_entered_anew(
+def test_a_bridge_swept_between_open_and_lock_is_entered_again(
     end, bridge, make_producer, make_consumer, monkeypatch
 ):
-    """The window is too narrow for the races below: here a sweeper comes exactly then, once."""
+    """The window is too narrow for the races below, so here a sweeper comes exactly then, once."""
     opened = membership.open_segment
     swept = []
 
@@ -193,7 +192,7 @@ def test_a_bridge_swept_between_open_and_lock_is_entered_anew(
 needs_namespaces = pytest.mark.skipif(
     shutil.which("unshare") is None
     or subprocess.run(["unshare", "-pf", "--mount-proc", "true"], capture_output=True).returncode != 0,
-    reason="no pid namespaces to be had",
+    reason="no pid namespaces available",
 )
 
 
@@ -214,7 +213,7 @@ def elsewhere(fault_build, role: str, *arguments: str) -> "subprocess.Popen[str]
 def test_nothing_live_is_touched_across_pid_namespaces(
     bridge, fault_build, make_producer, make_consumer, roles, segments
 ):
-    """Pids mean nothing over there, where ours do not even exist: the locks say who lives."""
+    """Pids mean nothing in the other namespace, where ours do not exist: the locks show who lives."""
     producer = make_producer(producer_id="here", on_full="raise")
     consumer = make_consumer()
     producer.put(roles.pattern("here", 0), group_id=0)
@@ -248,7 +247,7 @@ def test_a_death_in_another_pid_namespace_is_noticed(
 
 
 class Race:
-    """What the starters of a nursery have said so far."""
+    """The output of a nursery's starters so far."""
 
     def __init__(self, nursery: FaultyChild) -> None:
         self.nursery = nursery
@@ -262,7 +261,7 @@ class Race:
         while not condition():
             word, number, *rest = self.nursery.line().split()
             if word == "hub":
-                # whoever was it before is dead, or there are two
+                # the previous one is dead, or there are two
                 wait_until(lambda: not any(map(alive, self.hubs)), 10.0)
                 self.hubs.append(int(rest[0]))
                 self.epochs.append(int(rest[1]))
@@ -281,7 +280,7 @@ class Race:
         return [number for number in range(1, 20, 2) if number not in self.dead]
 
     def everything_came(self) -> bool:
-        """Of the producers that live, to a consumer that lives."""
+        """Whether every group of the living producers came to a living consumer."""
         came = all(
             number in self.lanes and len({each[0] for each in self.got.get(number, [])}) == 3
             for number in self.living

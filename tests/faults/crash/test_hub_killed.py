@@ -1,5 +1,5 @@
-"""A consumer is killed at every step: the next one gets what was not released, marked exactly where it may
-have been handed out.
+"""A consumer is killed at every step: the next one gets the un-released records, marked exactly where they
+may have been handed out.
 """
 
 import signal
@@ -30,7 +30,7 @@ def expected(first: int, end: int, marked: int) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize("label", faults.TAKING)
-def test_killed_while_taking(label, skip, filled, faulty, make_consumer, take, roles, segments):
+def test_a_hub_is_killed_while_taking(label, skip, filled, faulty, make_consumer, take, roles, segments):
     child = faulty("consume", COUNT, COUNT, fault=Fault(label, skip))
     child.end_on_fault()
     handed_out = skip + (label == "hub.marked")  # marked before it leaves: it may have been
@@ -40,7 +40,7 @@ def test_killed_while_taking(label, skip, filled, faulty, make_consumer, take, r
 
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize("label", faults.RELEASING)
-def test_killed_while_releasing(label, skip, filled, faulty, make_consumer, take, roles, segments):
+def test_a_hub_is_killed_while_releasing(label, skip, filled, faulty, make_consumer, take, roles, segments):
     """Last taken, first released: what is left is a prefix."""
     child = faulty("consume", COUNT, 0, fault=Fault(label, skip))
     child.end_on_fault()
@@ -70,7 +70,7 @@ def check_successor(filled, make_consumer, take, roles, segments, wanted) -> Non
     assert segments() == []
 
 
-def test_killed_with_leases_out_of_order(filled, faulty, make_consumer, take, roles, segments):
+def test_a_hub_is_killed_with_leases_out_of_order(filled, faulty, make_consumer, take, roles, segments):
     """It took three of four and gave the third back."""
     child = faulty("consume", 3, 2)
     child.until("done")
@@ -94,7 +94,7 @@ def test_three_hubs_in_a_row_are_killed(filled, faulty, make_consumer, take, rol
 
 
 @pytest.mark.parametrize(("label", "skip"), [("hub.locked", 0), ("hub.adopting", 0), ("hub.adopting", 1)])
-def test_killed_while_entering(label, skip, filled, faulty, make_consumer, take, roles, segments):
+def test_a_hub_is_killed_while_entering(label, skip, filled, faulty, make_consumer, take, roles, segments):
     """One lane has a living producer, one a dead one: both are there for the successor, nothing is marked."""
     assert label in faults.ENTERING_HUB
     dead = faulty("produce", "dead", 2)
@@ -108,7 +108,9 @@ def test_killed_while_entering(label, skip, filled, faulty, make_consumer, take,
 
 
 @pytest.mark.parametrize("label", faults.HUB_SLEEPING)
-def test_killed_as_it_falls_asleep(label, faulty, make_producer, make_consumer, take, roles, segments):
+def test_a_hub_is_killed_as_it_falls_asleep(
+    label, faulty, make_producer, make_consumer, take, roles, segments
+):
     faulty("consume", 1, fault=Fault(label)).end_on_fault()
     producer = make_producer(producer_id="p", on_full="raise")
     producer.put(roles.pattern("p", 0), group_id=0)
@@ -119,7 +121,7 @@ def test_killed_as_it_falls_asleep(label, faulty, make_producer, make_consumer, 
     assert segments() == []
 
 
-def test_killed_in_its_sleep(faulty, make_producer, make_consumer, take, roles, segments):
+def test_a_hub_is_killed_in_its_sleep(faulty, make_producer, make_consumer, take, roles, segments):
     """`hub_sleeping` stays set: a needless wake, nothing else."""
     child = faulty("consume", 1)
     child.until("ready")

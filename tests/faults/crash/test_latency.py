@@ -1,8 +1,8 @@
 """How soon a killed producer is noticed, and how soon its memory is back: guarantees 3 and 4 in milliseconds.
 
-The median of several deaths is held against the bound: one death on a busy machine says nothing. Where even
-the kernel's own news of the death, through a pidfd that this test waits on, takes a third of the bound or
-more, the bound is three times that.
+The median of several deaths is held against the bound: one death on a busy machine says nothing. If the
+kernel itself reports the death late, a third of the bound or more after the kill through a pidfd of this
+test, the bound is three times that.
 """
 
 import os
@@ -52,14 +52,14 @@ class Idle:
 
     @property
     def pid(self) -> int:
-        """Of the producer itself, as seen from here."""
+        """The pid of the producer itself, in this namespace."""
         if not self._wrapped:
             return self.process.pid
         (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(child)
 
     def kill(self) -> tuple[float, float]:
-        """When it was, and how many seconds later the kernel said that it is dead."""
+        """Returns the time of the kill, and the seconds until the kernel reported the death."""
         pid = self.pid
         fd = os.pidfd_open(pid)
         try:

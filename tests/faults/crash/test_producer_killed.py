@@ -1,5 +1,5 @@
-"""A producer is killed at every step of a put: what it committed arrives once and whole, what it had not
-never existed.
+"""A producer is killed at every step of a put: committed records arrive once and whole, the others never
+existed.
 """
 
 import os
@@ -16,13 +16,13 @@ STEPS = faults.BEFORE_COMMIT + faults.AFTER_COMMIT
 
 
 def committed(label: str, skip: int) -> int:
-    """Records that exist once a producer died at its pass number `skip` of this step."""
+    """Records that exist after a producer died at its pass number `skip` of this step."""
     return skip + (label in faults.AFTER_COMMIT)
 
 
 @pytest.mark.parametrize("skip", [0, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("label", STEPS)
-def test_killed_with_no_consumer_there(
+def test_a_producer_is_killed_with_no_consumer_there(
     label, skip, faulty, make_producer, make_consumer, take, roles, segments
 ):
     bystander = make_producer(producer_id="bystander")
@@ -47,7 +47,7 @@ def test_killed_with_no_consumer_there(
 
 
 @pytest.mark.parametrize("label", STEPS)
-def test_killed_while_a_consumer_reads(
+def test_a_producer_is_killed_while_a_consumer_reads(
     label, faulty, make_producer, make_consumer, roles, take, segments, until
 ):
     """On the sixth record: slots and extents have been used before."""
@@ -77,7 +77,7 @@ def take_one(consumer, roles) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("label", faults.WAITING_FOR_SPACE)
-def test_killed_as_it_begins_to_wait_for_room(label, faulty, make_consumer, take, segments):
+def test_a_producer_is_killed_as_it_begins_to_wait_for_room(label, faulty, make_consumer, take, segments):
     child = faulty("produce", "victim", 99, fault=Fault(label))
     child.end_on_fault()
     puts = sum(line.startswith("put ") for line in child.said)
@@ -88,7 +88,9 @@ def test_killed_as_it_begins_to_wait_for_room(label, faulty, make_consumer, take
     assert segments() == []
 
 
-def test_killed_in_its_sleep_on_a_full_lane(faulty, make_producer, make_consumer, take, segments, until):
+def test_a_producer_is_killed_in_its_sleep_on_a_full_lane(
+    faulty, make_producer, make_consumer, take, segments, until
+):
     child = faulty("produce", "victim", 99)
     child.until("put 3")
     until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
@@ -103,7 +105,7 @@ def test_killed_in_its_sleep_on_a_full_lane(faulty, make_producer, make_consumer
 def test_a_record_committed_but_not_announced_wakes_the_sleeping_consumer(
     label, faulty, make_consumer, roles
 ):
-    """The producer dies between its commit and its wake: its death must do, not the tick."""
+    """The producer dies between its commit and its wake: its death must wake the consumer, not the tick."""
     consumer = make_consumer()
     child = faulty("produce_when_told", "victim", fault=Fault(label, 1))
     child.until("ready")

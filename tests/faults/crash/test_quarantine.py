@@ -1,5 +1,5 @@
-"""A lane with garbage in it: what is thrown away with it is counted, record by record, also when the consumer
-dies of a kill just then.
+"""A lane with garbage in it: its discarded records are counted one by one, also when the consumer is killed
+during the quarantine.
 """
 
 import struct
@@ -49,7 +49,7 @@ def test_a_hub_killed_as_it_quarantines_has_counted_all_or_nothing(
                 4 - lost,
                 0,
             )
-        lost = 4  # a later consumer takes nothing of it
+        lost = 4  # a later consumer takes no record of it
 
 
 def spoil(producer: shmbridge.Producer) -> None:

@@ -73,7 +73,7 @@ def test_a_rank_is_killed(label, filled, faulty, make_consumer, make_rank, read)
 
 
 def test_a_rank_is_killed_after_it_was_done(filled, faulty, make_consumer, make_rank, read):
-    """What the hub was told of does not come again."""
+    """Shares reported to the hub do not come again."""
     consumer = make_consumer()
     consumer.serve_ranks(1, groups=1, prefetch=0)
     child = faulty("read_shares", 0, 1, 2)
@@ -85,9 +85,7 @@ def test_a_rank_is_killed_after_it_was_done(filled, faulty, make_consumer, make_
 
 @pytest.mark.parametrize("label", faults.RANK_JOINING + faults.RANK_READING)
 def test_a_rank_is_stopped(label, filled, faulty, make_consumer, make_rank, read):
-    """The other rank reads on, and whoever was stopped goes on as if nothing had been: every record once,
-    none marked.
-    """
+    """The other rank reads on, and the stopped one continues as before: every record once, none marked."""
     consumer = make_consumer()
     consumer.serve_ranks(2, groups=2, prefetch=1)
     child = faulty("read_shares", 0, 2, 2, fault=Fault(label, 0, signal.SIGSTOP))
@@ -121,7 +119,7 @@ def test_a_serving_hub_is_stopped(label, filled, faulty, make_rank, read):
 
 
 def test_a_stopped_rank_is_alive(filled, faulty, make_consumer, make_rank, bridge, read):
-    """Nobody takes its number, nothing of its share is given away; then it goes on as if nothing had been."""
+    """No process takes its number, no part of its share is given away; then it continues as before."""
     consumer = make_consumer()
     consumer.serve_ranks(1, groups=1, prefetch=0)
     child = faulty("read_shares", 0, 1, GROUPS, fault=Fault("rank.holding", 0, signal.SIGSTOP))
@@ -145,7 +143,7 @@ def test_a_dead_ranks_share_goes_to_the_living(filled, faulty, make_consumer, ma
     rank = make_rank(0, 2)
     first = read(rank, 1)
     with pytest.raises(errors.ConsumerEmpty):
-        rank.next_share(0.3)  # a stopped rank is alive: nobody reads its share
+        rank.next_share(0.3)  # a stopped rank is alive: no other rank reads its share
     child.kill()
     assert sorted(first + read(rank, 1)) == [(sequence, False) for sequence in range(4)]
     assert consumer.stats()["held"] == 0
@@ -216,7 +214,7 @@ def test_a_rank_goes_on_with_the_next_hub(
     consumer.serve_ranks(1, groups=1, prefetch=0)
     assert read(rank, GROUPS) == [(0, True), *((sequence, False) for sequence in range(1, GROUPS))]
     seen, began = GROUPS, time.monotonic()
-    while time.monotonic() < began + 0.3:  # several rounds of the watch that does what was put off
+    while time.monotonic() < began + 0.3:  # several rounds of the watch that does deferred releases
         committed = fill(filled, roles)
         assert read(rank, committed - seen) == [(sequence, False) for sequence in range(seen, committed)]
         seen = committed
@@ -229,7 +227,7 @@ def test_a_rank_goes_on_with_the_next_hub(
 
 
 @pytest.mark.parametrize("looked_at", [False, True])
-def test_what_was_dropped_of_an_earlier_hub_keeps_no_room(
+def test_records_dropped_of_an_earlier_hub_keep_no_room(
     looked_at, filled, faulty, make_consumer, make_rank, roles, read, until
 ):
     """The next hub hands it out again, so the rank's old share is over, released or not."""
@@ -264,7 +262,7 @@ def test_discards_that_are_put_off_add_up(filled, faulty, make_consumer, make_ra
         0,
         1,
     )
-    consumer.close()  # the one that was put off comes again, so it was not discarded
+    consumer.close()  # the deferred one comes again, so it was not discarded
     stats = make_consumer().stats()
     assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (
         GROUPS - 1,

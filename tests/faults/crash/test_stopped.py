@@ -1,4 +1,4 @@
-"""Whoever is stopped at any step is alive: nobody takes its place, the others go on, and when it goes on
+"""A process stopped at any step is alive: no other takes its place, the others go on, and when it continues
 nothing is lost, doubled or torn.
 
 SIGSTOP at every label of the producer and of the hub; the hub's while it serves ranks are in
@@ -84,8 +84,8 @@ def test_a_producer_is_stopped(label, faulty, make_producer, make_consumer, role
 
 @pytest.mark.parametrize("label", HUB)
 def test_a_hub_is_stopped(label, faulty, make_producer, make_consumer, roles, segments):
-    """Nobody becomes the hub in its place; a producer has its lane and then waits; what it took and what is
-    left is all there is.
+    """No other process becomes the hub; a producer gets its lane and then waits; taken and remaining records
+    together are all records.
     """
     producer = make_producer(producer_id="p", on_full="raise")
     if label not in faults.HUB_SLEEPING:
@@ -128,13 +128,13 @@ def put_until_full(producer: shmbridge.Producer, roles, first: int) -> int:
 
 @pytest.mark.parametrize("label", faults.CREATING_CONTROL)
 def test_the_first_of_a_bridge_is_stopped(label, bridge, faulty, make_consumer, roles, segments, until):
-    """Others wait for it: nobody makes a second control segment, and nobody takes part in half a one."""
+    """Others wait for it: none makes a second control segment, and none joins an incomplete one."""
     first = faulty("produce", "first", 2, fault=stop(label, 0))
     first.wait_stopped()
     second = faulty("produce", "second", 2)
-    # it is about to take part
+    # it is about to join
     until(lambda: "_ext/lane_reader." in Path(f"/proc/{second.pid}/maps").read_text(), 20)
-    with pytest.raises(AssertionError, match="has said nothing"):
+    with pytest.raises(AssertionError, match="printed nothing"):
         second.line(timeout_s=0.5)
     assert segment.lane_names(bridge) == []
     first.go_on()
@@ -150,7 +150,7 @@ def test_the_first_of_a_bridge_is_stopped(label, bridge, faulty, make_consumer, 
 
 @pytest.mark.parametrize("label", faults.SWEEPING)
 def test_a_sweeper_is_stopped(label, faulty, make_producer, make_consumer, roles, segments):
-    """It holds the lock of a dead lane, and nobody needs that."""
+    """It holds the lock of a dead lane, which no other process needs."""
     faulty("produce", "dead", 1, fault=Fault("lane.after_magic")).end_on_fault()
     sweeper = faulty("sweep", fault=stop(label, 0))
     sweeper.wait_stopped()

@@ -1,5 +1,5 @@
-"""A learner dies over its batches: many producers wait, what it had not released comes again in order, and
-nobody is started again.
+"""A learner dies over its batches: many producers wait, its un-released records come again in order, and no
+producer is restarted.
 """
 
 import pytest
@@ -59,7 +59,7 @@ def finish(producers, consumer, segments, total: int, discarded: int = 0) -> Non
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_killed_over_a_batch_and_three_times_in_the_takeover(
+def test_a_learner_is_killed_over_a_batch_and_three_times_in_the_takeover(
     prefetch, producers, actor, faulty, lane_words, make_consumer, take, segments
 ):
     learner = actor("learn", 3, "step", prefetch)
@@ -93,9 +93,7 @@ def test_killed_over_a_batch_and_three_times_in_the_takeover(
 def test_gathered_batches_come_at_most_once(
     prefetch, producers, actor, lane_words, make_consumer, take, segments
 ):
-    """hold="gather": what the dead learner was given never comes again, what it had only prefetched does,
-    marked.
-    """
+    """hold="gather": batches handed to the dead learner never come again; prefetched ones do, marked."""
     learner = actor("learn", 4, "gather", prefetch)
     batches = take_batches(learner, 3)
     learner.kill()
@@ -123,7 +121,7 @@ def test_discard_drops_what_was_left_lane_by_lane_and_the_producers_go_on(
     learner = actor("learn", 3, "step", 1)
     batches = take_batches(learner, 4)
     learner.kill()
-    # whoever had room has filled it
+    # producers with room have filled it
     until(lambda: all(words.unreleased == FULL for words in lane_words().values()), 10.0)
     before = lane_words()
     released = {name: sequences(batches[:-1], name) for name in producers}
@@ -149,7 +147,7 @@ def test_discard_drops_what_was_left_lane_by_lane_and_the_producers_go_on(
 def test_views_of_a_consumer_that_has_closed_never_change(
     how, end, actor, make_producer, make_consumer, roles, take, segments
 ):
-    """They keep the hub lock: nobody can succeed it, and so nobody can release what they look at."""
+    """The views keep the hub lock, so no successor can start and release their records."""
     producer = make_producer(producer_id="p", on_full="raise")
     for sequence in range(FULL):
         producer.put(roles.pattern("p", sequence), group_id=sequence)

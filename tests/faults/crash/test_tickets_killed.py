@@ -85,9 +85,8 @@ def test_a_hub_killed_before_it_answers_has_granted_nothing(label, limited, faul
 
 @pytest.mark.parametrize("label", faults.ASKING_FOR_TICKETS)
 def test_a_ticket_of_a_hub_that_died_meanwhile_is_asked_for_again(label, limited, faulty, make_producer):
-    """The answer is there, the producer is stopped; another hub comes and gives the only place away.
-
-    Never two are held.
+    """The producer is stopped after its answer came; another hub comes and gives the only place away. Two are
+    never held.
     """
     hub = faulty("limit", 0, 1)
     hub.until("ready")
@@ -111,7 +110,7 @@ def test_a_ticket_of_a_hub_that_died_meanwhile_is_asked_for_again(label, limited
 
 
 def test_a_ticket_that_was_granted_long_ago_is_asked_for_again(limited, faulty, make_producer):
-    """The hub lives; its promise to a producer that was stopped is over, and somebody else has the place."""
+    """The hub lives; its promise to the stopped producer has expired, and another producer has the place."""
     consumer = limited(0, 1)
     late = faulty("begin", "victim", 1, fault=Fault("ticket.granted", 0, signal.SIGSTOP))
     late.wait_stopped()

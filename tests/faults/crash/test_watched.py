@@ -1,5 +1,5 @@
-"""Who reads a process' /proc/<pid>/smaps keeps its memory meanwhile, and with it its locks: its successor
-waits for that.
+"""A reader of /proc/<pid>/smaps keeps that process' memory during the read, and with it its locks: the
+successor waits.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def monitored(pid: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("role", ["hub", "producer", "weights writer"])
 def test_the_successor_of_one_killed_under_a_monitor_is_not_refused(role, bridge, until):
-    with WeightsReader(bridge):  # as long as it is there, the dead one's segments are
+    with WeightsReader(bridge):  # as long as the bridge exists, so do the dead process' segments
         for _ in range(ROUNDS):
             with subprocess.Popen(
                 [sys.executable, "-c", VICTIM, role, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -73,7 +73,7 @@ def test_the_successor_of_one_killed_under_a_monitor_is_not_refused(role, bridge
 
 
 def succeed(role: str, bridge: str, until) -> None:
-    """What nobody can do while the one that was killed counts as alive."""
+    """Does what no process can do while the killed one counts as alive."""
     if role == "hub":
         shmbridge.Consumer(bridge).close()
     elif role == "producer":

@@ -25,9 +25,7 @@ def newest(reader: WeightsReader) -> int:
 
 
 def values(reader: WeightsReader) -> list[int]:
-    """What each tensor of the newest version says, if all its values say one thing; first of all the
-    version.
-    """
+    """Returns the newest version, and the value of each of its tensors if all elements agree."""
     with reader.lease(timeout_s=5) as lease:
         assert all(len(np.unique(tensor)) == 1 for tensor in lease.tensors.values())
         return [lease.version, *(int(tensor.flat[0]) for tensor in lease.tensors.values())]
@@ -110,8 +108,8 @@ def test_writer_of_another_model_killed(label, successor, bridge, faulty, roles,
 
 
 def test_versions_rise_over_any_number_of_killed_writers(bridge, faulty, roles):
-    """Models in turns, each killed in the midst of replacing the last one's segment: what is remembered is
-    the highest.
+    """Models in turns, each killed in the midst of replacing the last one's segment: the highest version is
+    remembered.
     """
     steps = faults.WEIGHTS_REPLACING[1:] + faults.WEIGHTS[:2]
     with WeightsReader(bridge) as reader:
@@ -137,8 +135,8 @@ CHANGED_STEPS += [(label, skip) for label in faults.WEIGHTS[1:] for skip in rang
     [pytest.param(label, skip, marks=[pytest.mark.long] * (skip > 3)) for label, skip in CHANGED_STEPS],
 )
 def test_writer_of_changed_tensors_killed(label, skip, bridge, faulty, roles):
-    """What its torn slot holds is never taken for a tensor that has not changed: the next writer gives one,
-    the other is the last one's.
+    """A tensor in the torn slot never counts as unchanged: the next writer gives one, and the other has the
+    last version's value.
     """
     with WeightsReader(bridge) as reader:
         faulty("write_changed_weights", fault=Fault(label, skip)).end_on_fault()
@@ -186,7 +184,7 @@ def test_writer_killed_while_ranks_write(label, skip, bridge, faulty, roles):
 @pytest.mark.parametrize("skip", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("label", faults.WEIGHTS_PARTS)
 def test_rank_killed(label, skip, bridge, faulty, roles):
-    """In its first half or its second: what it had not counted is missing, by name, and nothing is
+    """In its first half or its second: uncounted bytes are reported as missing, by name, and nothing is
     published.
     """
 
@@ -213,8 +211,8 @@ def test_rank_killed(label, skip, bridge, faulty, roles):
 
 @pytest.mark.parametrize("label", faults.WEIGHTS_PARTS)
 def test_nobody_shares_a_slot_with_a_rank_that_is_stopped(label, bridge, faulty, roles):
-    """Neither its own writer commits, nor does a later one begin, while it stands in mid write; what it then
-    does hurts nobody.
+    """Neither its own writer commits, nor does a later one begin, while it is stopped in the middle of a
+    write; its later write harms none.
     """
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
@@ -251,7 +249,9 @@ def test_a_version_whose_writer_died_before_it_rang_is_found(bridge, faulty, rol
 
 
 def test_writer_killed_alone_leaves_its_version_to_the_next(bridge, faulty, roles, segments):
-    """Nobody else takes part: what is left is taken over, and gone after the last leaves."""
+    """No other participant is there: the next writer takes the segment over, and it is gone after the last
+    leaves.
+    """
     child = faulty("write_weights", 1, 2)
     child.until("done")
     child.kill()

@@ -1,5 +1,5 @@
-"""How a process ends that uses a bridge: silently, with its own exit code, and with nothing left on the mount
-but undelivered records.
+"""A process that uses a bridge ends silently, with its own exit code, and leaves only undelivered records on
+the mount.
 """
 
 import os
@@ -43,7 +43,9 @@ def run(bridge):
 
 @pytest.fixture
 def next_consumer(make_consumer, segments):
-    """What the next consumer gets: [(sequence, redelivered)]; nothing of the bridge is left after it."""
+    """Returns the records of the next consumer, [(sequence, redelivered)]; nothing of the bridge is left
+    after it.
+    """
 
     def take() -> list[tuple[int, bool]]:
         consumer = make_consumer()
@@ -148,7 +150,7 @@ LEAVING_NOTHING = {
 
 
 @pytest.mark.parametrize("case", LEAVING_NOTHING)
-def test_leaves_nothing_and_says_nothing(case, run, segments):
+def test_a_process_that_closes_its_ends_leaves_and_prints_nothing(case, run, segments):
     assert run(LEAVING_NOTHING[case]) == (0, "", "")
     assert segments() == []
 
@@ -162,7 +164,7 @@ def test_dev_mode_has_nothing_to_say_either(case, run, segments):
     assert segments() == []
 
 
-# Nothing here is closed: what the process held goes with it, and what it committed stays.
+# Nothing here is closed: the process' leases end with it, and its committed records stay.
 UNCLOSED = {
     "producer": ("producer = shmbridge.Producer(bridge, lane_bytes='64K')", []),
     "producer with records": (
@@ -298,14 +300,14 @@ UNCLOSED = {
 
 
 @pytest.mark.parametrize("case", UNCLOSED)
-def test_unclosed_says_nothing_and_loses_nothing(case, run, next_consumer):
+def test_an_unclosed_end_prints_and_loses_nothing(case, run, next_consumer):
     code, left = UNCLOSED[case]
     assert run(code) == (0, "", "")
     assert next_consumer() == left
 
 
 @pytest.mark.parametrize("case", [case for case, (_, left) in UNCLOSED.items() if not left])
-def test_unclosed_is_swept_by_any_start(case, run, make_producer, segments):
+def test_an_unclosed_end_is_swept_by_any_start(case, run, make_producer, segments):
     assert run(UNCLOSED[case][0])[0] == 0
     make_producer().close()
     assert segments() == []
@@ -349,7 +351,7 @@ def test_sys_exit_keeps_its_code(run, next_consumer):
     assert next_consumer() == [(0, False)]
 
 
-def test_interrupted(run, next_consumer):
+def test_a_consumer_is_interrupted_while_it_waits(run, next_consumer):
     """As Ctrl-C does, while it waits for a record."""
     code, out, err = run("""
         import signal
@@ -367,7 +369,7 @@ def test_interrupted(run, next_consumer):
 
 @pytest.mark.parametrize("closed", ["closed", "unclosed"])
 def test_views_at_exit_do_not_release_what_the_next_consumer_holds(closed, run, make_consumer, segments):
-    """The interpreter's end gives the hub lock back before it drops the last views: from then on they may not
+    """The interpreter's end frees the hub lock before it drops the last views: from then on they may not
     touch the lane.
 
     An exit handler registered before the bridge was opened runs after the bridge's own: it plays the next

@@ -55,7 +55,7 @@ class Victim:
         return {**json.loads(line), "plan": plan}
 
     def _line(self) -> bytes:
-        """Its next line; less than a line if it ended or was silent for too long."""
+        """Returns its next line; less than a line if it ended or was silent for too long."""
         assert self._child is not None
         assert self._child.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -89,8 +89,8 @@ def victim() -> Iterator[Victim]:
 
 @pytest.fixture(scope="session")
 def survive(victim: Victim) -> Callable[..., Report]:
-    """Plays a plan; nothing untyped may be raised, nobody may die, and the good lane's records come exactly
-    once, in order.
+    """Plays a plan; only typed errors may be raised, no process may die, and the good lane's records come
+    exactly once, in order.
     """
 
     def play(**plan: Any) -> Report:
@@ -98,7 +98,7 @@ def survive(victim: Victim) -> Callable[..., Report]:
         assert report["wrong"] == [], f"{report['wrong']}; plan: {json.dumps(report['plan'])}"
         good = report["good"]
         missing = plan.get("groups", 1) - 1  # groups that are too few for a batch stay behind
-        # what is there when the consumer comes is discarded
+        # records that are there when the consumer starts are discarded
         first = 3 if plan.get("resume") == "discard" else 0
         wanted = list(range(first, 6))
         assert good in (wanted, wanted[: len(wanted) - missing]), (
@@ -111,14 +111,14 @@ def survive(victim: Victim) -> Callable[..., Report]:
 
 @pytest.fixture
 def look_around() -> Callable[[str], None]:
-    """Looks at a bridge from outside, by every way there is; none may raise."""
+    """Inspects a bridge from outside in every way; none may raise."""
 
     def look(bridge: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             shmbridge.list_bridges()
             shmbridge.clean(bridge)
             for argv in (
-                ["inspect", bridge],
+                ["inspect", bridge, "--seconds", "0"],
                 ["inspect", "--json"],
                 ["clean", bridge],
                 ["clean", bridge, "--json"],

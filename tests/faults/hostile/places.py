@@ -96,8 +96,8 @@ BEHIND = {
 
 
 class LaneBytes:
-    """A lane's memory, as it was when this was made: where things lie is remembered, so that changes do not
-    move the names.
+    """A lane's memory, as it was when this was made: the places are stored, so that changes do not move the
+    names.
     """
 
     def __init__(self, memory: MutableSequence[Any] | Any, records: int) -> None:
@@ -127,7 +127,7 @@ class LaneBytes:
         return self.data_at + self._bodies[record]["extent_at"]
 
     def place(self, name: str) -> tuple[int, int]:
-        """Offset and width of a named place. Numbers wrap, so that every name is somewhere."""
+        """Offset and width of a named place. Numbers wrap, so that every name has a place."""
         what, *rest = name.split(".")
         numbers = [int(part) for part in rest if part.isdigit()]
         field = rest[-1]

@@ -16,7 +16,7 @@ from places import COLUMN_BYTES, HEADER, PAGE, SLOT_BYTES, LaneBytes, pack
 from victim import rich
 
 SLOTS_LOG2 = 3
-GROWING = 1  # records of the last group, which come while the lane is read
+GROWING = 1  # records of the last group, committed while the lane is read
 BEFORE_OPEN, OPENED, ADOPTED, FOUND, COPIED = range(5)
 
 
@@ -133,7 +133,7 @@ def main(folder: Path) -> None:
         lies = [patch(BEFORE_OPEN, 0, at, value, width_log2=2 if width == 4 else 3) for value in (0, 1 << 20)]
         for number, lie in enumerate(lies):
             (folder / f"lane-header-{field}-{number}").write_bytes(compact(memory, len(puts), patches=lie))
-    # adopted empty, then all is committed
+    # adopted empty, then all records are committed
     (folder / "lane-grows").write_bytes(compact(memory, len(puts), patches=b"".join(grows)))
     life = [
         *[step(0, value=100), step(2)] * 6,

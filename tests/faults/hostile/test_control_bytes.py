@@ -1,5 +1,5 @@
-"""The control segment is scribbled over: who comes gets a typed error, who is there goes on, who looks from
-outside sees it or not.
+"""The control segment is scribbled over: a new participant gets a typed error, present ones go on, an
+inspection from outside may show it.
 """
 
 import mmap
@@ -54,7 +54,7 @@ def control_bytes(bridge: str) -> Iterator[mmap.mmap]:
 
 
 def come(bridge: str) -> list[str]:
-    """Everybody tries to take part; the names of the typed errors."""
+    """Every kind of participant joins; returns the names of the typed errors."""
     met = []
     for comer in COMERS:
         try:
@@ -65,7 +65,9 @@ def come(bridge: str) -> list[str]:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_words(bridge, make_producer, look_around: Callable[[str], None], word) -> None:
+def test_control_words_may_hold_any_number(
+    bridge, make_producer, look_around: Callable[[str], None], word
+) -> None:
     producer = make_producer(on_full="drop")
     at, width = WORDS[word]
     with control_bytes(bridge) as memory:
@@ -81,8 +83,8 @@ def test_words(bridge, make_producer, look_around: Callable[[str], None], word) 
 
 @pytest.mark.parametrize("word", [2**60 + 1, 2**63, 2**64 - 1])
 def test_weights_of_a_version_that_cannot_be(bridge, word) -> None:
-    """Who would write weights is told whose fault it is and what to do, at once and later; who reads them
-    goes on; nothing is removed.
+    """A writer of weights gets an error with the cause and the remedy, at once and later; readers go on;
+    nothing is removed.
     """
     at, width = WORDS["weights_floor"]
     values = [("a", np.zeros(8, np.float32))]
@@ -131,8 +133,8 @@ def test_a_wrong_magic_is_a_typed_error_and_keeps_no_lock(bridge, make_producer)
 
 @pytest.mark.parametrize("what", ["kind", "dtype", "item_bytes", "name", "count"])
 def test_the_hub_s_column_table(bridge, make_consumer, what) -> None:
-    """A producer that comes cannot compare itself: a typed error, and the hub goes on with whoever is
-    there.
+    """A new producer cannot compare its columns: a typed error, and the hub goes on with the present
+    producers.
     """
     consumer = make_consumer()
     early = shmbridge.Producer(bridge, lane_bytes="64K")
@@ -172,7 +174,7 @@ def test_a_control_segment_of_garbage(bridge, look_around: Callable[[str], None]
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "link", "dangling link"])
 @pytest.mark.parametrize("of", ["lane", "weights"])
-def test_what_is_no_segment_but_has_the_name_of_one(
+def test_an_object_with_the_name_of_a_segment_that_is_none(
     bridge, look_around: Callable[[str], None], tmp_path, kind, of
 ) -> None:
     path = f"/dev/shm/shmbridge.{bridge}." + ("w" if of == "weights" else "l.0123456789abcdef")
@@ -199,7 +201,7 @@ def test_what_is_no_segment_but_has_the_name_of_one(
         max_size=8,
     )
 )
-def test_whatever_hypothesis_writes(make_producer, bridge, changes) -> None:
+def test_control_bytes_may_be_whatever_hypothesis_writes(make_producer, bridge, changes) -> None:
     make_producer().close()
     with shmbridge.Producer(bridge, lane_bytes="64K"), control_bytes(bridge) as memory:
         whole = bytes(memory)

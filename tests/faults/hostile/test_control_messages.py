@@ -1,5 +1,5 @@
-"""Whatever is sent to a hub's control socket: it answers those who ask properly, records keep flowing, and it
-counts what it was sent.
+"""Any bytes may be sent to a hub's control socket: it answers proper requests, records keep flowing, and it
+counts the messages.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def bounded(examples: int) -> settings:
 
 
 class Hub:
-    """A consumer with a producer, and a socket that says whatever it likes."""
+    """A consumer with a producer, and a socket that can send anything."""
 
     def __init__(self, bridge: str) -> None:
         self.bridge = bridge
@@ -56,14 +56,14 @@ class Hub:
         self.sent += 1
 
     def ask(self, *frames: bytes) -> list[bytes]:
-        """Sends, and takes the answer there must be."""
-        while self.raw.poll(0):  # of what a test before this one sent
+        """Sends, and returns the answer, which must come."""
+        while self.raw.poll(0):  # of messages that an earlier test sent
             self.raw.recv_multipart()
         self.say(*frames)
         return self.raw.recv_multipart()
 
     def goes_on(self) -> None:
-        """It answers an honest client, and a record comes through."""
+        """Asserts that the hub answers an honest client, and that a record comes through."""
         assert isinstance(self.client.hello(timeout_s=5), messages.Welcome)
         self.producer.put({"tokens": [[self.flowed]]})
         assert self.consumer.get(timeout_s=5)["tokens"].values.tolist() == [self.flowed]
@@ -173,7 +173,7 @@ def values_for(kind: Any) -> st.SearchStrategy[Any]:
 def requests() -> st.SearchStrategy[dict[str, Any]]:
     harmless = [
         kind for kind in get_args(messages.Request) if kind not in (messages.Drain, messages.Pause)
-    ]  # those two are meant to stop records
+    ]  # these two are meant to stop records
     return st.one_of(
         st.fixed_dictionaries(
             {
@@ -202,7 +202,7 @@ def test_every_request_with_extreme_values_is_answered(
     assert answer_number in (number, 0)
 
 
-def test_after_all_that_the_hub_goes_on(hub: Hub) -> None:
+def test_the_hub_goes_on_after_all_messages(hub: Hub) -> None:
     hub.goes_on()
     with pytest.raises(RequestRefused):
         hub.client.request(messages.StatusRequest(-12345))
@@ -244,7 +244,7 @@ def test_one_request_a_thousand_times_changes_nothing_more(hub: Hub) -> None:
 
 
 def test_answers_that_nobody_reads(hub: Hub) -> None:
-    """The asker never receives: its answers are dropped once the pipe is full, and nobody else waits."""
+    """The asker never receives: its answers are dropped once the pipe is full, and no other client waits."""
     deaf = hub.dealer()
     deaf.rcvhwm, deaf.sndtimeo = 1, 0
     frames = messages.encode(1, messages.RunInfoRequest())
@@ -299,7 +299,8 @@ while True:
     if len(held) == 240: break
 print(len(held), flush=True); sys.stdin.readline()
 '''
-with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="64K") as producer:
+producer = shmbridge.Producer(bridge, lane_bytes="64K")
+with shmbridge.Consumer(bridge, lanes=4) as consumer, producer:
     for _ in range(2):
         command = [sys.executable, "-c", leaker, control_address(bridge)[6:]]
         child = subprocess.Popen(command, stdin=-1, stdout=-1)
@@ -312,7 +313,7 @@ print("survived", flush=True)
 
 
 def test_a_peer_that_leaks_connections_does_not_end_the_learner(bridge) -> None:
-    """libzmq aborts the process that has no descriptor left for a connection it accepts: the hub may have
+    """libzmq aborts a process that has no descriptor left for a connection it accepts, so the hub must have
     more than one peer can use up.
     """
     ended = subprocess.run(
@@ -321,7 +322,7 @@ def test_a_peer_that_leaks_connections_does_not_end_the_learner(bridge) -> None:
     assert ended.stdout == "survived\n", f"the hub ended with {ended.returncode}: {ended.stderr[-300:]}"
 
 
-def test_what_was_sent_was_counted(bridge) -> None:
+def test_messages_that_were_sent_were_counted(bridge) -> None:
     with contextlib.closing(Hub(bridge)) as hub:
         for frames in ([b""], [b"x", b"y"], [head(), b"\xc1"], [head(1, 99), b""]):
             hub.ask(*frames)

@@ -67,7 +67,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_the_seeds_are_good_lanes(run: Run, corpus: list[Path]) -> None:
-    """Otherwise the fuzzer would only ever see the first refusal."""
+    """Otherwise the fuzzer would reach only the first refusal."""
     said = run("fuzz_lane", 0, 1, *corpus)
     wanted = sum(len(puts) + 1 for puts in seeds.groups().values()) + seeds.GROWING
     assert f"{len(corpus)} seeds hold {wanted} good records" in said

@@ -1,5 +1,5 @@
-"""What answers on the control socket is no hub: clients raise a typed error within their timeout, whatever it
-says or does not say.
+"""A false hub answers on the control socket: clients raise a typed error within their timeout, whatever it
+sends or omits.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Say = Callable[[bytes, list[bytes]], list[list[bytes]]]
 
 
 class FalseHub:
-    """A ROUTER at the bridge's address that answers as it is told."""
+    """A ROUTER at the bridge's address that sends scripted answers."""
 
     def __init__(self, bridge: str) -> None:
         self.bridge = bridge
@@ -162,7 +162,7 @@ WRONG_KIND = [
 def test_an_answer_to_another_question_is_a_typed_error(
     false_hub: FalseHub, clients, request_, answer
 ) -> None:
-    """Not something that the caller looks for `env_id` in."""
+    """The caller never gets an answer without `env_id`."""
     false_hub.say = lambda _, frames: [[frames[0], msgspec.msgpack.encode(answer)]]
     for client in clients:
         found, answered = ask(client, request_), false_hub.answered
@@ -173,7 +173,7 @@ def test_an_answer_to_another_question_is_a_typed_error(
 
 
 def test_a_hub_that_vanishes_between_question_and_sending(false_hub: FalseHub, monkeypatch) -> None:
-    """The socket says it can send, and then there is nobody any more: the client must not wait for ever."""
+    """The socket can send, and then the hub is gone: the client must not wait for ever."""
     client = ControlClient(f"{false_hub.bridge}-gone", role="env", name="x")
     socket = client._socket
 

@@ -1,9 +1,9 @@
-"""A lane is scribbled over: the consumer refuses or quarantines that lane, or delivers what lies within it,
-and everything else goes on.
+"""A lane is scribbled over: the consumer refuses or quarantines that lane, or delivers records within it, and
+everything else goes on.
 
-Numbers beside their limits in every field that somebody believes, then whatever Hypothesis finds; before the
-lane is adopted, after, and while records are held. The child (victim.py) says what it met; a crash of the
-child names the plan.
+Numbers beside their limits in every field that is read, then whatever Hypothesis finds; before the lane is
+adopted, after, and while records are held. The child (victim.py) reports what happened; a crash of the child
+names the plan.
 """
 
 import subprocess
@@ -42,8 +42,8 @@ LIMITS = [
 ]
 
 
-def test_nothing_changed_everything_comes(survive: Survive) -> None:
-    """What the other tests compare with."""
+def test_an_unchanged_lane_gives_every_record(survive: Survive) -> None:
+    """The baseline of the other tests."""
     for how in ("poll", "batches"):
         report = survive(moment="before", how=how, changes=[])
         assert (report["typed"], report["quarantined"], report["refused"]) == (
@@ -73,7 +73,7 @@ def test_column_table(survive: Survive, column: int) -> None:
 
 
 def test_two_columns_of_one_name(survive: Survive) -> None:
-    """Then the columns' numbers mean one thing in C and another in Python, if nobody looks."""
+    """Unchecked, the columns' numbers would mean one thing in C and another in Python."""
     name = int.from_bytes(b"tokens\0\0", "little")
     report = survive(moment="before", how="poll", changes=[("column.3.name", "set", name)])
     assert report["refused"] == 1, report
@@ -83,7 +83,7 @@ def test_two_columns_of_one_name(survive: Survive) -> None:
     "field", ["magic", "slot_count", "slots_at", "released_at", "data_at", "segment_bytes"]
 )
 def test_a_header_that_lies_when_its_lane_is_quarantined(survive: Survive, field: str) -> None:
-    """What is lost is counted where the lane had it when it was adopted."""
+    """The lost records are counted from the words that the lane had when it was adopted."""
     report = survive(
         moment="adopted", how="poll", changes=[(f"header.{field}", "set", 0), ("slot.0.columns", "set", 0)]
     )
@@ -104,7 +104,7 @@ def test_slot_fields(survive: Survive, field: str, how: str) -> None:
 
 @pytest.mark.parametrize("entry", [0, 2, 4, 6, 7, 8, 11])
 def test_directory_entries(survive: Survive, entry: int) -> None:
-    """Of every kind of column."""
+    """The entries are of every kind of column."""
     for number, field in enumerate(ENTRY):
         for how, value in (("set", 0), ("add", 1), ("set", 2**64 - 1)):
             survive(
@@ -113,7 +113,7 @@ def test_directory_entries(survive: Survive, entry: int) -> None:
 
 
 @pytest.mark.parametrize("what", BEHIND)
-def test_what_entries_lead_to(survive: Survive, what: str) -> None:
+def test_lengths_texts_and_truth_values_that_entries_lead_to(survive: Survive, what: str) -> None:
     """Lengths that no longer add up, or that do but say something else; text that is no text; truth values
     that are neither.
     """
@@ -210,7 +210,7 @@ CHANGES = st.lists(st.tuples(PLACES, VALUES).map(lambda both: (both[0], *both[1]
         + [{"how": "batches"}, {"how": "batches", "groups": 2, "layout": "padded", "prefetch": 1}]
     ),
 )
-def test_whatever_hypothesis_writes(
+def test_lane_bytes_may_be_whatever_hypothesis_writes(
     survive: Survive, moment: str, changes: list[Change], dead: bool, resume: str, form: dict[str, Any]
 ) -> None:
     survive(moment=moment, changes=changes, dead=dead, resume=resume, **form)
@@ -241,7 +241,7 @@ with shmbridge.Producer(bridge, lane_bytes="64K", producer_id="good") as good:
     for size in (*sizes, len(whole) - 4096, len(whole) - 1):
         with open(path, "wb") as file:
             file.write(whole[:size])
-        assert cli.main(["inspect", bridge]) == 0 and shmbridge.clean(bridge) is not None
+        assert cli.main(["inspect", bridge, "--seconds", "0"]) == 0 and shmbridge.clean(bridge) is not None
         good.put({"tokens": [[size]]})
         with shmbridge.Consumer(bridge) as consumer:
             (record,) = consumer.poll()
@@ -252,9 +252,9 @@ print("survived")
 
 
 def test_a_lane_that_is_shorter_than_it_says(bridge) -> None:
-    """Cut before it is adopted.
+    """The lane is cut before it is adopted.
 
-    One that is cut while it is read is SIGBUS for whoever reads it: no peer of shmbridge ever does that.
+    Cutting a lane while it is read would give its reader SIGBUS: no peer of shmbridge ever does that.
     """
     ended = subprocess.run(
         [sys.executable, "-c", f"bridge = {bridge!r}\n{SHORT}"], capture_output=True, text=True, timeout=60

@@ -1,5 +1,5 @@
-"""A weights segment is scribbled over: a reader gets a typed error or nothing, or weights that are whole; a
-new writer begins again.
+"""A weights segment is scribbled over: a reader gets a typed error, nothing, or whole weights; a new writer
+begins again.
 """
 
 import contextlib
@@ -56,10 +56,7 @@ def weights(bridge) -> Iterator[tuple[str, mmap.mmap]]:
 
 
 def look(bridge: str) -> dict[str, np.ndarray] | None:
-    """What a reader gets: tensors, or None and a typed error.
-
-    Anything else it raises is the test's failure.
-    """
+    """Returns what a reader gets: tensors, or None and a typed error. Any other exception fails the test."""
     with WeightsReader(bridge) as reader:
         with contextlib.suppress(shmbridge.ShmBridgeError):
             assert reader.version is None or isinstance(reader.version, int)
@@ -127,8 +124,8 @@ def words_of_tensor(memory: mmap.mmap) -> dict[str, int]:
 
 @pytest.mark.parametrize("word", [(2**60 + 1) * 2, 2**63, 2**64 - 2])
 def test_a_version_that_cannot_be_is_none(bridge, word) -> None:
-    """Although slot and word agree on it: readers have none, the next writer goes on, and is not refused for
-    ever.
+    """Slot and word agree on it, but readers have no version, and the next writer goes on and is not refused
+    for ever.
     """
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
@@ -147,8 +144,8 @@ def test_a_version_that_cannot_be_is_none(bridge, word) -> None:
     "word", ["layout_version", "table_bytes", "data_at", "slot_bytes", "tensors", "words_at"]
 )
 def test_the_version_of_remains_is_not_forgotten(bridge, word) -> None:
-    """What two words agree on was there, and readers have seen it, whatever has become of the rest of the
-    header.
+    """A version on which two words agree was there, and readers have seen it, whatever happened to the rest
+    of the header.
     """
     with WeightsReader(bridge):
         with WeightsWriter(bridge) as writer:
@@ -165,7 +162,7 @@ def test_the_version_of_remains_is_not_forgotten(bridge, word) -> None:
 @pytest.mark.parametrize("value", [0, 1, 2, 4, 2**32, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("word", ["written", "stamp_0", "reserved_0", "stamp_1", "reserved_1"])
 def test_words_of_a_tensor(weights, word, value) -> None:
-    """The values are there all the same; what changed since is all, or what the stamp says."""
+    """The values are still there; `changed_since` returns all names, or those that the stamps give."""
     bridge, memory = weights
     at = words_of_tensor(memory)[word]
     memory[at : at + 8] = struct.pack("<Q", value)
@@ -178,7 +175,7 @@ def test_words_of_a_tensor(weights, word, value) -> None:
 
 @pytest.mark.parametrize("word", [*WORDS, "written", "stamp_0", "reserved_0", "stamp_1", "reserved_1"])
 def test_a_writer_goes_on_over_garbage_words_or_says_why(bridge, word) -> None:
-    """Its successor publishes whole versions, whatever a dead writer's words were, or begins again; readers
+    """Whatever a dead writer's words were, its successor publishes whole versions or begins again; readers
     see them.
     """
     for value in (0, 1, 7, 2**32, 2**63, 2**64 - 1):
@@ -307,7 +304,7 @@ def test_a_tensor_that_is_not_where_it_says(weights) -> None:
         max_size=6,
     )
 )
-def test_whatever_hypothesis_writes(weights, changes) -> None:
+def test_weights_bytes_may_be_whatever_hypothesis_writes(weights, changes) -> None:
     bridge, memory = weights
     before = memory[:8192]
     for at, value in changes:
@@ -327,8 +324,8 @@ def test_a_short_segment(bridge) -> None:
 
 
 @pytest.mark.parametrize("table", [b"{", b"\xff\xfe", msgspec.json.encode([["a", "float32", [8], 0, 32]])])
-def test_a_writer_begins_anew_on_a_dead_one_s_garbage(bridge, table) -> None:
-    """Somebody takes part all the time, so that the remains are not swept."""
+def test_a_writer_begins_again_on_a_dead_ones_garbage(bridge, table) -> None:
+    """A participant is there all the time, so that the remains are not swept."""
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(1, [("a", VALUES)])

@@ -1,9 +1,9 @@
-"""A process that takes records from a lane while its bytes are changed, and tells what came of it.
+"""A process that takes records from a lane while its bytes are changed, and reports the result.
 
 Run by the tests as a child.
 
-Standard input: one plan per line, JSON. Standard output: one report per line. What is not a ShmBridgeError is
-reported with its place; a crash shows as the end of this process.
+Standard input: one plan per line, JSON. Standard output: one report per line. An error other than a
+ShmBridgeError is reported with its place; a crash shows as the end of this process.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from shmbridge.record.record import Ragged, RaggedLists, Record
 sys.path.insert(0, str(Path(__file__).parent))
 from places import LaneBytes
 
-MEMORY_LIMIT = 3 << 30  # a lie about a size must not take the machine with it
+MEMORY_LIMIT = 3 << 30  # a false size must not use up the machine's memory
 GOOD_BEFORE, GOOD_AFTER = 3, 3
 
 
@@ -68,7 +68,7 @@ class Scene:
         self.plan = plan
         self.bridge = plan["bridge"]
         self.wrong: list[str] = []
-        self.typed: list[str] = []  # what typed errors were raised, and what they said
+        self.typed: list[str] = []  # the typed errors that were raised, with their texts
         self.said: list[str] = []
         self.good_seen: list[int] = []
         self.bad_seen = 0
@@ -78,7 +78,7 @@ class Scene:
     # --------------------------------------------------------------------------------------------------------
 
     def ask(self, what: str, call: Any) -> Any:
-        """Calls; typed errors are noted, others are wrong."""
+        """Makes a call; typed errors are noted, others are failures."""
         try:
             return call()
         except shmbridge.ShmBridgeError as error:
@@ -93,7 +93,7 @@ class Scene:
         return None
 
     def read(self, record: Record) -> None:
-        """Everything that can be read of a record."""
+        """Reads everything that can be read of a record."""
         good = record.meta.producer_id.startswith("good-")
         for name in self.ask("columns", lambda: record.columns) or []:
             value = self.ask(f"record[{name!r}]", lambda name=name: record[name])
@@ -120,7 +120,7 @@ class Scene:
 
     def play(self) -> None:
         self._play()
-        gc.collect()  # cheap: what was imported is frozen
+        gc.collect()  # cheap: imported objects are frozen
         self.ask("clean", lambda: shmbridge.clean(self.bridge, dry_run=False))
 
     def _play(self) -> None:
@@ -225,7 +225,9 @@ class Scene:
             str(batch)
 
     def look_around(self) -> None:
-        self.ask("inspect", lambda: quietly(["inspect", self.bridge]))  # which lists all bridges
+        self.ask(
+            "inspect", lambda: quietly(["inspect", self.bridge, "--seconds", "0"])
+        )  # which lists all bridges
         self.ask("clean", lambda: quietly(["clean", self.bridge, "--json"]))
 
 

@@ -1,7 +1,7 @@
 """Children in real conditions: a mount namespace with a /dev/shm of its own, a memory cgroup, a low limit,
 another user.
 
-What needs root is skipped without it, and says so.
+Tests that need root are skipped without it, with that reason.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ Steps = dict[str, Any]
 
 
 class Child:
-    """A child in a role of roles.py: what it says, and what it is told."""
+    """A child in a role of roles.py: reads its output, writes its input."""
 
     def __init__(self, argv: list[str], bridge: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -32,7 +32,7 @@ class Child:
         self.bridge = bridge
 
     def step(self, name: str) -> Steps:
-        """The next step that the child says; it must be this one."""
+        """Returns the next step that the child prints; it must be this one."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the child ended ({self.process.wait()}) before it said {name!r}"
@@ -46,7 +46,7 @@ class Child:
         self.process.stdin.flush()
 
     def rest(self) -> list[Steps]:
-        """All that the child still says until it ends, which it must do by itself and well."""
+        """Returns the rest of the child's output; it must end by itself, with status 0."""
         out, _ = self.process.communicate(timeout=60)
         code = self.process.returncode
         assert code == 0, f"the child ended with {code} (a signal, if negative); it said {out[-2000:]}"
@@ -94,7 +94,7 @@ def namespaces() -> None:
 
 @pytest.fixture
 def in_shm(namespaces: None, start: Callable[..., Child]) -> Callable[..., list[Steps]]:
-    """Runs a role with a /dev/shm of its own, made by a shell command; all it said."""
+    """Runs a role with a /dev/shm of its own, made by a shell command; returns its output."""
 
     def run(setup: str, role: str, *arguments: object) -> list[Steps]:
         shell = ("unshare", "-m", "bash", "-ec", f'{setup}; exec "$@"', "bash")
@@ -111,8 +111,8 @@ def not_root() -> None:
 
 @pytest.fixture(scope="session")
 def runs() -> Callable[[list[Steps]], Iterator[list[Steps]]]:
-    """Splits what a role said that does the same in one child after the other; each must have ended well, by
-    no signal.
+    """Splits the output of a role that does the same in one child after the other; each must have ended well,
+    by no signal.
     """
 
     def split(said: list[Steps]) -> Iterator[list[Steps]]:

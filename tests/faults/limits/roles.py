@@ -1,9 +1,8 @@
-"""What a child of the limits tests does: `python roles.py ROLE BRIDGE ...`.
+"""The roles of children of the limits tests: `python roles.py ROLE BRIDGE ...`.
 
 One JSON object per step is said on standard output.
 
-Roles that hit a limit import everything first, so that it is the bridge that meets the limit and not the
-import system.
+Roles that hit a limit import everything first, so that the bridge meets the limit and not the import system.
 """
 
 import json
@@ -32,7 +31,9 @@ def say(step: str, **facts: Any) -> None:
 
 
 def attempt(step: str, action: Callable[[], Any]) -> Any:
-    """Does it and says how it went; an error is said with its class, its builtins, message and hint."""
+    """Makes the call and prints the result; an error is printed with its class, its builtins, message and
+    hint.
+    """
     try:
         done = action()
     except Exception as wrong:
@@ -93,7 +94,7 @@ def lanes_until_full(bridge: str, lane_bytes: str, most: str) -> None:
 
 
 def in_fork(role: Callable[..., None], *arguments: str) -> None:
-    """Does it in a child that need not import anything any more; says how that ended."""
+    """Makes the call in a forked child, which has everything imported; prints how it ended."""
     child = os.fork()
     if child == 0:
         try:
@@ -193,7 +194,7 @@ def _limited(bridge: str, what: str, limit: str) -> None:
     model = [("w", np.zeros(1 << 16, np.float32))]
     hard = resource.getrlimit(number)[1]
     resource.setrlimit(number, (soft, hard))
-    # as if the hard limit were as low: it could not be raised again here
+    # the hard limit too is treated as that low: it could not be raised again here
     limits.raise_descriptors = lambda: None
     producer = attempt("producer", lambda: Producer(bridge, lane_bytes="8M"))
     if producer is not None:

@@ -13,7 +13,7 @@ V2 = Path("/sys/fs/cgroup")
 
 
 def make_cgroup(name: str, limit: int) -> tuple[Path, Path]:
-    """A cgroup with this limit, and the file in it that counts kills; skips where there is none to be had."""
+    """A cgroup with this limit, and the file in it that counts kills; skips where none can be made."""
     if (V1 / "memory.limit_in_bytes").exists():
         folder, limit_file, events = V1 / name, "memory.limit_in_bytes", "memory.oom_control"
     elif (V2 / "cgroup.controllers").exists() and "memory" in (V2 / "cgroup.subtree_control").read_text():
@@ -57,7 +57,7 @@ def cgroup(bridge, until):
 
 @pytest.mark.parametrize(("lane_bytes", "opened"), [("64M", 0), ("8M", (2, 7))])
 def test_a_cgroup_of_64_mib(start, cgroup, lane_bytes, opened) -> None:
-    """What a page of the mount costs is charged to the cgroup of who first touches it: the producer, which
+    """A page of the mount is charged to the cgroup of the process that first touches it: the producer, which
     touches all at its start.
     """
     folder, events = cgroup(64 << 20)
@@ -73,8 +73,8 @@ def test_a_cgroup_of_64_mib(start, cgroup, lane_bytes, opened) -> None:
     assert kills(events) == 0
 
 
-def test_many_that_start_in_the_same_instant(start, cgroup) -> None:
-    """Each looks at what is left and then takes it: nobody may come in between."""
+def test_many_producers_start_in_the_same_instant(start, cgroup) -> None:
+    """Each checks the memory left and then takes it; no other may come in between."""
     folder, events = cgroup(200 << 20)
     (ended,) = start("start_together", folder, "32M", 16).rest()
     assert set(ended["statuses"]) == {0, 3}, f"a negative one was killed: {ended['statuses']}"

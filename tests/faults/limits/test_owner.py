@@ -1,5 +1,5 @@
-"""Another user's bridge: refused on both sides with both users named, listed to nobody, and in nobody's
-way.
+"""Another user's bridge: refused on both sides with both users named, not listed for others, and no obstacle
+to them.
 """
 
 import os
@@ -19,10 +19,10 @@ NOBODY = 65534
 
 @pytest.fixture
 def as_nobody(not_root, tmp_path):
-    """Does something in a child that has become another user; (class, text) of the ShmBridgeError it raises,
-    or its result as text.
+    """Makes a call in a child that has become another user; returns (class, text) of its ShmBridgeError, or
+    its result as text.
     """
-    # what is imported lazily must be there before: the interpreter may lie where nobody may read
+    # import lazy modules before: the user may not be able to read the interpreter's folder
     import shmbridge.control.server
 
     _ = (
@@ -86,7 +86,7 @@ def test_another_user_cannot_reach_the_control_socket(bridge, consumer, as_nobod
 
 
 def test_another_users_bridges_are_in_nobodys_way(bridge, producer, as_nobody) -> None:
-    """Listing and cleaning everything concerns one's own."""
+    """Listing and cleaning all bridges concerns the user's own only."""
     assert bridge in [each.name for each in shmbridge.list_bridges()]
     assert bridge not in as_nobody(shmbridge.list_bridges)
     said = as_nobody(lambda: shmbridge.clean(None, dry_run=False))
@@ -95,7 +95,7 @@ def test_another_users_bridges_are_in_nobodys_way(bridge, producer, as_nobody) -
 
 
 def test_root_does_not_lock_a_user_out_of_his_bridge(bridge, as_nobody) -> None:
-    """Root may open everything: a producer run with sudo would make a lane that the user's consumer cannot
+    """Root may open everything, so a producer run with sudo would make a lane that the user's consumer cannot
     open.
     """
 
@@ -147,7 +147,7 @@ def test_a_foreign_socket_directory(not_root, bridge) -> None:
 
 @pytest.mark.parametrize("ours", ["nothing", "a lane"])
 def test_clean_leaves_another_users_directories(ours, not_root, bridge, make_producer) -> None:
-    """Root may remove everything: what another user's gateway and hub have there is kept and named."""
+    """Root could remove everything: folders of another user's gateway and hub are kept and named."""
     folders = [segment.socket_directory(bridge), segment.gateway_directory(bridge)]
     if ours == "a lane":
         make_producer().close()
@@ -182,7 +182,7 @@ def test_clean_leaves_another_users_weights(not_root, bridge, make_producer) -> 
 
 
 def test_segments_and_sockets_are_the_owners_alone(bridge, producer, consumer) -> None:
-    """Whatever the umask says."""
+    """They are so whatever the umask is."""
     modes = {
         path.name.split(".")[2]: stat.S_IMODE(path.stat().st_mode)
         for path in Path("/dev/shm").glob(f"shmbridge.{bridge}.*")

@@ -24,7 +24,7 @@ def elsewhere(namespaces, start):
 
 
 def clean_elsewhere(bridge: str) -> str:
-    """What `shmbridge clean --yes` says in a namespace of its own."""
+    """The output of `shmbridge clean --yes` in a namespace of its own."""
     code = f"import shmbridge; print(shmbridge.clean({bridge!r}, dry_run=False))"
     environment = {**os.environ, "PYTHONPATH": str(Path(shmbridge.__file__).parents[1])}
     return subprocess.run(
@@ -69,7 +69,7 @@ def test_nothing_alive_is_swept_from_either_side(elsewhere, bridge, consumer, ma
 
 
 def test_a_dead_one_is_cleaned_from_another_namespace(elsewhere, bridge, until) -> None:
-    """Its records are undelivered: they go only when that is asked for, and the report says how many."""
+    """Its records are undelivered: they are removed only on request, and the report says how many."""
     child = elsewhere("produce", 5, 3)
     child.step("put")
     child.process.kill()
@@ -90,7 +90,7 @@ def test_a_dead_one_is_cleaned_from_another_namespace(elsewhere, bridge, until) 
 
 
 def test_a_consumer_elsewhere_takes_over(elsewhere, bridge, make_producer, until) -> None:
-    """The hub lock says who lives, and not a pid, which would be 1 here and there."""
+    """The hub lock shows who lives; a pid would be 1 in both namespaces."""
     make_producer(producer_id="here").put({"tokens": [[3]]})
     child = elsewhere("consume_with_few_descriptors", 200)
     assert child.step("got")["value"] == 3

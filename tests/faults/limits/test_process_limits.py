@@ -42,8 +42,8 @@ def test_files_may_not_be_large(start, runs) -> None:
 
 
 def test_little_address_space(start, runs) -> None:
-    """Wherever it ends, it is a ProcessLimit; a socket library that can start no thread would abort the
-    process.
+    """Wherever memory ends, the error is a ProcessLimit; a socket library that can start no thread would
+    abort the process.
     """
     least, *others = runs(start("limited", "AS", *(mib << 20 for mib in (6, 20, 40, 60, 90))).rest())
     assert outcome(least)["producer"] == outcome(least)["consumer"] == "ProcessLimit"

@@ -9,7 +9,7 @@ COUNT, LANES = 200, 8
 
 
 def test_a_storm_with_a_consumer(start, bridge, segments, until) -> None:
-    """At no time more than a few dead lanes are left, once the consumer has taken what they held."""
+    """Once the consumer has taken their records, no more than a few dead lanes are ever left."""
     consumer = shmbridge.Consumer(bridge, lanes=LANES)
     child = start("storm", COUNT)
     numbers, most = [], 0

@@ -1,5 +1,5 @@
-"""The calculator against real lanes: what a record takes, and what a lane must have for a batch; and the
-errors that quote it.
+"""The calculator against real lanes: the bytes of a record, the size of a lane for a batch, and the errors
+that quote it.
 """
 
 import random
@@ -90,7 +90,7 @@ def test_a_record_takes_what_the_calculator_says(what, group_id, make_producer) 
         assert sizing.record_bytes(**shape) == wanted
 
 
-def test_random_shapes(make_producer) -> None:
+def test_records_of_random_shapes_take_what_the_calculator_says(make_producer) -> None:
     """Any columns, any lengths: 200 records, and the sum is right after each."""
     generator, producer, total = random.Random(17), make_producer(lane_bytes="8M"), 0
     for _ in range(200):
@@ -143,7 +143,9 @@ def test_a_lane_for_records_of_one_size(held, length, bridge, make_consumer) -> 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_lane_for_records_of_any_size(seed, bridge, make_consumer) -> None:
-    """However they come and go, while at most `held` are held there is room for one of the largest."""
+    """In whatever order records come and are released, while at most `held` are held there is room for one of
+    the largest.
+    """
     generator = random.Random(seed)
     held, longest = generator.randrange(2, 12), generator.randrange(2000, 20_000)
     record = sizing.record_bytes(longest, columns=["tokens"])
@@ -168,9 +170,7 @@ def test_holding_more_than_any_lane_can() -> None:
 @pytest.mark.parametrize(("prefetch", "how"), [(0, "step"), (1, "step"), (2, "step"), (1, "gather")])
 @pytest.mark.parametrize("producers", [1, 3])
 def test_batches_flow_in_lanes_of_that_size(prefetch, how, producers, bridge, make_consumer) -> None:
-    """Nobody waits for room: what is held at a time goes into the lanes at once, and one more record each
-    beside it.
-    """
+    """No producer waits for room: all records held at a time fit in the lanes, and one more in each."""
     groups, batches = 6, 1 + prefetch if how == "step" else max(prefetch, 1)
     record = sizing.record_bytes(2000, columns=["tokens"])
     lane = sizing.lane_bytes_for(record, groups, producers, prefetch=prefetch, hold=how)
@@ -205,7 +205,7 @@ def put_for_ever(producer, length):
 
 
 def batch_of(bridge, groups, lane_bytes, lengths, producers=1, fragments=1):
-    """Asks for one batch while everybody puts; the batch's groups, or the BatchTooBig."""
+    """Asks for one batch while all producers put; returns the batch's groups, or the BatchTooBig."""
     with shmbridge.Consumer(bridge) as consumer:
         everybody = [shmbridge.Producer(bridge, lane_bytes=lane_bytes) for _ in range(producers)]
         threads = [put_for_ever(producer, lengths) for producer in everybody]
@@ -222,7 +222,7 @@ def batch_of(bridge, groups, lane_bytes, lengths, producers=1, fragments=1):
 
 
 @pytest.mark.parametrize(("same", "producers"), [(True, 1), (True, 2), (False, 1)])
-def test_who_does_what_the_error_says_gets_the_batch(same, producers, bridge) -> None:
+def test_lanes_of_the_size_in_the_error_hold_the_batch(same, producers, bridge) -> None:
     generator = random.Random(5)
     lengths = (lambda: 3000) if same else (lambda: generator.randrange(1000, 3001))
     too_big = batch_of(bridge, 40, "64K", lengths, producers)
@@ -275,14 +275,14 @@ def test_a_record_too_big_says_which_lane_holds_it(length, bridge) -> None:
             shmbridge.clean(bridge, dry_run=False)
 
 
-def test_options_are_sizes() -> None:
+def test_as_option_gives_a_size_that_parses() -> None:
     for size in (65536, 70_001, 1 << 20, 12 << 20, (1 << 30) + 1):
         assert parse_size(sizing.as_option(size)) >= size
     assert (sizing.as_option(12 << 20), sizing.as_option(192 << 10)) == ("12M", "192K")
 
 
-def test_the_mount(bridge) -> None:
-    """What all lanes of a bridge take, to the page."""
+def test_the_mount_holds_all_lanes_to_the_page(bridge) -> None:
+    """The bytes of all lanes of a bridge, to the page."""
     lane = parse_size("1M")
     made = [shmbridge.Producer(bridge, lane_bytes=lane) for _ in range(3)]
     found = [

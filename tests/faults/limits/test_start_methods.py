@@ -28,7 +28,7 @@ def take_own(bridge, answers) -> None:
 
 
 def run(method, target, *arguments):
-    """What a child of this start method answers, once it has ended well."""
+    """Returns the answer of a child of this start method, once it has ended well."""
     context = multiprocessing.get_context(method)
     answers = context.Queue()
     process = context.Process(target=target, args=(*arguments, answers))
@@ -60,7 +60,7 @@ def test_ends_opened_in_the_child_work(method, bridge, make_producer, segments) 
 
 
 def words_of(producer, consumer) -> bytes:
-    """Every byte of both segments: a child that touched a shared word would show."""
+    """Every byte of both segments: a child's change of a shared word would show."""
     return bytes(memoryview(producer._lane)) + bytes(memoryview(consumer._state.words.mapping))
 
 

@@ -1,4 +1,6 @@
-"""The worked example of docs/reference/advantages.md runs, and its lines make what they say beside them."""
+"""The worked example of docs/reference/advantages.md runs, and its lines give the results written beside
+them.
+"""
 
 import re
 from pathlib import Path

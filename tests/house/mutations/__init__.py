@@ -1,1 +1,1 @@
-"""Does a test go red when a guarantee is broken? Planted errors, and the tests that must find them."""
+"""Planted errors, each of which breaks a guarantee, and the tests that must find them."""

@@ -2,8 +2,8 @@
 
     python tests/house/mutations/run.py [NAME...]
 
-Exit status 1 if a planted error is not found, or if a line to break is not there any more. Not part of the
-test suite: half an hour.
+Exit status 1 if a planted error is not found, or if a line to break is missing. It takes half an hour, so it
+is not part of the test suite.
 """
 
 import os
@@ -15,21 +15,38 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 import shmbridge
 from tests.house.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[3]
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", ".*_cache")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".venvs", "runs", "build", "__pycache__", ".*_cache")
 
 
-def shell(tree: Path, *command: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-    """A command in the copy, on its own sources."""
+class Ended(NamedTuple):
+    """A command that is over; its returncode is negative if a signal ended it."""
+
+    pid: int
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def shell(tree: Path, *command: str, timeout_s: float = 600) -> Ended:
+    """A command in the copy, on its own sources. Raises TimeoutExpired, with the command killed."""
     variables = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        command, cwd=tree, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    variables.pop("PYTEST_ADDOPTS", None)  # the output is read below
+    with subprocess.Popen(
+        command, cwd=tree, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return Ended(process.pid, process.returncode, stdout, stderr)
 
 
 def build(tree: Path) -> None:
@@ -51,7 +68,7 @@ def red_tests(tree: Path, tests: str) -> list[str]:
         "--timeout=60",
         *shlex.split(tests),
     )
-    sweep_after_red_tests()
+    sweep_after(done.pid)
     red = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     assert red or done.returncode in (0, 1) or done.returncode < 0, (
         f"pytest ended with {done.returncode}: {done.stdout[-2000:]}"
@@ -59,24 +76,22 @@ def red_tests(tree: Path, tests: str) -> list[str]:
     return red or (["(the interpreter crashed)"] if done.returncode < 0 else [])
 
 
-def sweep_after_red_tests() -> None:
-    """A test that fails leaves its bridge, `t-<test>-<pid>-<hex>`, to be looked at; here nobody will.
-
-    Only of test runs that are over.
+def sweep_after(pid: int) -> None:
+    """Removes the bridges that red tests left to be looked at. Whatever else their names say, they hold the
+    pid of the test run, which is over; those of other runs on this machine stay.
     """
     for bridge in shmbridge.list_bridges():
-        named = re.fullmatch(r"t-.*-(\d+)-[0-9a-f]+", bridge.name)
-        if named and not Path("/proc", named[1]).exists():
+        if str(pid) in bridge.name.split("-"):
             shmbridge.clean(bridge.name, dry_run=False)
 
 
 def compiled(mutation: Mutation) -> bool:
-    """Whether it breaks something that must be built."""
+    """Whether the mutation changes a file that must be built."""
     return mutation.path.startswith("shmbridge/_ext/")
 
 
 def try_one(tree: Path, mutation: Mutation) -> list[str]:
-    """Breaks, tests, and mends the text again; what was built stays broken until the next build."""
+    """Breaks the text, runs the tests, and restores it; the build stays broken until the next one."""
     path = tree / mutation.path
     whole = path.read_text()
     found = whole.count(mutation.before)
@@ -97,7 +112,7 @@ def main() -> int:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
         build(tree)
-        for mutation in sorted(wanted, key=compiled):  # first what needs no other build
+        for mutation in sorted(wanted, key=compiled):  # first those that need no other build
             began = time.monotonic()
             red = try_one(tree, mutation)
             missed += not red

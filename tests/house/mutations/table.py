@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation(
         "column-keeps-nothing",
         1,
-        "a column that somebody looks at does not hold its record",
+        "a column in use does not hold its record",
         "shmbridge/_ext/record.pyx",
         "        return array_over(view_of(self), dtype,",
         "        return array_over(self.index, dtype,",
@@ -262,7 +262,7 @@ MUTATIONS = (
     Mutation(
         "stamps-of-another-segment",
         1,
-        "what changed since a version of another segment is said by its number",
+        "changes since a version of another segment are looked up by its number alone",
         "shmbridge/weights/reader.py",
         "        if not self._comparable_from <= version <= self.version or",
         "        if",
@@ -486,7 +486,7 @@ MUTATIONS = (
         "    except (OSError, ShmBridgeError, header.LaneCorrupt):\n        return set()\n",
         "tests/adapters/learner/test_consumed.py",
     ),
-    # 3: nobody waits for a dead process
+    # 3: no process waits for a dead one
     Mutation(
         "death-not-told",
         3,
@@ -508,7 +508,7 @@ MUTATIONS = (
     Mutation(
         "follower-not-woken",
         3,
-        "a new version of the weights does not wake who waits for it",
+        "a new version of the weights does not wake a reader that waits for it",
         WEIGHTS,
         "        ring_bell(&self._header.bell)\n",
         "",
@@ -602,7 +602,7 @@ MUTATIONS = (
         "misfit-mask-ignored",
         5,
         "a row whose mask does not fit its tokens counts as one without a mask, so other tokens train",
-        "consumers/learner/data/left_out.py",
+        "consumers/advantages/trained_tokens.py",
         "        without |= uneven.get(name, False)\n",
         "        pass\n",
         "tests/adapters/learner/test_left_out.py",
@@ -697,7 +697,7 @@ MUTATIONS = (
         "shmbridge/_ext/lane_poller.pyx",
         "                self.remove(reader)\n                continue",
         "                self.remove(reader)\n                return None",
-        "tests/transport/ext/test_turns.py tests/transport/test_consumer.py",
+        "tests/transport/ext/test_lane_poller.py tests/transport/test_consumer.py",
     ),
     Mutation(
         "header-believed-at-quarantine",

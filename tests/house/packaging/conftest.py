@@ -25,7 +25,7 @@ COPIED = (
 
 
 def run(*argv: object, cwd: Path | str = "/", **environment: str) -> str:
-    """Standard output of a command that must succeed. Nothing of this process' PYTHONPATH is seen."""
+    """Standard output of a command that must succeed. The command does not see this process' PYTHONPATH."""
     variables = {
         key: value
         for key, value in os.environ.items()
@@ -73,7 +73,7 @@ def sdist(tree, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(sdist, tmp_path_factory) -> Path:
-    """Built from the archive, not from the tree: that is what an index would hand out.
+    """Built from the archive, not from the tree, as an index would distribute it.
 
     Unoptimised, for the time it takes.
     """
@@ -98,9 +98,7 @@ def wheel(sdist, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def fresh_python(wheel, tmp_path_factory) -> Path:
-    """The interpreter of a new environment with the wheel in it; its dependencies are seen through a path
-    file.
-    """
+    """The interpreter of a new environment with the wheel; a path file makes its dependencies visible."""
     environment = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Two revisions on one bridge: what this one puts or publishes an earlier one takes, and the other way.
+"""Two revisions on one bridge: each takes the groups and weights of the other.
 
 The earlier revision is built from this repository's history, so these tests are `long`.
 """

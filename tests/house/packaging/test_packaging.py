@@ -1,4 +1,4 @@
-"""What is handed out: the archive has the sources, the wheel the right names, and a fresh environment can use
+"""The distribution: the archive has the sources, the wheel the right names, and a fresh environment can use
 it.
 """
 
@@ -90,9 +90,16 @@ def test_the_wheel_has_every_module(tree, in_wheel):
     assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
 
 
-def test_the_wheel_has_every_public_path(fresh_python):
+def outside(*argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command that sees none of this process' variables: a PYTHONPATH would lead to the tree."""
+    return subprocess.run(
+        [str(each) for each in argv], cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+
+
+def test_the_wheel_has_every_public_path(fresh_python, tmp_path):
     tried = Path(__file__).parents[1] / "sources" / "public_paths.py"
-    done = subprocess.run([fresh_python, tried], capture_output=True, text=True)
+    done = outside(fresh_python, tried, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -112,15 +119,10 @@ def test_the_wheel_is_for_this_platform_and_has_its_licence(wheel, in_wheel):
     assert [name for name in in_wheel if name.endswith("/LICENSE")]
 
 
-def outside(python, code: str, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(python), "-c", code], cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-    )
-
-
 def test_a_fresh_environment_moves_a_record(fresh_python, tmp_path, bridge, segments):
     done = outside(
         fresh_python,
+        "-c",
         f"""
 import shmbridge, shmbridge.producers, shmbridge.consumers
 from shmbridge._ext import header
@@ -130,7 +132,7 @@ with shmbridge.Consumer({bridge!r}) as consumer, shmbridge.Producer({bridge!r}, 
     with consumer.get(5) as record:
         print(record["tokens"].values.tolist(), shmbridge.__file__)
 """,
-        tmp_path,
+        cwd=tmp_path,
     )
     assert done.stderr == ""
     values, _, where = done.stdout.strip().rpartition(" ")
@@ -141,7 +143,7 @@ with shmbridge.Consumer({bridge!r}) as consumer, shmbridge.Producer({bridge!r}, 
 
 @pytest.mark.parametrize("name", ["producers", "consumers", "tests", "bench", "examples"])
 def test_no_generic_name_is_installed(name, fresh_python, tmp_path):
-    done = outside(fresh_python, f"import {name}; print({name}.__path__)", tmp_path)
+    done = outside(fresh_python, "-c", f"import {name}; print({name}.__path__)", cwd=tmp_path)
     assert "ModuleNotFoundError" in done.stderr, done.stdout
 
 
@@ -157,7 +159,7 @@ def test_the_installed_package_measures_itself(fresh_python, tmp_path):
         "--lengths",
         "16",
     ]
-    done = subprocess.run([str(each) for each in argv], cwd=tmp_path, capture_output=True, text=True)
+    done = outside(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert [row["contender"] for row in said["rows"]] == ["limit", "ring", "ring"]
@@ -165,8 +167,6 @@ def test_the_installed_package_measures_itself(fresh_python, tmp_path):
 
 
 def test_the_command_is_there(fresh_python, tmp_path):
-    done = subprocess.run(
-        [str(fresh_python.with_name("shmbridge")), "--help"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = outside(fresh_python.with_name("shmbridge"), "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "shmbridge" in done.stdout

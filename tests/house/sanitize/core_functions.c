@@ -1,4 +1,4 @@
-/* The verbs' users as functions of their own, for a look at what a compiler makes of them:
+/* The verbs' users as separate functions, to inspect their compiled code:
  * aarch64.py. Never run. */
 #include "hub_wait.h"
 #include "lane_read.h"

@@ -4,7 +4,7 @@
     and
     UBSan: 10 s each
 
-Knows flags and exit statuses; what is checked is threads.c's.
+Knows flags and exit statuses; threads.c makes the checks.
 """
 
 import os
@@ -62,7 +62,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the harness showed: one of OUTCOMES, and everything it printed."""
+    """The result of a run of the harness: one of OUTCOMES, and its whole output."""
 
     shown: str
     output: str

@@ -1,13 +1,13 @@
-"""Errors of memory order, planted one at a time in a copy of the C core, and what shows each of them.
+"""Errors of memory order, planted one at a time in a copy of the C core, and the check that shows each.
 
     python tests/house/sanitize/planted.py                 all of them in the thread harness: three minutes
     python tests/house/sanitize/planted.py --model         all of them under GenMC: half a minute; needs
                                                            genmc, or GENMC=its path
     python tests/house/sanitize/planted.py [--model] NAME  one
 
-Exits 1 if one is not shown as said here. `shown_by` is what a run of the harness must end with; several
-words: any of them. "nothing": no run on x86 shows it, for the reason given, and `model` or the argument in
-docs/memory-model.md must do. That page has a row for each.
+Exits 1 if one is not shown as said here. `shown_by` is the outcome that a run of the harness must have;
+several words: any of them. "nothing": no run on x86 shows it, for the reason given, and `model` or the
+argument in docs/memory-model.md must do. That page has a row for each.
 """
 
 import os
@@ -21,7 +21,7 @@ from pathlib import Path
 from harness import CORE, HERE, Outcome, build, run
 
 MODEL = HERE.parents[2] / "docs" / "model" / "weak"
-# One producer and room for one record: whoever sleeps is rung for by nobody else.
+# One producer and room for one record: no other process rings for a sleeper.
 ALONE = (
     "--producers",
     "1",
@@ -210,7 +210,7 @@ PLANTED = {
         "bell", "futex.h", "    add_seq32(bell); /* SYNC(bell) */\n", "", "lost wake", 2
     ),
 }
-# A moved load is used where it was.
+# The load moves; its value is used at the old place.
 ASLEEP = {
     "hub-wake: flag loaded before tail": "    if (load_seq32(&writer->hub->hub_sleeping)) {",
     "space-wake: flag loaded before released": "    if (load_seq32(&reader->header->space_waiting)) {",
@@ -248,9 +248,7 @@ def show(name: str, seconds: int = 20) -> Outcome:
 
 
 def show_in_model(name: str | None, test: int) -> str:
-    """What GenMC says of one test of core.c with that error, or with none: "nothing", or its first
-    complaint.
-    """
+    """GenMC's result for one test of core.c with that error, or none: "nothing", or its first complaint."""
     with tempfile.TemporaryDirectory() as folder:
         if name is None:
             for path in (*CORE.glob("*.h"), *MODEL.glob("*.[ch]")):
@@ -284,7 +282,7 @@ def show_in_model(name: str | None, test: int) -> str:
 
 
 def check(name: str, with_model: bool) -> tuple[bool, str]:
-    """Whether that error is shown as it should be, and what was shown."""
+    """Returns whether that error is shown as it should be, and the outcome."""
     wrong = PLANTED[name]
     if not with_model:
         shown = show(name, 5 if wrong.shown_by == "nothing" else 20).shown

@@ -1,6 +1,4 @@
-"""What a compiler for aarch64 makes of the verbs: seq_cst loads must be ldar, never ldapr, where a handshake
-relies on them.
-"""
+"""The verbs on aarch64: seq_cst loads must be ldar, never ldapr, where a handshake relies on them."""
 
 import re
 import shutil
@@ -17,7 +15,7 @@ COMPILERS = {
     "clang with rcpc": ["clang", "--target=aarch64-linux-gnu", "-isystem", CROSS, "-march=armv8.4-a"],
 }
 STORE, LOAD, ACQUIRE = r"stlr", r"ldar", r"ldap?u?r"
-# The ordered instructions that each function must have, in this order, others between them allowed: see
+# The ordered instructions that each function must have, in this order; others may be between them: see
 # docs/memory-model.md.
 WANTED = {
     "commit": [STORE, STORE, LOAD],  # generation, tail, hub_sleeping

@@ -1,6 +1,6 @@
 """The C core among threads that yield and die at its fail-points, under sanitizers.
 
-And of the planted errors one for each way of showing them, so that silence means something.
+One planted error for each way of showing them proves that the checks can fail.
 """
 
 import pytest

@@ -83,7 +83,7 @@ typedef struct {
     jmp_buf grave;
     const char *died_at;
     shm_u32 *dying; /* its process dies; NULL: it is alone in it. Relaxed, orders nothing */
-    lease at_hand;  /* of the hub's threads: what is being handed out or released */
+    lease at_hand;  /* of the hub's threads: the lease being handed out or released */
 } actor;
 
 /* The hub's process. */
@@ -510,7 +510,7 @@ static void run_round(void) {
         total.waits += producers[i].waits;
     }
     store_seq32(&finished, 1);
-    ring_bell(&control->arrivals); /* what the hub looks at again before it sleeps */
+    ring_bell(&control->arrivals); /* the hub reads it again before it sleeps */
     ring_bell(&control->doorbell);
     pthread_join(hubs, NULL);
     for (uint32_t i = 0; i < lane_count; i++) {

@@ -1,4 +1,4 @@
-"""The sources as the rules see them."""
+"""The sources in the form that the tests of rules need."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ def sources() -> list[tuple[str, Path]]:
 
 @pytest.fixture(scope="session")
 def python_imports(sources) -> list[tuple[str, str, str, bool]]:
-    """(module, what it imports, where, only for type checkers)."""
+    """(module, imported name, line, only for type checkers)."""
     return [
         (name, imported, f"{path.relative_to(ROOT)}:{line}", for_types)
         for name, path in sources

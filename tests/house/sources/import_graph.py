@@ -3,9 +3,9 @@
     python tests/house/sources/import_graph.py [ROOT] [--package shmbridge] [--package consumers/learner]
     [--arrows]
 
-A room is a folder of the package, or a module at its top. A module that only stands for another, as the
-public path of one that moved, is counted apart. An arrow is an import of one room by another. A level is one
-more than the highest that a room imports; rooms of one circle share it. Reads the files of any revision;
+A room is a folder of the package, or a module at its top. A module that only re-exports another, as the
+public path of one that moved, is counted separately. An arrow is an import of one room by another. A level is
+one more than the highest that a room imports; rooms of one circle share it. Reads the files of any revision;
 imports nothing of them.
 """
 
@@ -23,7 +23,7 @@ SETS = ("shmbridge", "shmbridge/_ext", "consumers", "consumers/learner", "produc
 
 @dataclass(frozen=True)
 class Graph:
-    """Rooms, and for each what it imports."""
+    """Rooms, and the imports of each."""
 
     arrows: dict[str, set[str]]
     aliases: int
@@ -75,7 +75,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path) -> Iterator[tuple[str, int, bool]]:
     """(dotted name, line, only for type checkers) of all that a file imports, wherever it stands; `from x
-    import y` gives x.y. Of Cython files only what is ours.
+    import y` gives x.y. Of Cython files only imports of this package.
     """
     if path.suffix == ".pyx":
         for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 LIST = Path(__file__).with_name("public_paths.txt")
 
-# Taken away on purpose: the suite that rings are checked with is for this project alone.
+# Removed on purpose: the suite that checks rings is for this project alone.
 GONE = {
     *(f"module shmbridge.testing.{name}" for name in ("against_model", "compiled_ring", "conformance")),
     *(f"module shmbridge.testing.{name}" for name in ("model_ring", "ring_under_test", "scenarios")),
@@ -23,15 +23,15 @@ GONE = {
 
 
 def wrong_paths(lines: list[str]) -> list[str]:
-    """What of the list this interpreter cannot find; what only lacks a package of somebody else is left
-    out.
+    """Returns the entries of the list that this interpreter cannot find, except those that only lack a
+    third-party package.
     """
     found = []
     for line in (each for each in lines if each not in GONE):
         kind, path = line.split()
         try:
             problem = _problem(kind, path)
-        except Exception as error:  # whatever a module raises while it is imported
+        except Exception as error:  # a module may raise anything while it is imported
             problem = None if _lacks_others(error) else f"{type(error).__name__}: {error}"
         if problem:
             found.append(f"{kind} {path}: {problem}")
@@ -42,7 +42,7 @@ NEEDED = {"shmbridge", "numpy", "pyarrow", "zmq", "posix_ipc", "msgspec"}
 
 
 def _lacks_others(error: BaseException | None) -> bool:
-    """Whether it all began with a package of somebody else that is not installed, and that we do not need."""
+    """Whether the error began with an optional third-party package that is not installed."""
     while error is not None:
         missing = (
             (error.name or "shmbridge").split(".")[0] if isinstance(error, ModuleNotFoundError) else None

@@ -38,7 +38,7 @@ def test_a_long_file_has_a_reason(sources):
 
 
 def test_files_say_what_they_are(sources):
-    """One idea per file, said on its first line; nothing named after nothing."""
+    """One idea per file, said on its first line; no file has a name without a subject, such as utils."""
     assert not [path for _, path in sources if path.stem in ("utils", "util", "helpers", "common", "misc")]
     silent = [
         str(path.relative_to(ROOT))
@@ -140,7 +140,7 @@ def test_every_sync_tag_has_a_row_and_every_row_a_tag():
 
 
 def test_rows_name_the_functions_that_carry_their_tag():
-    """Both ways: each function named does store, or load, under that tag; each that does is named."""
+    """Each function named stores, or loads, under that tag, and each function that does so is named."""
     rows = table("tag | stored by")
     wrong = []
     for tag, cells in rows.items():
@@ -170,7 +170,7 @@ def test_every_publishing_store_is_tagged():
 
 
 def test_every_ordered_load_is_tagged():
-    """An acquire or seq_cst load without a tag waits for nobody's store; counters that are only shown need
+    """An acquire or seq_cst load without a tag has no written partner; counters that are only shown need
     none.
     """
     wrong = []
@@ -238,7 +238,7 @@ def test_shared_words_are_touched_by_the_verbs_only():
 
 
 def test_planted_errors_have_their_rows():
-    """What shows which error is said for each that tests/house/sanitize plants, and for no other."""
+    """The page has a row for each error that tests/house/sanitize plants, and for no other."""
     listed = (ROOT / "tests/house/sanitize/planted.py").read_text().split("PLANTED = {")[1].split("\n}")[0]
     assert sorted(table("planted error")) == sorted(re.findall(r'^    "([^"]+)": ', listed, re.MULTILINE))
 

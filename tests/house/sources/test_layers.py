@@ -22,14 +22,15 @@ ORDER = {
         ranks
         rank consumer
         __init__
-        testing launch
+        testing launch doctor watch
         cli
     """,
     "consumers": """
         __init__ advantages dataset_parts engines gateway
-        dataset device_batch losses policy_server_parts vllm
+        dataset device_batch losses policy_server_parts tested_versions trajectories vllm
         learner policy_server vllm_weights
         grpo weight_sync
+        atropos_trainer record_factories roll skyrl transfer_queue trl verl
     """,
     "consumers/learner": """
         __init__ types
@@ -42,16 +43,19 @@ ORDER = {
     """,
     "producers": """
         __init__
+        rollout
+        rewards
         atropos
+        gem skyrl_gym
     """,
 }
-# Classes with one subclass of ours that are no half of it.
+# Base classes with a single subclass of ours that are complete by themselves.
 ONE_SUBCLASS = {
     "Batch": "a DeviceBatch, of another package, has tensors besides",
     "Parallel": "one process; both ways of many share a base of their own",
     "Server": "uvicorn's",
     "Taker": "the gateway's queue; the strict gateway has the original's in its place",
-    "World": "one process, whose words are its own; TorchWorld is one rank of many",
+    "World": "one process, whose collectives return its own values; TorchWorld is one rank of many",
 }
 
 
@@ -89,7 +93,7 @@ def test_modules_form_no_circle(folder):
 
 
 def opened(init: Path) -> set[str]:
-    """What a room's `__init__` lists in `__all__`."""
+    """Returns the modules that a room's `__init__` lists in `__all__`."""
     for node in ast.parse(init.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
@@ -97,7 +101,7 @@ def opened(init: Path) -> set[str]:
 
 
 def test_a_room_opens_what_it_lists():
-    """Others import no other module of it; what it lists is there."""
+    """Other rooms import no other module of it, and the modules that it lists exist."""
     there = modules(ROOT)
     rooms = {name: path for name, path in there.items() if path.name == "__init__.py" and name.count(".")}
     rooms = {name: opened(path) for name, path in rooms.items() if is_a_room(name)}
@@ -119,7 +123,7 @@ def test_a_room_opens_what_it_lists():
 
 
 def is_a_room(name: str) -> bool:
-    """Whether it is a room of the transport. `_ext` is open to all of the transport, and to nobody else."""
+    """Whether it is a room of the transport. `_ext` is open to all of the transport only."""
     parts = name.split(".")
     closed = ("_ext", "cli", "testing", "consumers", "producers", "bench")
     return len(parts) == 2 and parts[1] not in closed

@@ -1,4 +1,4 @@
-"""What users could import before the files moved can be imported now; files that pages name are there."""
+"""Paths that users could import before the files moved can be imported now; files that pages name exist."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ def test_every_public_path_leads_somewhere():
 
 
 def test_an_old_path_is_the_new_module():
-    """Not a copy: what is set in one is seen in the other, and a class is the same class."""
+    """It is the same module, not a copy: a value set in one is seen in the other, and classes are equal."""
     from shmbridge import messages
     from shmbridge.control import messages as moved
 

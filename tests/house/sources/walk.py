@@ -5,8 +5,7 @@ weights pass from `push` to an engine.
     .venvs/vllm/bin/python tests/house/sources/walk.py weights [-v]
 
 One process, no batch formed ahead, a model of one layer, a vLLM that runs in this process; the third step or
-push is counted, so nothing of a first time is in it. Compiled parts do not show. PYTHONPATH chooses the
-revision.
+push is counted, so first-time work is not in it. Compiled parts do not show. PYTHONPATH chooses the revision.
 """
 
 import os
@@ -32,7 +31,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidd
 
 
 class Walk:
-    """Which of our files and functions are entered, in order."""
+    """Records which of our files and functions are entered, in order."""
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}
@@ -74,7 +73,9 @@ def walk_group(bridge: str, walk: Walk) -> None:
 
 
 def walk_weights(bridge: str, walk: Walk) -> None:
-    """Pushes three versions into a vLLM, and counts the last; its threads are of ours or begin then."""
+    """Pushes three versions into a vLLM, and counts the last; threads of ours, and threads that begin then,
+    count.
+    """
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR"
     )

@@ -1,8 +1,8 @@
-"""The capacity rule bounds how stale what is trained can be: over random schedules, with the scheduler's own
-order, and not with one more.
+"""The capacity rule bounds the staleness of trained groups over random schedules with the scheduler's own
+order; with one group more it does not.
 
 The machine is docs/explanation/staleness.md in code: producers begin, put in any order and give up, a learner
-takes a batch, trains with it and publishes. What is asserted is the theorem there.
+takes a batch, trains with it and publishes. The tests assert the theorem there.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from shmbridge.record.groups import Group
 
 @dataclass
 class Begun:
-    """A group under way: the version it began under, how many newer ones were trained with before it."""
+    """A group under way: the version it began under, and how many newer groups were trained before it."""
 
     version: int
     ordinal: int
@@ -53,7 +53,7 @@ class Machine:
     limit: OffPolicyLimit
     most: int
     publish_every: int = 1
-    shrinks: bool = True  # as the rule does, while steps are made that are not published
+    shrinks: bool = True  # as the rule does, during steps that are not published
     version: int = 0
     published: int = 0
     begun: int = 0
@@ -144,7 +144,7 @@ def run(machine: Machine, actions: list[tuple[str, int]]) -> Machine:
 
 
 def greedy(limit: OffPolicyLimit, most: int, steps: int, **options: Any) -> Machine:
-    """Everybody begins as much as they may, puts at once, in order; the learner is slow."""
+    """Every producer begins as many groups as it may, and puts at once, in order; the learner is slow."""
     machine = Machine(limit, most, **options)
     for _ in range(steps):
         for _ in range(most + 1):
@@ -168,7 +168,7 @@ def test_staleness_is_bounded_by_the_steps_and_by_who_overtook(steps, size, acti
 
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), ACTIONS)
-def test_what_no_newer_group_overtook_is_within_the_steps(steps, size, actions) -> None:
+def test_groups_that_no_newer_group_overtook_are_within_the_steps(steps, size, actions) -> None:
     limit = OffPolicyLimit(steps, size)
     machine = run(Machine(limit, limit.groups()), actions)
     late = [begun for begun, version in machine.trained if version - begun.version > steps]
@@ -208,7 +208,7 @@ def test_steps_that_are_not_published_are_reached_and_must_use_places_up(every, 
 
 
 def test_freeing_places_before_the_version_is_out_does_not_hold() -> None:
-    """The batch that is trained with counts: this is the off-by-one that a count of what waits would make."""
+    """The batch in training counts: a count of waiting groups alone would be off by one."""
     limit = OffPolicyLimit(1, 2)
     machine = Machine(limit, limit.groups())
     for _ in range(8):
@@ -262,7 +262,7 @@ def test_a_step_ends_once_whatever_says_so() -> None:
     assert chosen.count == 0
 
 
-def test_the_oldest_version_goes_first_and_whoever_came_first_within_it() -> None:
+def test_the_oldest_version_goes_first_and_within_it_the_first_to_come() -> None:
     scheduler = OldestScheduler()
     groups = [queued(version) for version in (2, 1, 2, -1, 1)]
     for group in groups:
@@ -288,7 +288,7 @@ def test_rows_are_filled_in_order_and_a_large_group_comes_alone() -> None:
     assert scheduler.take(Want(None, 5), 0.0, last=True) == [other]
 
 
-def test_no_limit_and_a_limit() -> None:
+def test_limit_of_returns_the_limit_or_none() -> None:
     assert limit_of(None, None, "fair") is None
     assert limit_of(2, 8, "oldest") == OffPolicyLimit(2, 8)
     assert OffPolicyLimit(2, 8).groups() == 24

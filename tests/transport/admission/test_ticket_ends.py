@@ -1,4 +1,4 @@
-"""Tickets in bad hours: interrupts and collections on the way, a producer that closes, hostile numbers, lanes
+"""Tickets under faults: interrupts and garbage collections, a producer that closes, hostile numbers, lanes
 that no hub reads.
 """
 
@@ -30,7 +30,7 @@ def group(number: int = 0) -> dict:
 
 
 def held(producer: shmbridge.Producer) -> int:
-    """What another process sees of a lane's tickets."""
+    """A lane's tickets as another process sees them."""
     fd = os.open(f"/dev/shm{producer.lane_name}", os.O_RDWR)
     try:
         return locks.tickets_held(fd)
@@ -56,8 +56,8 @@ def test_an_interrupt_while_a_ticket_is_shown_leaves_none(producer, limited, mon
 
 @pytest.mark.timeout(120, method="thread")  # the other method is the signal that this test takes
 def test_interrupts_at_any_moment_leave_nothing_behind(producer, limited) -> None:
-    """No byte locked, no producer that says it is asking already, no half message that the next one is taken
-    for.
+    """No byte stays locked, no producer says that it is asking already, no half message is taken for the next
+    one.
     """
     limited(0, 1)
     begun = interrupted = 0
@@ -66,7 +66,8 @@ def test_interrupts_at_any_moment_leave_nothing_behind(producer, limited) -> Non
     try:
         while begun < 50 or interrupted < 300:
             try:
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-3))
+                longest = 1e-3 if interrupted < 300 else 1e-2  # a busy machine begins none in a millisecond
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, longest))
                 with producer.begin_group(timeout_s=20):
                     begun += 1
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -78,8 +79,9 @@ def test_interrupts_at_any_moment_leave_nothing_behind(producer, limited) -> Non
     assert held(producer) == 0
     producer.begin_group(timeout_s=5).end()
     gc.collect()
-    # a thread of libzmq closes those of interrupted questions
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) < descriptors + 60)
+    # A thread of libzmq closes those of interrupted questions; an interrupt in pyzmq's Context() costs one.
+    most = descriptors + 60 + interrupted // 25
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) < most)
 
 
 @pytest.mark.parametrize("call", ["show", "give back"])
@@ -114,8 +116,8 @@ def test_a_collection_that_gives_one_back_meanwhile_leaves_the_bytes_in_a_row(
     assert held(producer) == 0
 
 
-async def test_whoever_waits_while_the_producer_closes_is_told(make_producer, limited) -> None:
-    """And is not cancelled, which somebody else would have to have asked for."""
+async def test_a_task_that_waits_while_the_producer_closes_gets_closed(make_producer, limited) -> None:
+    """It raises Closed; it is not cancelled, since no caller asked for that."""
     limited(0, 1)
     holder, closing = make_producer(), make_producer()
     ticket = holder.begin_group(timeout_s=5)
@@ -134,7 +136,7 @@ async def test_whoever_waits_while_the_producer_closes_is_told(make_producer, li
     assert closing._tickets._async_client is None
 
 
-def test_a_thread_that_waits_while_the_producer_closes_is_told(make_producer, limited) -> None:
+def test_a_thread_that_waits_while_the_producer_closes_gets_closed(make_producer, limited) -> None:
     limited(0, 1)
     holder, closing = make_producer(), make_producer()
     ticket = holder.begin_group(timeout_s=5)
@@ -167,7 +169,7 @@ def test_a_ticket_that_comes_after_close_is_not_shown(producer, consumer) -> Non
 
 
 def test_a_producer_that_drains_gives_its_tickets_back_first(make_producer, limited) -> None:
-    """Else what it waits for may never come: the batch lacks a group that nobody may begin."""
+    """Otherwise the release it waits for may never come: the batch lacks a group that none may begin."""
     consumer = limited(0, 2)
     leaving, other = make_producer(), make_producer()
     kept = leaving.begin_group(timeout_s=5)
@@ -238,7 +240,7 @@ def test_a_producer_whose_lane_is_refused_is_told(producer, limited) -> None:
 
 
 def test_a_producer_whose_segments_were_removed_is_told(bridge, producer, make_consumer) -> None:
-    """And does not ask again and again, of a hub that shares none of them."""
+    """It does not go on asking a hub that shares none of them."""
     os.unlink(f"/dev/shm/shmbridge.{bridge}.c")
     os.unlink(f"/dev/shm{producer.lane_name}")
     consumer = make_consumer()
@@ -248,9 +250,7 @@ def test_a_producer_whose_segments_were_removed_is_told(bridge, producer, make_c
 
 
 def test_every_question_is_asked_once(producer, make_producer, limited, monkeypatch) -> None:
-    """Said again it would void a promise whose answer is on its way, and whoever has that answer believes
-    it.
-    """
+    """A repeated question would void a promise whose answer is on its way and will be believed."""
     from shmbridge.control import server as control
 
     limited(0, 1)
@@ -274,8 +274,8 @@ def _counting(reply, asked: list[int]):
 
 
 @pytest.mark.parametrize("others", ["talk", "are silent"])
-def test_who_waits_is_looked_at_again(bridge, make_producer, limited, others) -> None:
-    """A question that is asked once only is answered when a holder has given up."""
+def test_a_waiting_producer_is_looked_at_again(bridge, make_producer, limited, others) -> None:
+    """A question asked only once is answered when a holder has given up."""
     limited(0, 1)
     holder, waiting = make_producer(), make_producer()
     ticket = holder.begin_group(timeout_s=5)
@@ -302,10 +302,10 @@ def test_who_waits_is_looked_at_again(bridge, make_producer, limited, others) ->
         talking.join()
 
 
-def test_who_waited_and_is_gone_is_not_looked_at_for_ever(
+def test_a_waiting_producer_that_is_gone_is_not_looked_at_for_ever(
     bridge, make_producer, limited, monkeypatch, until
 ) -> None:
-    """Waiting for a ticket is where most producers are when they are killed."""
+    """Most producers are waiting for a ticket when they are killed."""
     from shmbridge.control import server as control
 
     consumer = limited(0, 1)
@@ -322,7 +322,7 @@ def test_who_waited_and_is_gone_is_not_looked_at_for_ever(
 
 
 def test_nothing_is_promised_to_the_dead(bridge, make_producer, limited, until) -> None:
-    """Their lane may stay for what it holds, and nobody will show a ticket there."""
+    """A dead producer's lane may stay for its records, but no process will show a ticket there."""
     consumer = limited(1, 1)
     gone, other = make_producer(), make_producer()
     gone.put(group())
@@ -370,7 +370,7 @@ class Stop(Exception):
 
 @pytest.mark.timeout(120, method="thread")
 async def test_a_task_that_an_exception_of_a_handler_ends_keeps_no_turn(producer, limited) -> None:
-    """It comes at each line in turn, while the loop goes on: the next task is served."""
+    """The exception comes at each line in turn, while the loop goes on: the next task is served."""
     limited(0, 1)
 
     async def interrupted_at(line: int) -> bool:

@@ -1,4 +1,4 @@
-"""Leave to begin a group: who gets it, when it comes back, and what of a limit is kept also for those who
+"""Tickets to begin a group: who gets one, when it is returned, and the limit on groups of producers that
 never ask.
 """
 
@@ -17,7 +17,7 @@ def group(number: int = 0, rows: int = 1) -> dict:
 
 
 def full(producer: shmbridge.Producer) -> bool:
-    """Whether the producer may begin nothing now."""
+    """Returns whether the producer may begin no group now."""
     try:
         producer.begin_group(timeout_s=0.2).end()
     except shmbridge.NotAdmitted:
@@ -25,7 +25,7 @@ def full(producer: shmbridge.Producer) -> bool:
     return False
 
 
-def test_without_a_limit_everybody_may_begin(producer, consumer) -> None:
+def test_everybody_may_begin_without_a_limit(producer, consumer) -> None:
     consumer.publish_policy_version(7)
     tickets = [producer.begin_group(timeout_s=5) for _ in range(40)]
     assert {ticket.policy_version for ticket in tickets} == {7}
@@ -48,8 +48,8 @@ def test_a_limit_counts_what_is_generated_over_all_producers(make_producer, limi
     one.begin_group(timeout_s=5).end()
 
 
-def test_what_was_put_counts_until_its_step_is_over(producer, limited) -> None:
-    """Also while it is trained with; room comes with the next version, not with the batch."""
+def test_a_group_that_was_put_counts_until_its_step_is_over(producer, limited) -> None:
+    """A group counts also while it is trained with; room comes with the next version, not with the batch."""
     consumer = limited(0, 2)
     for number in range(2):
         with producer.begin_group(timeout_s=5) as ticket:
@@ -64,7 +64,7 @@ def test_what_was_put_counts_until_its_step_is_over(producer, limited) -> None:
 
 
 def test_a_step_that_publishes_nothing_makes_room_when_the_next_batch_is_asked_for(producer, limited) -> None:
-    """Else a learner that publishes every second step would wait for groups that may not begin."""
+    """Otherwise a learner that publishes every second step would wait for groups that may not begin."""
     consumer = limited(0, 1)
     done = threading.Event()
 
@@ -97,9 +97,9 @@ def test_batches_formed_ahead_count(producer, limited, prefetch, until) -> None:
     batches.close()
 
 
-def test_what_is_discarded_makes_room(producer, limited) -> None:
-    """Put under an old version by who did not ask: it is cut at the consumer, and counted, and takes nobody's
-    place.
+def test_a_discarded_group_makes_room(producer, limited) -> None:
+    """Put under an old version by a producer that did not ask, it is discarded at the consumer and counted,
+    and takes no place.
     """
     consumer = limited(0, 1)
     consumer.publish_policy_version(5)
@@ -120,7 +120,7 @@ def test_a_group_that_is_given_up_makes_room(producer, limited) -> None:
 
 
 def test_a_closed_producers_tickets_come_back(make_producer, limited) -> None:
-    """Also where its lane stays, for what it holds."""
+    """They do so also if its lane stays for its records."""
     limited(0, 2)
     leaving, waiting = make_producer(), make_producer()
     ticket = leaving.begin_group(timeout_s=5)
@@ -131,7 +131,7 @@ def test_a_closed_producers_tickets_come_back(make_producer, limited) -> None:
     ticket.end()
 
 
-def test_without_a_consumer_it_waits_for_one(producer, make_consumer) -> None:
+def test_begin_group_waits_for_a_consumer(producer, make_consumer) -> None:
     with pytest.raises(shmbridge.NoConsumer, match="no consumer is alive"):
         producer.begin_group(timeout_s=0.05)
     got = []
@@ -142,7 +142,7 @@ def test_without_a_consumer_it_waits_for_one(producer, make_consumer) -> None:
     assert len(got) == 1
 
 
-def test_paused_nobody_begins_and_drained_it_is_an_error(producer, consumer) -> None:
+def test_a_pause_holds_groups_back_and_a_drain_is_an_error(producer, consumer) -> None:
     consumer.pause()
     with pytest.raises(shmbridge.NotAdmitted, match="paused"):
         producer.begin_group(timeout_s=0.1)
@@ -183,7 +183,7 @@ async def test_tasks_wait_without_blocking_the_loop(producer, limited) -> None:
     assert consumer.stats()["groups_running"] == 2
 
 
-def test_one_question_at_a_time(producer, limited) -> None:
+def test_a_producer_asks_one_question_at_a_time(producer, limited) -> None:
     limited(0, 1)
     ticket = producer.begin_group(timeout_s=5)
     thread = threading.Thread(target=lambda: producer.begin_group(timeout_s=20).end())
@@ -197,8 +197,8 @@ def test_one_question_at_a_time(producer, limited) -> None:
 
 
 def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limited) -> None:
-    """An answer that never arrived: the place is kept for a second, and then somebody else's; its own at
-    once.
+    """An answer that never arrived: the place is reserved for a second, then free for others; for this
+    producer it is free at once.
     """
     from shmbridge.control.client import ControlClient
     from shmbridge.control.messages import BeginGroup, Full, MayBegin
@@ -244,7 +244,7 @@ def test_batches_are_of_the_size_that_the_limit_is_for(limited) -> None:
         consumer.batches(rows=4)
 
 
-def test_under_a_limit_no_batch_is_staler_than_it_whoever_sent_it(producer, limited) -> None:
+def test_no_batch_is_staler_than_the_limit_whichever_producer_sent_it(producer, limited) -> None:
     consumer = limited(1, 1)
     consumer.publish_policy_version(9)
     for version in (7, 8, 9):
@@ -255,7 +255,7 @@ def test_under_a_limit_no_batch_is_staler_than_it_whoever_sent_it(producer, limi
     batches.close()
 
 
-def test_with_learner_ranks_room_comes_when_all_are_done(producer, limited, make_rank) -> None:
+def test_room_comes_when_all_learner_ranks_are_done(producer, limited, make_rank) -> None:
     consumer = limited(0, 2)
     consumer.serve_ranks(2, groups=2, prefetch=0)
     ranks = [make_rank(number, 2) for number in range(2)]

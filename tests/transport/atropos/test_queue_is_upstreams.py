@@ -105,7 +105,7 @@ class Upstream:
 
 
 def follow(upstream, batch_size: int, envs: list[dict], steps: list[tuple]) -> None:
-    """Does the same with both, and compares whatever can be seen."""
+    """Makes the same call on both, and compares all visible state."""
     ours: AtroposQueue[int] = AtroposQueue(batch_size, step=3)
     late = [env for env in envs if env.get("late")]
     envs = [env for env in envs if not env.get("late")]
@@ -172,8 +172,8 @@ def test_any_script_ends_as_upstreams(batch_size: int, envs: list[dict], steps: 
 
 
 def crowded(rng: random.Random) -> tuple[int, list[dict], list[tuple]]:
-    """A script in which much is queued when a batch is asked for, so that the order of packs and the scaling
-    of minima decide.
+    """A script with a long queue when a batch is requested, so that the order of packs and the scaling of
+    minima decide.
     """
     sizes = rng.choice([(1, 2, 4, 8), (2, 4), (1, 2, 3, 6, 4), (4, 8, 16)])
     envs = [
@@ -284,7 +284,7 @@ def test_any_script_ends_as_the_real_apps() -> None:
             follow(OverHttp(client, batch_size), batch_size, envs, steps)
 
 
-def test_what_is_put_back_whole_comes_next_and_is_no_further_step() -> None:
+def test_a_batch_put_back_whole_comes_next_and_is_no_further_step() -> None:
     ours: AtroposQueue[str] = AtroposQueue(4)
     for name in "abcd":
         ours.add(name, 2, None)
@@ -302,7 +302,7 @@ def test_what_is_put_back_whole_comes_next_and_is_no_further_step() -> None:
     assert ours.next_batch() is None
 
 
-def test_what_is_put_back_in_part_stands_before_all_others() -> None:
+def test_groups_put_back_in_part_stand_before_all_others() -> None:
     ours: AtroposQueue[str] = AtroposQueue(4)
     for name in "abc":
         ours.add(name, 2, None)
@@ -311,7 +311,7 @@ def test_what_is_put_back_in_part_stands_before_all_others() -> None:
     assert (list(ours), ours.next_batch()) == (["b", "c"], ["b", "c"])
 
 
-def test_what_is_removed_is_in_no_batch_and_undoes_the_one_it_was_in() -> None:
+def test_a_removed_group_is_in_no_batch_and_undoes_the_one_it_was_in() -> None:
     ours: AtroposQueue[str] = AtroposQueue(2)
     ours.register(EnvWeight(0, "e", 1.0, None, 2))
     for name in "abcdef":

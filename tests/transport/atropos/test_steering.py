@@ -83,7 +83,7 @@ def compare_status(upstream: SimpleNamespace, rng: random.Random) -> None:
 
 
 class Seen:
-    """Upstream's own queue, as a policy that knows what lies in it would show it."""
+    """Upstream's own queue, as a policy that knows its content would show it."""
 
     def __init__(self, upstream: SimpleNamespace) -> None:
         self.upstream = upstream
@@ -102,7 +102,7 @@ class Seen:
 
 
 def compare_groups_of_any_size(upstream: SimpleNamespace, rng: random.Random) -> None:
-    """Also the second time: an environment's group size grows to the largest it was seen with, and stays
+    """Compares twice, since an environment's group size grows to its largest group in the queue, and stays
     so.
     """
     hub = QueueOf(rng.choice([8, 16, 64]), rng.randrange(100), {})

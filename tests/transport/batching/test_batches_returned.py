@@ -1,5 +1,5 @@
-"""What is put back after the end was found comes again; `make` has to make batches; whoever released a batch
-holds it no more.
+"""Groups put back after the end was found come again; `make` has to make batches; a released batch is no
+longer held.
 """
 
 import threading
@@ -11,8 +11,8 @@ def group(number: int) -> dict:
     return {"tokens": [[number]]}
 
 
-def test_what_is_put_back_when_nothing_more_was_to_come_is_handed_out(producer, consumer) -> None:
-    """Gathered ahead, the end was found before; together with what was left then it is a batch."""
+def test_groups_put_back_after_the_end_was_found_are_handed_out(producer, consumer) -> None:
+    """The end was found while gathering ahead; with the groups left then, the returned ones make a batch."""
     for number in range(3):
         producer.put(group(number))
     consumer.drain()
@@ -29,7 +29,7 @@ def test_what_is_put_back_when_nothing_more_was_to_come_is_handed_out(producer, 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("made", [None, "a string"])
-def test_who_makes_no_batch_is_told(producer, consumer, prefetch, made) -> None:
+def test_make_that_returns_no_batch_is_a_type_error(producer, consumer, prefetch, made) -> None:
     producer.put(group(1))
     batches = consumer.batches(groups=1, prefetch=prefetch, timeout_s=10, make=lambda groups, layout: made)
     with pytest.raises(TypeError, match="make"):
@@ -42,9 +42,7 @@ def test_who_makes_no_batch_is_told(producer, consumer, prefetch, made) -> None:
 def test_a_batch_released_while_the_next_is_awaited_is_no_longer_its_holders(
     make_producer, consumer, until
 ) -> None:
-    """Who keeps a view of it keeps the room, and gives it back: no reason to say that the next batch can
-    never come.
-    """
+    """A view of it keeps the room for a while, so there is no error that the next batch can never come."""
     producer = make_producer(lane_bytes="64K")
     most_of_half = {"tokens": [list(range(7_000))]}
     producer.put_many([most_of_half] * 2)

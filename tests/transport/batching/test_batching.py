@@ -1,6 +1,4 @@
-"""From records to batches: whole groups, oldest first, leases until the step is done, nothing that waits for
-ever.
-"""
+"""From records to batches: whole groups, oldest first, leases until the step is done, no wait without end."""
 
 import threading
 import time
@@ -45,9 +43,9 @@ def test_the_rest_that_fills_no_batch_stays_for_the_next_consumer(
     assert [record.meta.sequence for record in make_consumer().poll()] == [3, 4]
 
 
-def test_what_was_gathered_ahead_and_not_handed_out_is_still_held(producer, make_consumer, until) -> None:
-    """Under "gather", too, a record is released when its batch is handed out: what nobody got is the next
-    consumer's.
+def test_batches_gathered_ahead_and_not_handed_out_are_still_held(producer, make_consumer, until) -> None:
+    """Under "gather", too, a record is released when its batch is handed out; batches not handed out go to
+    the next consumer.
     """
     consumer = make_consumer()
     for number in range(6):
@@ -61,7 +59,7 @@ def test_what_was_gathered_ahead_and_not_handed_out_is_still_held(producer, make
 
 
 def test_too_many_tokens_are_an_error_and_no_group_is_at_fault(producer, consumer, monkeypatch) -> None:
-    """The groups wait again: fewer of them make a batch."""
+    """The groups wait in the queue again; fewer of them make a batch."""
 
     class Counts(Gather):
         def __init__(self, groups, padded, pool) -> None:
@@ -143,11 +141,9 @@ def test_a_batch_that_grew_stale_while_it_waited_is_not_handed_out(producer, con
     batches.close()
 
 
-def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(
-    producer, consumer, monkeypatch
-) -> None:
-    """Its end is looked for a while, in which a put that is under way commits; what comes back in it is no
-    batch for that.
+def test_groups_put_back_stale_while_the_bridge_drains_are_cut(producer, consumer, monkeypatch) -> None:
+    """Before the end is declared there is a pause in which puts under way commit; stale groups put back
+    during it make no batch.
     """
     producer.put({"tokens": [[1]]}, policy_version=0)
     taken = consumer.take_groups(groups=1, max_staleness=0, timeout_s=5)
@@ -164,10 +160,10 @@ def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(
     assert consumer.stats()["discarded_total{stale}"] == 1
 
 
-def test_what_is_fresh_of_batches_that_grew_stale_is_batched_although_the_bridge_is_drained(
+def test_fresh_groups_of_stale_batches_are_batched_although_the_bridge_is_drained(
     producer, consumer, until
 ) -> None:
-    """Also when whoever forms ahead has found the end already."""
+    """They are batched also if the thread that forms ahead has found the end already."""
     for number, version in enumerate((0, 0, 0, 1, 0, 1)):
         producer.put(group(number), policy_version=version)
     consumer.publish_policy_version(0)
@@ -255,7 +251,9 @@ def test_arguments_are_checked_at_once(consumer, options) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_what_is_screened_out_is_in_no_batch_released_and_counted(producer, consumer, prefetch) -> None:
+def test_groups_that_are_screened_out_are_in_no_batch_and_are_released_and_counted(
+    producer, consumer, prefetch
+) -> None:
     for number in range(6):
         producer.put(group(number), split="eval" if number % 3 == 1 else "train")
     consumer.drain()
@@ -300,7 +298,7 @@ def test_a_screen_that_raises_ends_the_batches_and_loses_nothing(producer, make_
 def test_batches_that_the_caller_holds_and_no_room_for_the_next_are_an_error(
     make_producer, consumer, prefetch
 ) -> None:
-    """Whoever waits for a batch while it holds all the lanes' room would wait for ever."""
+    """A caller that holds all the lanes' room would wait for ever for the next batch."""
     producer = make_producer(lane_bytes="64K")
 
     def put() -> None:

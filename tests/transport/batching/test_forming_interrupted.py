@@ -44,7 +44,7 @@ def hub_of(policy: str, make_consumer: Callable[..., shmbridge.Consumer]) -> shm
 
 @pytest.fixture
 def environments(bridge, make_producer) -> Callable[..., list["Environment"]]:
-    """Call it for two, which have asked for what the policy heeds."""
+    """Call it for two environments, which have requested the weights and shares that the policy uses."""
 
     def make(policy: str, **options) -> list[Environment]:
         made = [Environment(make_producer(**options)) for _ in range(2)]
@@ -155,7 +155,7 @@ class Storm:
             pass
 
     def calm(self) -> None:
-        """Nothing is raised in this call any more."""
+        """Makes a call in which nothing is raised."""
         self._armed = False
 
 
@@ -163,7 +163,7 @@ class Storm:
 def blowing(seed: int, longest_s: float) -> Iterator[Storm]:
     made = Storm(seed, longest_s)
     before, hook = signal.signal(signal.SIGALRM, made.interrupt), sys.unraisablehook
-    # pytest's keeps what a destructor swallowed, and with its frames the groups that lie in them
+    # pytest's hook keeps exceptions swallowed in destructors, and their frames with groups
     sys.unraisablehook = lambda *_: None
     try:
         yield made

@@ -1,5 +1,5 @@
-"""What ends an iteration over batches from outside: a close in a handler, in a child of fork, of an iteration
-that nobody wants.
+"""An iteration over batches is ended from outside: by a close in a handler, in a child of fork, or when it is
+collected.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from shmbridge.batching.prefetch import Prefetcher
 
 @pytest.fixture
 def closing() -> Iterator[Callable[[shmbridge.Consumer], Callable[[], None]]]:
-    """Call it with a consumer: what it returns has a signal's handler close that, once."""
+    """Call it with a consumer; the function it returns makes a signal handler close that consumer, once."""
     before = signal.getsignal(signal.SIGUSR1)
 
     def make(consumer: shmbridge.Consumer) -> Callable[[], None]:
@@ -149,7 +149,7 @@ def test_an_iteration_does_not_go_on_in_a_forked_child(producer, consumer, prefe
     assert next(iteration).tokens.tolist() == [1]
 
 
-def test_what_a_forked_child_asks_of_queues_and_lanes_is_no_fault(producer, consumer) -> None:
+def test_queues_and_lanes_answer_a_forked_child_without_a_fault(producer, consumer) -> None:
     producer.put_many([{"tokens": [[number]]} for number in range(3)])
     groups = consumer.take_groups(groups=1)
     (lane,) = consumer._lanes

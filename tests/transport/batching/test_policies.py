@@ -1,5 +1,5 @@
-"""Both policies through real lanes: what a batch is made of, what is waited for, what a run's steps are, what
-environments are told.
+"""Both policies through real lanes: the groups of a batch, the waits, a run's steps, the numbers for
+environments.
 """
 
 import threading
@@ -62,7 +62,7 @@ def status(bridge):
 
 
 def test_a_batch_is_fair_over_what_all_lanes_hold(make_producer, make_consumer, register) -> None:
-    """One environment is far ahead; the other is seen all the same, by its weight."""
+    """One environment is far ahead; the other still gets its part by weight."""
     fast, slow = make_producer(), make_producer()
     consumer = make_consumer(run=shmbridge.Run(batch_size=8))
     register(fast, weight=1.0)
@@ -79,9 +79,7 @@ def test_a_batch_is_fair_over_what_all_lanes_hold(make_producer, make_consumer, 
     assert sum(mixes) == pytest.approx(24, abs=2)
 
 
-def test_while_nobody_asks_for_a_weight_no_more_is_taken_than_is_handed_out(
-    make_producer, make_consumer
-) -> None:
+def test_records_are_not_taken_ahead_while_nobody_asks_for_a_weight(make_producer, make_consumer) -> None:
     producers, consumer = [make_producer(), make_producer()], make_consumer()
     for number in range(10):
         producers[number % 2].put(group(number))
@@ -93,8 +91,8 @@ def test_while_nobody_asks_for_a_weight_no_more_is_taken_than_is_handed_out(
 def test_a_share_is_waited_for_without_an_error_and_then_counted(
     make_producer, make_consumer, register
 ) -> None:
-    """All lanes are full meanwhile, with too little of the one: that is no sizing error, since the wait has
-    an end.
+    """All lanes are full during the wait, with too few groups of one environment: no sizing error, since the
+    wait has an end.
     """
     eager, late = make_producer(on_full="raise"), make_producer(on_full="raise")
     consumer = make_consumer(run=shmbridge.Run(batch_size=4), allocation_wait_s=1.8)
@@ -150,7 +148,7 @@ def test_trajectories_that_are_left_when_the_bridge_drains_come_in_a_short_batch
     assert (consumer.stats()["batches_short_total"], consumer.stats()["released_total"]) == (3, 5)
 
 
-def test_what_is_put_back_and_stale_by_then_is_cut(make_producer, make_consumer) -> None:
+def test_groups_that_are_stale_when_put_back_are_cut(make_producer, make_consumer) -> None:
     producer, consumer = make_producer(), make_consumer()
     for number in range(4):
         producer.put(group(number), policy_version=5)
@@ -164,7 +162,7 @@ def test_what_is_put_back_and_stale_by_then_is_cut(make_producer, make_consumer)
 
 
 def count_looks(monkeypatch) -> list[Group]:
-    """The groups whose version was asked for from now on, as often as it was."""
+    """Records the groups whose version is read from now on, once per read."""
     looks: list[Group] = []
     oldest = Group.oldest_version.fget
     monkeypatch.setattr(Group, "oldest_version", property(lambda group: looks.append(group) or oldest(group)))
@@ -285,7 +283,9 @@ def test_atropos_hands_out_the_newest_batch_first_and_counts_all_it_formed(
     assert consumer.current_step == 10
 
 
-def test_what_atropos_never_fills_is_the_next_consumers(make_producer, make_consumer, register) -> None:
+def test_groups_that_atropos_never_batches_are_the_next_consumers(
+    make_producer, make_consumer, register
+) -> None:
     producer = make_producer()
     consumer = make_consumer(run=shmbridge.Run(batch_size=4), policy="atropos")
     env_id = register(producer, group_size=2)
@@ -364,14 +364,14 @@ def test_atropos_tells_environments_upstreams_numbers(make_producer, make_consum
         )
         assert told.current_step == wanted["current_step"] == 1
     before = status(env_ids[0]).self_queue_groups
-    producers[0].put(group(9, 4, env_ids[0]))  # nobody has looked at it yet
+    producers[0].put(group(9, 4, env_ids[0]))  # not looked at yet
     assert status(env_ids[0]).self_queue_groups == before + 1
 
 
 def test_a_dead_environments_allocation_does_not_stop_atropos(
     make_producer, make_consumer, register, status, until
 ) -> None:
-    """Upstream never learns of a death; here the environment goes when another asks how things are."""
+    """Upstream never learns of a death; here the environment is removed when another one asks for status."""
     lives, dies = make_producer(), make_producer()
     consumer = make_consumer(run=shmbridge.Run(batch_size=2), policy="atropos")
     env_id, _ = register(lives), register(dies, min_batch_allocation=0.5)

@@ -53,7 +53,7 @@ def test_a_put_back_that_is_repeated_queues_no_group_twice(
 
 
 def test_a_put_back_that_is_repeated_after_close_gives_the_bridge_up(make_producer, make_consumer) -> None:
-    """Also while somebody keeps the error, and with its traceback the interrupted call."""
+    """It does so even while the error is kept, whose traceback holds the interrupted call."""
     producer = make_producer()
     producer.put_many([{"tokens": [[number]]} for number in range(GROUPS)])
     at, errors = 0, [Stop()]

@@ -36,7 +36,7 @@ def share(number: int, weight: float = 1.0, part: float | None = None) -> EnvWei
 
 
 class Bench:
-    """A scheduler, and what it is told of environments and the living."""
+    """A scheduler, with the shares of environments and the living producers that it sees."""
 
     def __init__(self, wait_s: float = 10.0, **shares: EnvWeight) -> None:
         self.shares = shares
@@ -148,7 +148,7 @@ def test_a_flow_that_comes_back_brings_no_savings() -> None:
     assert bench.mix(groups=20) == {"a": 10, "b": 10}
 
 
-def test_what_it_costs_does_not_depend_on_what_is_queued(monkeypatch) -> None:
+def test_the_cost_of_a_batch_does_not_depend_on_what_is_queued(monkeypatch) -> None:
     looks = 0
     tokens = Group.tokens.fget
 
@@ -289,7 +289,7 @@ def test_the_head_that_does_not_fit_comes_first_in_the_next_batch() -> None:
     assert [bench.mix(rows=9) for _ in range(4)] == [{"a": 4}, {"b": 1}, {"b": 1}, {"a": 4}]
 
 
-def test_who_was_passed_over_is_first_before_all_others() -> None:
+def test_a_flow_that_was_passed_over_comes_before_all_others() -> None:
     bench = Bench()
     for producer, rows in [("a", 2), ("b", 8), ("c", 2)]:
         bench.put(producer, 20, rows=rows)
@@ -297,7 +297,7 @@ def test_who_was_passed_over_is_first_before_all_others() -> None:
     assert bench.mix(rows=8) == {"b": 1}
 
 
-def test_behind_a_head_that_does_not_fit_one_that_does_is_found() -> None:
+def test_a_group_that_fits_is_found_behind_a_head_that_does_not() -> None:
     bench = Bench()
     for rows in (8, 6, 4):
         bench.put("a", rows=rows)
@@ -305,7 +305,7 @@ def test_behind_a_head_that_does_not_fit_one_that_does_is_found() -> None:
     assert [each.rows for each in bench.all] == [6]
 
 
-def test_what_nothing_fits_is_served_short_and_counted() -> None:
+def test_a_batch_that_nothing_fills_is_served_short_and_counted() -> None:
     bench = Bench()
     bench.put("a", 3, rows=8)
     assert [each.rows for each in bench.take(rows=12)] == [8]
@@ -383,7 +383,7 @@ def test_nothing_is_lost_doubled_starved_or_out_of_order(
     assert put - len(gone) == (0 if by_rows else len(bench.all))
 
 
-def test_what_is_put_back_comes_before_all_others_in_its_order() -> None:
+def test_groups_put_back_come_before_all_others_in_their_order() -> None:
     bench = Bench()
     bench.put("a", 3)
     bench.put("b", 3)

@@ -1,6 +1,5 @@
-"""The compiled ring beside the model: every step is taken by both, and whatever can be seen must agree.
-
-Where the ring may choose, its choice is put to the model.
+"""The compiled ring beside the model: both take every step, and all visible state must agree. Where the ring
+may choose, the model checks its choice.
 """
 
 from compiled_ring import CompiledRing, Seen, Words

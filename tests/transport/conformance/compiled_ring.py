@@ -1,9 +1,9 @@
 """The compiled ring under test: lanes in real shared memory, `_ext.lane_writer` and `_ext.lane_reader` at
 their ends, within one process.
 
-Knows segments and the ring; the lanes' round robin and what a quarantine counts are written out here as
-shmbridge.hub.lanes does them, for the ring alone is what is tested. A producer or hub that dies is one whose
-object is dropped: kills of processes are the crash tests'.
+Knows segments and the ring; the lanes' round robin and the counts of a quarantine are written out here as in
+shmbridge.hub.lanes, since only the ring is tested. A producer or hub that dies is one whose object is
+dropped: kills of processes are the crash tests'.
 """
 
 import os
@@ -24,7 +24,7 @@ _ABORTED = 0xEE
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a hub is handed: a record, and whether an earlier hub may have handed it out."""
+    """A record as a hub gets it, and whether an earlier hub may have handed it out."""
 
     lane: int
     sequence: int
@@ -34,7 +34,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What can be read off one lane at any time. The last two are the present hub's, 0 without one."""
+    """The words of one lane, readable at any time. The last two are the present hub's, 0 without one."""
 
     committed: int  # records; the next sequence
     head: int  # every sequence below may have been handed out
@@ -120,7 +120,7 @@ class CompiledRing:
         self._leases.pop((lane, sequence)).release()
 
     def abandon(self, lane: int, sequence: int) -> None:
-        """In turns by abandon() and by the loss of the object: take() has looked at it, so either leaves it
+        """Alternates between abandon() and dropping the object: take() has looked at it, so either leaves it
         to the next hub.
         """
         lease = self._leases.pop((lane, sequence))

@@ -1,4 +1,4 @@
-"""A Hypothesis state machine that drives a ring and checks after each step what every ring must keep.
+"""A Hypothesis state machine that drives a ring and checks the rules of every ring after each step.
 
 It compares with the history of its own steps, beside what the ring itself is compared with.
 """
@@ -20,7 +20,7 @@ _BEFORE_TROUBLE = 3  # records of a lane before its producer may die or its word
 
 
 class LaneHistory:
-    """What was done to one lane, and what follows from it."""
+    """The steps made on one lane, and their expected result."""
 
     def __init__(self) -> None:
         self.committed: list[bytes] = []
@@ -71,7 +71,7 @@ class RingMachine(RuleBasedStateMachine):
         if not hasattr(self, "lanes"):
             return
         try:
-            if sys.exception() is None:  # a step that failed is what is to be seen, not what comes of it
+            if sys.exception() is None:  # show the failed step, not its consequences
                 self._one_more_hub()
         finally:
             self.ring.close()
@@ -99,7 +99,9 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(_can_claim(lane) for lane in self.lanes))
     @rule(data=st.data(), size=st.integers(1, 6 * LINE))
     def claim(self, data: st.DataObject, size: int) -> None:
-        """Refused only where there is no room; where granted, on lines, inside, and on nobody's record."""
+        """Refused only if there is no room; a granted claim is aligned, inside the data area, and overlaps no
+        record.
+        """
         number, lane = self._lanes_with(data, _can_claim)
         at, size_taken = self.ring.claim(number, size), lines(size)
         if at is None:
@@ -141,7 +143,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(_may_end(lane) for lane in self.lanes))
     @rule(data=st.data())
     def producer_dies(self, data: st.DataObject) -> None:
-        """What it was writing never existed; what it committed stays."""
+        """The record being written never existed; committed records stay."""
         number, lane = self._lanes_with(data, _may_end)
         self.ring.producer_dies(number)
         lane.alive, lane.claim = False, None
@@ -159,7 +161,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hub)
     @rule()
     def hub_dies(self) -> None:
-        """It released nothing by that."""
+        """Its death releases nothing."""
         self.ring.hub_dies()
         self.hub = False
         for lane in self.lanes:
@@ -171,8 +173,8 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hub)
     @rule()
     def take(self) -> None:
-        """Whole, in order per lane, once per hub, marked exactly where an earlier hub had it; nothing only if
-        nothing is due.
+        """A taken record is whole, in order per lane, once per hub, and marked exactly if an earlier hub had
+        it; none comes only if none is due.
         """
         seen = self.ring.take()
         self._notice_quarantines()
@@ -207,8 +209,8 @@ class RingMachine(RuleBasedStateMachine):
         )
 
     def _notice_quarantines(self) -> None:
-        """A lane may be quarantined when its damaged record is due, and then only; all that was due is lost,
-        and counted.
+        """A lane may be quarantined only when its damaged record is due; all due records are lost and
+        counted.
         """
         for number, lane in enumerate(self.lanes):
             if self.ring.words(number).quarantined and not lane.quarantined:
@@ -265,7 +267,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def abandon(self, data: st.DataObject) -> None:
-        """This hub has done with it, and the next one gets it."""
+        """This hub gives the record up, and the next one gets it."""
         key = self._draw(data, self.leases)
         self.leases.remove(key)
         self.ring.abandon(*key)
@@ -277,16 +279,14 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hub and any(_may_be_damaged(lane) for lane in self.lanes))
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
-        """Seen when that record is due, and by that lane alone."""
+        """The damage is seen when that record is due, and affects that lane only."""
         number, lane = self._lanes_with(data, _may_be_damaged)
         self.ring.damage(number)
         lane.damaged = lane.due[0]
 
     @invariant()
     def words_agree_with_history(self) -> None:
-        """Produced = released + held + discarded, lane by lane; every word is what the steps so far make
-        it.
-        """
+        """Produced = released + held + discarded, lane by lane; every word follows from the steps so far."""
         for number, lane in enumerate(getattr(self, "lanes", [])):
             words = self.ring.words(number)
             handed_out = lane.handed_out.union(lane.given)

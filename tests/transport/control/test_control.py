@@ -1,4 +1,4 @@
-"""The control plane over its real socket: what is answered, where it lies, and what garbage does to it."""
+"""The control plane over its real socket: its answers, its socket's place, and its resistance to garbage."""
 
 import os
 import stat
@@ -168,7 +168,7 @@ def test_a_directory_that_was_open_is_closed(bridge: str, hub: FakeHub) -> None:
     server.close()
 
 
-def test_what_is_no_directory_is_not_touched(bridge: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_a_file_at_the_sockets_directory_is_not_touched(bridge: str, hub: FakeHub, tmp_path: Path) -> None:
     socket_directory(bridge).symlink_to(tmp_path)
     with pytest.raises(ShmPermission):
         ControlServer(bridge, hub)

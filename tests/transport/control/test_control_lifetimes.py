@@ -25,7 +25,7 @@ from shmbridge.testing.fake_hub import FakeHub
 RUN = FakeHub().run
 
 
-# --- who is not there, or comes back ----------------------------------------------------------------------
+# --- ends that are absent, or come back -------------------------------------------------------------------
 
 
 def test_no_consumer_is_a_timeout_with_a_hint(bridge: str) -> None:
@@ -231,7 +231,7 @@ async def test_concurrent_and_cancelled_async_requests_get_their_own_answers(
 
 
 class GoneAnswers:
-    """A socket that says an answer is there, and then it went with the hub that sent it."""
+    """A socket that reports an answer, which is then gone with the hub that sent it."""
 
     def poll(self, timeout_ms: int, flags: int) -> int:
         return flags
@@ -245,9 +245,7 @@ class GoneAnswers:
 
 
 def test_an_answer_that_goes_with_its_hub_is_not_waited_for(bridge: str) -> None:
-    """Between "there is one" and taking it a hub may end, and its connection with it: the deadline holds all
-    the same.
-    """
+    """Between the report and the read a hub may end, and its connection with it: the deadline still holds."""
     with ControlClient(bridge, role="test", name="t") as client:
         client._socket = GoneAnswers()
         with pytest.raises(NoConsumer):
@@ -299,7 +297,7 @@ def test_a_close_that_is_interrupted_after_any_step_is_finished_by_the_next(
     assert not socket_directory(bridge).exists()
     server.close()
     again = ControlServer(bridge, hub)
-    server.close()  # its numbers are another's now
+    server.close()  # its descriptor numbers belong to other files now
     with ControlClient(bridge, role="test", name="t") as client:
         assert isinstance(client.hello(timeout_s=10), messages.Welcome)
     again.close()

@@ -1,4 +1,4 @@
-"""Who is admitted under which number and name, and what the dead leave behind."""
+"""The numbers and names of admitted environments, and the remains of dead ones."""
 
 from collections.abc import Callable
 
@@ -43,9 +43,9 @@ def test_an_environment_that_was_never_seen_alive_is_not_buried() -> None:
     assert table.status(a).unallocated_fraction == 0.5
 
 
-def test_one_without_a_lane_goes_when_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that asks stays, and so does one with a living lane; who comes back is admitted under the number it
-    had.
+def test_an_environment_without_a_lane_goes_when_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that asks stays, and so does one with a living lane; one that comes back is admitted under its old
+    number.
     """
     now = [1000.0]
     monkeypatch.setattr(environments.time, "monotonic", lambda: now[0])
@@ -59,8 +59,8 @@ def test_one_without_a_lane_goes_when_it_is_silent(monkeypatch: pytest.MonkeyPat
     assert table.admit(env("silent", "", env_id=silent)).env_id == silent
 
 
-def test_those_without_a_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many register and never come back: the one that has been silent for longest goes."""
+def test_environments_without_a_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many register and never come back, the one that has been silent for longest is removed."""
     monkeypatch.setattr(environments, "MOST_WITHOUT_LANE", 10)
     table = Environments(FakeHub(live={"a"}))
     table.admit(env("gsm8k", "a"))
@@ -81,7 +81,7 @@ def test_a_weight_of_zero_or_less_is_not_a_division_by_zero() -> None:
     assert table.status(a).env_weight == 0.01
 
 
-def test_what_environments_ask_for_is_published_and_never_changed() -> None:
+def test_shares_that_environments_request_are_published_and_never_changed() -> None:
     hub = FakeHub(live={"a", "b"})
     table = Environments(hub)
     snapshots = [table.shares]
@@ -131,7 +131,7 @@ def test_a_question_walks_the_lanes_a_few_times_however_many_environments_there_
 
 
 class Queue:
-    """A queue that knows what lies in it."""
+    """A queue that knows its content."""
 
     def __init__(self, **sizes: int) -> None:
         self.sizes = {int(env_id.removeprefix("env")): size for env_id, size in sizes.items()}

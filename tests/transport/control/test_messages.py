@@ -1,4 +1,4 @@
-"""The bytes of the control plane: every message survives them, and nothing else is ever taken for one."""
+"""The bytes of the control plane: every message survives them, and no other bytes are taken for one."""
 
 import contextlib
 import random

@@ -1,4 +1,4 @@
-"""What a commit says of a record, where a test does not care."""
+"""Default fields of a commit, for tests that do not need others."""
 
 FIELDS = {
     **dict.fromkeys(("rows", "group_size"), 1),

@@ -1,4 +1,4 @@
-"""Memory of large arrays is used again, and never while anybody can still see it."""
+"""Memory of large arrays is reused, but never while anything still refers to it."""
 
 import gc
 import random
@@ -110,9 +110,7 @@ def test_sizes_that_no_machine_has(pool) -> None:
 
 
 def test_threads_that_share_a_pool_never_share_memory(pool) -> None:
-    """Each writes its own number into arrays that it keeps a while: nobody else's number ever stands
-    there.
-    """
+    """Each writes its own number into arrays that it keeps a while; no other number ever appears there."""
     wrong: list[str] = []
 
     def play(number: int) -> None:
@@ -137,7 +135,7 @@ def test_threads_that_share_a_pool_never_share_memory(pool) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_arrays_that_a_learner_keeps_do_not_change(make_producer, consumer, prefetch) -> None:
-    """Of each batch one array, or a view of it, is kept for ever; all others' memory goes to later
+    """One array of each batch, or a view of it, is kept for ever; the memory of the others goes to later
     batches.
     """
     producer, kept = make_producer(lane_bytes="4M"), []

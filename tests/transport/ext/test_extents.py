@@ -40,7 +40,7 @@ def make_lane(bridge):
     return lambda lines=LINES: Lane(bridge, lines)
 
 
-def test_while_the_consumer_keeps_up_memory_goes_round_in_a_window(make_lane) -> None:
+def test_memory_goes_round_in_a_window_while_the_consumer_keeps_up(make_lane) -> None:
     lane = make_lane((64 << 20) // 64)
     places = []
     for _ in range(600):
@@ -53,7 +53,7 @@ def test_while_the_consumer_keeps_up_memory_goes_round_in_a_window(make_lane) ->
     assert 4 <= first < 256, "more than a few, and not the whole lane"
 
 
-def test_what_finds_no_room_in_the_window_goes_where_there_is_any(make_lane) -> None:
+def test_a_claim_without_room_in_the_window_goes_where_there_is_any(make_lane) -> None:
     lane = make_lane((64 << 20) // 64)
     held = [lane.put((1 << 20) // 64) for _ in range(31)]
     assert sorted(at for at, _ in held) == [n * (1 << 20) // 64 for n in range(31)]

@@ -53,7 +53,7 @@ def test_a_release_meanwhile_waits_for_the_copy(records, producer) -> None:
 
 
 def test_a_batch_that_fails_keeps_no_lease(records, producer) -> None:
-    """Whoever keeps the error keeps the frames of the batch, and not the memory of the lane."""
+    """Keeping the error keeps the frames of the batch, but not the memory of the lane."""
     taken = records({"tokens": [[1]]}, {"tokens": [[2]], "instance_id": ["no text any more"]})
     with open(f"/dev/shm{producer.lane_name}", "r+b") as lane:
         lane.seek(lane.read().index(b"no text any more"))
@@ -99,7 +99,7 @@ def test_more_tokens_than_int32_counts_are_an_error_with_the_numbers(make_produc
 
 
 def test_a_type_that_the_lane_does_not_have_is_refused(records) -> None:
-    """Nothing is computed with a size that the lane's own table does not say."""
+    """No size is used that the lane's own table does not give."""
     float64 = np.dtype(np.float64)
     with Gather(
         [records({"tokens": [[1]], "score": [1.0], "step_rewards": [[1.0]]})], False, Pool()
@@ -120,7 +120,7 @@ def test_a_type_that_the_lane_does_not_have_is_refused(records) -> None:
         assert (present.tolist(), values.tolist(), lengths.tolist(), inner) == ([False], [], [0], None)
 
 
-def test_positions() -> None:
+def test_positions_count_from_zero_in_each_row() -> None:
     assert positions(np.array([2, 0, 3], np.int32), False, Pool()).tolist() == [0, 1, 0, 1, 2]
     assert positions(np.array([2, 0, 3], np.int32), True, Pool()).tolist() == [
         [0, 1, 0],
@@ -131,9 +131,7 @@ def test_positions() -> None:
 
 
 def test_other_threads_run_while_a_large_batch_is_copied(make_producer, consumer) -> None:
-    """Nobody is ever asked to give the GIL up: another thread can only have counted if the copy let it go by
-    itself.
-    """
+    """No thread asks for the GIL: another thread can only have counted if the copy released it by itself."""
     producer = make_producer(lane_bytes="64M")
     producer.put(
         {"tokens": [np.ones(1 << 20, np.int32)] * 3, "advantages": [np.ones(1 << 20, np.float32)] * 3}

@@ -1,4 +1,4 @@
-"""The lane protocol on two mappings of one segment: no names, no columns, no waiting for anybody."""
+"""The lane protocol on two mappings of one segment: no names, no columns, no waiting for other processes."""
 
 import gc
 import os

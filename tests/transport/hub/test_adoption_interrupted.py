@@ -1,4 +1,4 @@
-"""An interrupt while a lane is adopted leaves no lane that is never taken from or never buried."""
+"""An interrupt while a lane is adopted leaves no lane that is never read or never removed."""
 
 import time
 
@@ -22,7 +22,7 @@ def test_a_lane_interrupted_in_adoption_is_taken_from_and_buried(
     real, interrupted = getattr(lanes, call), []
 
     class Once:
-        """The real one, but for one interrupt at its first entry."""
+        """The real method, with an interrupt at its first call."""
 
         def __getattr__(self, name):
             if name in ("add", "watch") and not interrupted:

@@ -19,7 +19,7 @@ from shmbridge.ranks.server import RankServer
 from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.placement import MemoryUse
 
-# Who holds it never waits for what close() waits for, or close() never asks for it.
+# Locks whose holder never waits for anything that close() waits for, or that close() never takes.
 ELSEWHERE = {
     ("ControlServer", "_closing"): "taken by close() alone, which a handler of its own thread leaves",
     ("Closing", "_closer"): "the closer's own",
@@ -69,10 +69,10 @@ CALLS: dict[str, Callable[[shmbridge.Consumer], object]] = {
 
 
 class AtLine:
-    """Raises the signal when the line of that number comes for the first time, of those that run in shmbridge
-    or threading meanwhile.
+    """Raises the signal at the line of that number, counting the lines in shmbridge and threading as each
+    runs for the first time.
 
-    Only those are counted that come after a function of the name `after` is entered, if one is named.
+    With `after`, counts only lines after a function of that name is entered.
     """
 
     def __init__(self, number: int, after: str = "") -> None:
@@ -145,7 +145,7 @@ def test_a_handler_may_close_at_any_line_of_a_call(name, bridge, make_producer, 
 
 
 def closes_in_handler(consumer: shmbridge.Consumer, call: Callable[[], object]) -> object:
-    """What a call returns that itself raises the signal, whose handler closes."""
+    """Returns the result of a call that itself raises the signal, whose handler closes."""
     before = signal.signal(SIGNAL, lambda *_: consumer.close())
     try:
         return call()
@@ -155,7 +155,7 @@ def closes_in_handler(consumer: shmbridge.Consumer, call: Callable[[], object]) 
 
 @pytest.mark.timeout(60, method="thread")
 def test_a_wait_for_the_ranks_ends_when_a_handler_closes(consumer) -> None:
-    """It comes where the wait holds the lock and is about to give it up."""
+    """The signal comes where the wait holds the lock and is about to free it."""
     server = consumer.serve_ranks(1, groups=1)
     wait = server._change.wait
 
@@ -170,12 +170,12 @@ def test_a_wait_for_the_ranks_ends_when_a_handler_closes(consumer) -> None:
 
 
 def test_an_owed_close_hands_nothing_more_out(consumer, producer) -> None:
-    """Else a loop over a busy bridge would never see it."""
+    """Otherwise a loop over a busy bridge would never see the close."""
     put(consumer, producer, 8)
     records, taken = iter(consumer), []
     taken.append(next(records))
     real = consumer._closing.close_if_owed
-    # the interrupted call was cut short as it was about to pay
+    # the interrupted call ended just before the owed close
     consumer._closing.close_if_owed = lambda: None
     with consumer._closing.whole:
         closes_in_handler(consumer, lambda: signal.raise_signal(SIGNAL))
@@ -185,12 +185,12 @@ def test_an_owed_close_hands_nothing_more_out(consumer, producer) -> None:
     assert len(taken) == 1
     with pytest.raises(errors.Closed):
         consumer.get(0)
-    assert consumer.stats()["held"] == 7  # a step releases what the one before yielded
+    assert consumer.stats()["held"] == 7  # a step releases the record of the one before
 
 
 def batch_of(hold: str) -> Callable[[shmbridge.Consumer], object]:
     def called(consumer: shmbridge.Consumer) -> object:
-        # an iteration that ends would pay
+        # an iteration that ends would close
         return next(batches := consumer.batches(groups=1, prefetch=0, hold=hold, timeout_s=0)), batches
 
     return called

@@ -1,5 +1,5 @@
-"""What a broken peer writes costs that peer's records and nobody else's: typed errors, refused lanes, groups
-discarded and counted.
+"""A broken peer's writes cost only that peer's records: typed errors, refused lanes, groups discarded and
+counted.
 """
 
 import os
@@ -132,7 +132,7 @@ def test_a_column_of_the_record_has_one_value(make_producer, make_consumer) -> N
 
 @pytest.fixture
 def watch():
-    """Call it with what a tick does; returns the watch and the list of its ticks' times."""
+    """Call it with the function of a tick; returns the watch and the list of its ticks' times."""
     made = []
 
     def start(tick):

@@ -1,5 +1,5 @@
-"""Nobody who waits uses the processor: consumers among idle producers, in a thread or a loop, and producers
-whose lane is full.
+"""Waiting uses no CPU: consumers among idle producers, in a thread or a loop, and producers whose lane is
+full.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ GROUP = {"tokens": [[1, 2, 3]]}
 
 
 def share_of_a_core(wait: Callable[[], object]) -> float:
-    """CPU time of this whole process, its threads included, while `wait` waits."""
+    """Returns the CPU time of this process, its threads included, per second while `wait` waits."""
     began, cpu = time.monotonic(), time.process_time()
     wait()
     return (time.process_time() - cpu) / (time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""A lane that is quarantined counts each of its records once, wherever a handler or another thread looks, or
+"""A quarantined lane counts each of its records once, wherever a handler or another thread looks or
 interrupts.
 """
 
@@ -31,7 +31,7 @@ def filled(make_producer) -> shmbridge.Producer:
 
 
 def spoil(producer: shmbridge.Producer, sequence: int) -> None:
-    """Makes the slot of a record say nonsense: its generation is 1."""
+    """Writes nonsense into the slot of a record; its generation is 1."""
     words = np.frombuffer(memoryview(segment.open_mapping(producer.lane_name)), "<u8")
     (place,) = np.flatnonzero((words[:-1] == 1) & (words[1:] == sequence))
     words[place + 3] = 1 << 40  # bytes of its extent
@@ -43,7 +43,7 @@ def accounted(counters: dict[str, float]) -> bool:
 
 
 def at_each_line(call: Callable[[], object], then: Callable[[int], object]) -> int:
-    """Does `then` before each line of shmbridge/hub/lane.py that a call comes to; how many there were."""
+    """Calls `then` before each line of shmbridge/hub/lane.py in a call; returns the number of lines."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

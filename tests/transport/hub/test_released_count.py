@@ -36,7 +36,7 @@ while True:
 
 
 def lose(producer: shmbridge.Producer, sequence: int) -> None:
-    """Gives a record's memory back as no consumer does: without a count."""
+    """Frees a record's memory without a count, which no consumer does."""
     lane = segment.open_mapping(producer.lane_name)
     words = np.frombuffer(memoryview(lane), "<u8")
     (slots,) = words[4:5].view("<u4")[:1]
@@ -90,10 +90,7 @@ def test_discarded_records_are_not_said_to_be_released(producer, make_consumer) 
 
 @pytest.mark.parametrize("successor", [False, True])
 def test_a_planted_lost_record_is_found(bridge, producer, make_consumer, successor) -> None:
-    """Its memory is given back and nobody saw it.
-
-    No successor takes it for a release that was not counted yet.
-    """
+    """Its memory is freed and no reader saw it. No successor takes that for an uncounted release."""
     consumer = make_consumer()
     for _ in range(4):
         producer.put(GROUP)
@@ -129,13 +126,13 @@ def test_a_lane_that_never_stands_still_is_looked_at_a_few_times_only(
 
 
 def test_a_new_producer_counts_nothing_in_the_lanes_of_others(make_producer, monkeypatch) -> None:
-    """A busy lane would hold it up: it wants to know their columns only."""
+    """Reading a busy lane's counts would delay it, and it needs their columns only."""
     make_producer()
     monkeypatch.setattr(header, "releases", None)
     make_producer()
 
 
-def test_what_is_committed_while_the_counters_are_read_is_in_all_of_them_or_none(
+def test_a_record_committed_while_the_counters_are_read_is_in_all_of_them_or_none(
     producer, consumer, monkeypatch
 ) -> None:
     producer.put(GROUP)

@@ -38,9 +38,7 @@ def group(number: int = 1) -> dict:
 
 
 class Meanwhile:
-    """What another thread does the first time that it is called; it waits for that, or until that waits for
-    its caller.
-    """
+    """Runs an action in another thread on the first call; waits until it ends or waits for the caller."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._thread = threading.Thread(target=call, daemon=True)
@@ -56,7 +54,7 @@ class Meanwhile:
 
 
 def after(monkeypatch: pytest.MonkeyPatch, of: type, name: str, then: Callable[[], object]) -> None:
-    """Whoever calls a method, or reads a property, does `then` before it goes on with the answer."""
+    """Patches a method or property: its caller runs `then` before it gets the result."""
     before = getattr(of, name)
 
     def called(*args):
@@ -114,7 +112,7 @@ def test_counters_of_a_lane_that_is_just_buried_are_not_missing(make_producer, c
     assert (consumer.stats()["records_total"], consumer.stats()["released_total"]) == (1, 1)
 
 
-def test_two_that_publish_a_version_do_not_take_it_back(consumer, monkeypatch) -> None:
+def test_two_threads_that_publish_a_version_do_not_take_it_back(consumer, monkeypatch) -> None:
     other = Meanwhile(lambda: consumer.publish_policy_version(7))
     after(monkeypatch, HubState, "policy_version", other)
     consumer.publish_policy_version(5)
@@ -123,7 +121,7 @@ def test_two_that_publish_a_version_do_not_take_it_back(consumer, monkeypatch) -
 
 
 def test_the_step_is_of_one_run_while_another_is_announced(make_consumer, producer, monkeypatch) -> None:
-    """Else an environment that asks at that moment may find that it is done."""
+    """Otherwise an environment that asks at that moment may find its run finished."""
     consumer = make_consumer(policy="atropos", run=RUN)
     for number in range(2):
         producer.put(group(number))
@@ -138,9 +136,7 @@ def test_the_step_is_of_one_run_while_another_is_announced(make_consumer, produc
     assert consumer.current_step == 100
 
 
-def test_what_looks_again_while_the_control_plane_closes_finds_its_descriptor(
-    bridge, hub, monkeypatch
-) -> None:
+def test_look_again_finds_its_descriptor_while_the_control_plane_closes(bridge, hub, monkeypatch) -> None:
     server, write = ControlServer(bridge, hub), os.eventfd_write
     closing = Meanwhile(server.close)
 
@@ -164,7 +160,9 @@ def test_stats_beside_close_are_those_of_before(producer, consumer, monkeypatch)
     assert consumer.stats()["held"] == 1
 
 
-def test_what_ranks_have_not_read_is_still_held_when_the_hub_closes(producer, consumer, until) -> None:
+def test_shares_that_ranks_have_not_read_are_still_held_when_the_hub_closes(
+    producer, consumer, until
+) -> None:
     for number in range(4):
         producer.put(group(number))
     server = consumer.serve_ranks(1, groups=2)
@@ -188,8 +186,8 @@ def test_an_iteration_ends_wherever_another_thread_closes(consumer, monkeypatch,
 
 
 @pytest.mark.parametrize("place", ["_stop_forming", "stats"])
-def test_two_that_close_at_once_and_a_handler_that_does_do_not_meet(consumer, monkeypatch, place) -> None:
-    """A handler of SIGTERM may well close what is being closed."""
+def test_two_threads_and_a_handler_may_close_at_once(consumer, monkeypatch, place) -> None:
+    """A SIGTERM handler may close a consumer that is being closed."""
     ended: list[None] = []
     other = Meanwhile(lambda: ended.append(consumer.close()))
     after(monkeypatch, shmbridge.Consumer, place, lambda: (other(), consumer.close()))
@@ -229,8 +227,8 @@ def test_the_end_of_gathering_ahead_waits_for_no_batch_that_another_thread_took(
 
 
 def quickest(attempt: Callable[[], None]) -> float:
-    """Seconds of the quickest of three: with a lost wake each waits for the tick of a second, with a machine
-    that stalls not each.
+    """Returns the seconds of the quickest of three: a lost wake delays each by a tick of a second, a stalled
+    machine not all of them.
     """
     took = []
     for _ in range(3):
@@ -265,7 +263,7 @@ def test_the_end_of_a_pause_between_a_look_and_the_sleep_after_it_is_heard(
 
 
 def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer, consumer, until) -> None:
-    """What put_async waits with is a thread, and whoever closes may be an event loop."""
+    """put_async waits in a thread, and the caller of close() may be an event loop."""
 
     def close() -> None:
         producer = make_producer()
@@ -289,7 +287,7 @@ def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer,
 def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(
     make_producer, consumer, monkeypatch
 ) -> None:
-    """A lane of three records: two are in the batch that its holder lets go at that moment, one waits for
+    """A lane of three records: two are in the batch that its holder releases at that moment, one waits for
     another.
     """
     producer = make_producer()
@@ -313,7 +311,7 @@ def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(
 
 
 def test_a_hub_that_is_just_starting_takes_a_policy_version(bridge, limited, monkeypatch) -> None:
-    """Its control plane answers before its constructor has returned to whoever makes the hub."""
+    """Its control plane answers before its constructor has returned."""
     made, answers = ControlServer.__init__, []
 
     def made_and_asked(*args, **options) -> None:
@@ -349,10 +347,10 @@ def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(p
     again.close()
 
 
-def test_an_interrupt_amid_the_start_of_a_thread_leaves_none_that_cannot_begin(
+def test_an_interrupt_during_the_start_of_a_thread_leaves_none_that_cannot_begin(
     producer, make_consumer, monkeypatch, until
 ) -> None:
-    """It may come while Thread.start holds the lock of the Event that the new thread sets first."""
+    """The interrupt may come while Thread.start holds the lock that the new thread needs first."""
     consumer, wait = make_consumer(), threading.Event.wait
     producer.put(group())
 
@@ -371,7 +369,7 @@ def test_an_interrupt_amid_the_start_of_a_thread_leaves_none_that_cannot_begin(
 
 @pytest.mark.parametrize("thread", ["prefetch", "control plane", "death watch"])
 def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, until, thread) -> None:
-    """Else the bridge is taken until this process ends."""
+    """Otherwise the bridge is taken until this process ends."""
     consumer = make_consumer()
     producer.put(group())
     with pytest.raises(shmbridge.ConsumerEmpty):
@@ -417,7 +415,7 @@ STARTED = {"death watch": 1, "control plane": 2, "bell": 3, "ranks": 4}
 def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(
     producer, make_consumer, monkeypatch, until, thread
 ) -> None:
-    """It comes while whoever starts it waits until it runs."""
+    """The interrupt comes while the starting thread waits until the new one runs."""
     producer.put(group())
     before, started, start = events(), [], helper_threads.start_apart
 

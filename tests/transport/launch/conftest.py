@@ -1,4 +1,4 @@
-"""Runs of fake services under the real guardian and supervisor, and what can be seen of them from outside."""
+"""Runs of fake services under the real guardian and supervisor, observed from outside."""
 
 import json
 import os
@@ -123,7 +123,7 @@ class Launch:
 
     @property
     def notes(self) -> list[tuple[str, str, int]]:
-        """(name, what, pid) of what the fake services did, in order."""
+        """(name, action, pid) of each action of the fake services, in order."""
         lines = self.notes_file.read_text().splitlines() if self.notes_file.exists() else []
         return [(name, what, int(pid)) for name, what, pid in (line.split() for line in lines)]
 
@@ -131,7 +131,7 @@ class Launch:
         return [name for name, each, _ in self.notes if each == what]
 
     def started_pids(self) -> list[int]:
-        """Everything the fake services were or left behind."""
+        """The pids of all fake services, and of the processes they left behind."""
         return [pid for _, what, pid in self.notes if what in ("start", "stray")]
 
     def supervisor(self) -> int:
@@ -165,7 +165,7 @@ class Launch:
             time.sleep(0.02)
 
     def until_up(self):
-        """All are up, and each has come to where it listens to signals."""
+        """Waits until all are up, and each handles signals."""
         self.until(lambda: any(each["event"] == "up" and "service" not in each for each in self.events))
         plan = Plan.load(self.run_dir / "plan.json")
         self.until(lambda: {each.name for each in plan.services} == set(self.noted("start")))
@@ -186,7 +186,7 @@ class Launch:
         self.until(lambda: not [pid for pid in processes() if str(self.folder).encode() in self._words(pid)])
 
     def end(self):
-        """For a test that failed half-way: nothing may stay on the machine."""
+        """Ends every process of the run, for a test that failed half-way."""
         if self.process:
             for pid in [*self._children(self.pid), *self.started_pids()]:
                 try:

@@ -1,4 +1,4 @@
-"""A service that does as it is told: lives, answers, dies, ignores signals, leaves processes behind.
+"""A scripted service: lives, answers, dies, ignores signals, leaves processes behind.
 
 Standard library alone.
 """
@@ -19,7 +19,7 @@ def note(options, what):
 
 
 def leave_behind(options):
-    """A process in a session of its own, whose parent has gone, and which wants to live."""
+    """Starts a process in a session of its own, whose parent ends, and which ignores signals to end."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""What `shmbridge launch` does once it has a plan, with a plan from a file: python run_plan.py PLAN
+"""Runs a plan from a file as `shmbridge launch` does: python run_plan.py PLAN
 text|json.
 """
 

@@ -5,7 +5,7 @@ from shmbridge.launch.config import Restart
 
 
 def delays(rule, lives):
-    """What it says to deaths at the end of each life, started after each delay."""
+    """Returns its delays for deaths at the end of each life, restarted after each delay."""
     backoff, now, found = Backoff(rule), 1000.0, []
     for life in lives:
         delay = backoff.after(started=now, ended=now + life)

@@ -1,5 +1,5 @@
-"""The YAML file: every mistake is named by its path, with the nearest name there is; what is right becomes
-the commands one would type.
+"""The YAML file: every mistake is named by its path, with the nearest known name; a correct file becomes the
+commands one would type.
 """
 
 import argparse
@@ -159,7 +159,7 @@ def test_a_wrong_value_is_named_by_path_and_by_what_is_expected(text, said):
         ("", "the file holds nothing and no keys"),
     ],
 )
-def test_what_is_missing_or_contradicts_is_said(text, said):
+def test_a_missing_or_contradictory_key_is_named(text, said):
     assert said in wrong(text)
 
 
@@ -199,7 +199,7 @@ trainer:
     )
 
 
-def test_of_the_recipes_keys_only_those_given_limit_the_wait_and_its_url_is_not_used():
+def test_only_given_keys_of_the_recipe_limit_the_wait_and_its_url_is_not_used():
     plan = planned(RIGHT + "trainer: {atropos: {api_url: http://localhost:9001, timeout: 30}}")
     said = command(plan, "learner")
     assert said.endswith("--batch-timeout 30.0")
@@ -209,7 +209,7 @@ def test_of_the_recipes_keys_only_those_given_limit_the_wait_and_its_url_is_not_
     assert "api_url is not used" in plan.notes[0]
 
 
-def test_without_the_section_the_learner_keeps_its_own_ways():
+def test_the_learner_keeps_its_defaults_without_the_section():
     assert "--batch" not in command(planned(RIGHT), "learner")
 
 
@@ -223,7 +223,7 @@ def test_the_learner_knows_every_flag_it_is_given():
     known.parse_args(service.command[3:])
 
 
-def test_options_and_flags():
+def test_options_become_flags():
     text = learner("options: {max_staleness: 4, resume: true, gradient-checkpointing: false, lr: 1e-6}")
     plan = planned(text.replace("port: 9004", "port: 9004, options: {dtype: bfloat16}"))
     given = "--bridge run1 --model tiny --steps 10 --run-dir runs/run1 --max-staleness 4 --resume --lr 1e-6"
@@ -332,7 +332,7 @@ def test_a_gateway_instead_of_the_learner():
         "-m shmbridge.cli gateway --bridge run1 --host 127.0.0.1 --port 8000 --compat strict"
     )
     assert gateway.check.token == "secret"
-    # not on a command line, which everybody can read
+    # not on a command line, which all users can read
     assert gateway.env["SHMBRIDGE_GATEWAY_TOKEN"] == "secret"
     assert (gateway.role, gateway.check.url, gateway.check.within_s) == (
         "hub",
@@ -440,7 +440,7 @@ def test_a_wrong_file_is_status_2_and_one_line(tmp_path, text, said):
     assert "[SB601]" in done.stderr
 
 
-def test_without_pyyaml_it_says_what_to_install(tmp_path):
+def test_the_error_without_pyyaml_says_what_to_install(tmp_path):
     (tmp_path / "yaml.py").write_text("raise ImportError('no yaml here')")
     (tmp_path / "run.yaml").write_text(RIGHT)
     done = shmbridge("launch", "run.yaml", cwd=tmp_path)

@@ -53,7 +53,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
-def test_from_a_file_to_a_trained_model(launch, config, bridge):
+def test_a_launch_goes_from_a_file_to_a_trained_model(launch, config, bridge):
     launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
     assert launch.process.wait(200) == 0, launch.errors
 
@@ -77,7 +77,7 @@ def test_from_a_file_to_a_trained_model(launch, config, bridge):
 
 
 @pytest.mark.long  # tests/transport/launch/test_orphans.py kills a launcher in every run
-def test_killed_while_environments_collect_it_leaves_no_process(launch, config, bridge):
+def test_a_launch_killed_while_environments_collect_leaves_no_process(launch, config, bridge):
     launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
 
     def lanes():

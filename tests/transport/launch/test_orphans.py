@@ -1,5 +1,5 @@
-"""No orphan ever: whoever of a launch is killed, by SIGKILL and at any time, every process it started is
-gone, by pid.
+"""A launch leaves no orphan: whichever of its processes is killed, by SIGKILL and at any time, every process
+it started is gone, by pid.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def test_the_front_is_killed(launch):
     launch.wait()
     launch.until_nothing_lives()
     launch.until(lambda: not os.path.exists(f"/proc/{supervisor}"))
-    # an orderly end, for those who listen
+    # an orderly end, for services that handle signals
     assert [each["signal"] for each in launch.said("signal")] == ["SIGTERM"]
 
 
@@ -112,7 +112,7 @@ def test_a_caller_that_ignores_sigterm(launch, who):
 
 
 def test_a_stopped_supervisor_is_killed(launch):
-    """One that is stopped cannot act: what its death sets off has to be enough."""
+    """A stopped supervisor cannot act: the effects of its death must be enough."""
     stubborn_run(launch).until_up()
     supervisor = launch.supervisor()
     os.kill(supervisor, signal.SIGSTOP)
@@ -158,7 +158,7 @@ def test_supervisor_and_guardians_are_killed_together(launch):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("who", ["front", "supervisor"])
 def test_a_kill_at_any_moment_of_the_start(launch, who, seed):
-    """Also between a fork and what it leads to."""
+    """The kill may come also between a fork and its effects."""
     moment = random.Random(seed).uniform(0.0, 0.9)
     stubborn_run(launch)
     if who == "supervisor":

@@ -1,6 +1,6 @@
 """The supervisor with fake services: order, health, restarts, stops.
 
-What no kill may leave behind is next door, in test_orphans.py.
+test_orphans.py checks that no kill leaves a process behind.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def test_each_stage_waits_for_the_health_of_the_one_before_and_stops_in_reverse(
     launch.until_nothing_lives()
 
 
-def test_without_json_each_change_is_a_line_on_stderr(launch):
+def test_each_change_is_a_line_on_stderr_without_json(launch):
     launch.start(
         [launch.service("hub", "--until", launch.folder / "enough", role="hub")], form="text"
     ).until_up()
@@ -107,7 +107,7 @@ def test_a_death_at_the_start_shows_log_and_status(launch):
     assert launch.noted("start") == ["server"]
 
 
-def test_what_cannot_be_run_says_so(launch):
+def test_a_program_that_cannot_be_run_says_so(launch):
     service = launch.service("server", role="server", within_s=20)
     service.command = ["/no/such/program"]
     launch.start([service])
@@ -224,7 +224,7 @@ def test_a_signal_while_it_starts(launch):
     launch.until_nothing_lives()
 
 
-def test_who_outstays_its_grace_is_killed(launch):
+def test_a_service_that_outstays_its_grace_is_killed(launch):
     launch.start(
         [launch.service("hub", role="hub")], [launch.service("env", "--stubborn", grace_s=0.4)]
     ).until_up()
@@ -249,7 +249,7 @@ def test_the_second_signal_ends_all_at_once(launch):
 
 
 def test_one_signal_to_everybody_is_one_signal(launch):
-    """As a service manager does it."""
+    """A service manager signals all processes at once."""
     slow = launch.service("hub", "--stubborn", "--until", launch.folder / "saved", role="hub", grace_s=60)
     launch.start([slow]).until_up()
     for pid in (launch.supervisor(), launch.pid):
@@ -377,7 +377,7 @@ def test_a_waiting_supervisor_costs_nothing(launch):
             return sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
 
     before = cpu_ticks()
-    time.sleep(1.0)  # the measure itself: a second in which nothing happens
+    time.sleep(1.0)  # the cost of the measurement itself: an idle second
     assert cpu_ticks() - before <= 1
     launch.send(signal.SIGTERM)
     assert launch.wait() == 143
@@ -385,7 +385,7 @@ def test_a_waiting_supervisor_costs_nothing(launch):
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_descriptors_that_come_closed(launch, closed):
-    """As from some cron jobs: what is said to them goes nowhere, not into the lock or a log."""
+    """As from some cron jobs: output to them is discarded, and does not go into the lock or a log."""
     hub = launch.service("hub", role="hub")
     launch.start([hub], form="text", before=("sh", "-c", f'exec "$@" {closed}', "sh")).until_up()
     assert (launch.run_dir / "launch.lock").read_text() == f"{launch.pid}\n"

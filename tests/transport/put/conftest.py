@@ -1,4 +1,4 @@
-"""Puts the table of forms where tests import it from."""
+"""Makes the table of forms importable for the tests."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Every form that a column may have, and every mistake in one: what `put` makes of it.
+"""Every form that a column may have, and every mistake in one, with the result of `put`.
 
-`put_forms.json` has the outcomes, bytes or an error's words. A difference is a change of what `put` promises.
+`put_forms.json` has the outcomes: bytes, or an error's text. A difference is a change of `put`'s contract.
 `python tests/transport/put/put_forms.py --write` writes them again.
 """
 
@@ -235,7 +235,7 @@ def scalar_forms(dtype: str, values: list[Any]) -> dict[str, Any]:
 
 
 def some(forms: dict[str, Any]) -> dict[str, Any]:
-    """Every fourth: what they share with other columns is tried there."""
+    """Returns every fourth form, as other columns try the shared ones."""
     return dict(itertools.islice(forms.items(), 0, None, 4))
 
 
@@ -582,7 +582,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 class Ends:
-    """A producer and a consumer that put cases; `outcome` says what became of one."""
+    """A producer and a consumer that put cases; `outcome` returns the result of one."""
 
     def __init__(self, bridge: str) -> None:
         self.consumer = shmbridge.Consumer(bridge, schema=SCHEMA)
@@ -595,7 +595,7 @@ class Ends:
 
     def outcome(self, group: Any, options: dict[str, Any]) -> str:
         """The digest of the record's bytes and of its slot, or the error."""
-        self._memory[self._data_at :] = 0  # what lies between columns is nobody's
+        self._memory[self._data_at :] = 0  # bytes between columns belong to no column
         try:
             self.producer.put(group, **({"group_id": "g", "policy_version": 3} | options))
         except shmbridge.ShmBridgeError as error:
@@ -603,7 +603,7 @@ class Ends:
             where = [getattr(error, name, None) for name in ("column", "row", "position")]
             text = re.sub(
                 r"(column '\w+' is \S+: ).*", r"\1...", str(error)
-            )  # NumPy's and torch's words may change
+            )  # texts of NumPy and torch may change
             return " ".join(f"{type(error).__name__} {where} {text}".split())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -629,7 +629,7 @@ class Ends:
 
 
 def outcomes(ends: Ends) -> dict[str, str]:
-    """What became of each case; of a foreign group only where that is something else than of one's own."""
+    """Returns the outcome of each case; for foreign groups only where it differs from that of own groups."""
     found: dict[str, str] = {}
     for name, group, options in cases():
         outcome = ends.outcome(group, options)

@@ -1,5 +1,5 @@
-"""What must never reach a consumer: each wrong group is a typed error that says where, nothing is committed,
-and the producer goes on.
+"""Groups that must never reach a consumer: each is a typed error that says where, nothing is committed, and
+the producer goes on.
 """
 
 import gc
@@ -72,7 +72,7 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_group_is_refused_with_its_place_and_counted(ends, group, column, row, said, hint) -> None:
-    """put_forms has every mistake with its words; here, that nothing of it is left."""
+    """put_forms has every mistake with its text; this test checks that nothing of it is left."""
     wrong = refused(ends, group)
     assert (wrong.column, wrong.row) == (column, row)
     assert said in str(wrong)
@@ -184,7 +184,7 @@ def test_contradictory_fragments_that_arrive_are_discarded_and_counted(
 ) -> None:
     producer, consumer = make_producer(), make_consumer()
     producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
-    producer._planner.fragments._partial.clear()  # as of a producer that does not look
+    producer._planner.fragments._partial.clear()  # as from a producer without the check
     producer.put({"tokens": [[2]] * 3}, group_id="g", group_size=4)
     producer.put({"tokens": [[3]]}, group_id="h")
     batch = next(consumer.batches(groups=1, timeout_s=10, prefetch=0))
@@ -298,7 +298,9 @@ def test_a_lane_of_another_layout_is_refused_and_the_others_go_on(make_producer,
     assert consumer.stats()["lanes_refused"] == 1
 
 
-def test_a_conflicting_type_is_refused_whoever_comes_second(bridge, make_producer, make_consumer) -> None:
+def test_a_conflicting_type_is_refused_whichever_side_comes_second(
+    bridge, make_producer, make_consumer
+) -> None:
     narrow, wide = (pa.schema([("mine", kind)]) for kind in (pa.int32(), pa.float32()))
     producer = make_producer(schema=narrow)
     with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine' is float32.*int32 in producer"):

@@ -249,7 +249,7 @@ def test_threads_that_claim_at_once_never_share_a_record(make_producer, make_con
     assert consumer.stats()["lanes_quarantined"] == 0
 
 
-def test_a_producer_that_closes_amid_a_put_says_closed(producer) -> None:
+def test_a_producer_that_closes_during_a_put_says_closed(producer) -> None:
     class Closing:
         def __index__(self) -> int:
             producer.close()

@@ -1,4 +1,4 @@
-"""One grammar of `put`: every form gives what it always gave, and the common ones need no Python."""
+"""The one grammar of `put`: every form gives the same bytes as before, and the common ones need no Python."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def groups(forms: dict[str, list[str]]) -> list:
 
 @pytest.mark.parametrize("group", groups(COMMON))
 def test_common_forms_need_no_converter(ends, group) -> None:
-    ends.producer.put({"tokens": [[1]]})  # now no look at the segments' names is due
+    ends.producer.put({"tokens": [[1]]})  # now no check of the segments' names is due
     assert ends.producer._fast_put.put(group, "g", 0, None) is not None
     for record in ends.consumer.poll():
         record.release()
@@ -193,12 +193,10 @@ def test_unusual_stamps_are_left_to_the_slow_path(fast_put, group_id, version) -
     assert fast_put.put({"tokens": [[1]]}, group_id, 0, version) is None
 
 
-def test_usual_stamps(fast_put, producer, consumer) -> None:
+def test_usual_stamps_take_the_fast_path(fast_put, producer, consumer) -> None:
     group = {"tokens": [[1]]}
     assert fast_put.put(group, None, 4, None) == 0
-    assert (
-        fast_put.put(group, "gruppe-ä", 4, 0) is None
-    )  # nobody has published it: the slow path warns of the first
+    assert fast_put.put(group, "gruppe-ä", 4, 0) is None  # not published: the slow path warns of the first
     fast_put.ahead = 1
     assert fast_put.put(group, "gruppe-ä", 4, 0) == 1
     assert fast_put.ahead == 2
@@ -217,7 +215,7 @@ def test_fast_put_declines_while_the_bridge_is_paused_or_full(fast_put, consumer
 
 
 class Shrinks:
-    """A number that takes the list it stands in away while it is read."""
+    """A number that empties the list it stands in while it is read."""
 
     def __index__(self) -> int:
         self.home.clear()
@@ -301,7 +299,7 @@ class Grows:
         return -100
 
 
-def test_tokens_that_move_while_masks_are_folded_are_looked_up_anew(make_producer, consumer) -> None:
+def test_tokens_that_move_while_masks_are_folded_are_looked_up_again(make_producer, consumer) -> None:
     producer = make_producer(lane_bytes="4M")
     tokens = [1000 + n for n in range(1 << 14)]
     masks = list(tokens)

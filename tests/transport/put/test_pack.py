@@ -1,4 +1,4 @@
-"""Every form and type a value may come in, through a lane and out again."""
+"""Values of every form and type, put through a lane and read again."""
 
 import os
 
@@ -122,7 +122,7 @@ def test_an_empty_row_fits_every_list_type(through, kind) -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, "7", None, [1], 1 + 0j, b"1", np.float32(3)])
-def test_what_is_no_integer_is_no_token(through, value) -> None:
+def test_a_value_that_is_no_integer_is_no_token(through, value) -> None:
     wrong = through.refuses({"tokens": [[1], [2, value]]})
     assert (wrong.column, wrong.row, wrong.position) == ("tokens", 1, 1)
 
@@ -240,7 +240,7 @@ def test_arrow_batches_whole_sliced_and_large(through) -> None:
     assert rows(through(large), "tokens") == [[1, 2], [3]]
 
 
-def test_what_was_put_may_change_afterwards(through) -> None:
+def test_values_that_were_put_may_change_afterwards(through) -> None:
     tokens, scores = np.array([[1, 2]]), np.array([1.0])
     record = through({"tokens": tokens, "score": scores})
     tokens[:], scores[:] = 0, 0

@@ -1,5 +1,5 @@
-"""Putting from an event loop: in order, never blocking it, and every group handed over is committed or
-counted.
+"""Putting from an event loop: in order, without blocking the loop, and every group handed over is committed
+or counted.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ def big(number: int = 0) -> dict:
 
 @pytest.fixture
 def full(make_producer):
-    """A blocking producer whose lane is full, and how many records that took."""
+    """A blocking producer whose lane is full, and the number of records in it."""
     producer = make_producer()
     while producer.stats()["lane_free_bytes"] > 13_000:
         producer.put(big(99))
@@ -30,7 +30,7 @@ async def settle(tasks) -> list:
     return tasks
 
 
-async def test_without_waiting_it_is_a_put(producer, consumer) -> None:
+async def test_put_async_that_need_not_wait_is_a_put(producer, consumer) -> None:
     assert [await producer.put_async(big()) for _ in range(2)] == [0, 1]
     assert len(consumer.poll()) == 2
 
@@ -95,7 +95,7 @@ async def test_close_while_waiting_commits_or_counts_each(full, make_consumer) -
     assert len(make_consumer().poll()) == count
 
 
-async def test_close_does_not_wait_for_who_waits(full) -> None:
+async def test_close_does_not_wait_for_a_put_that_waits(full) -> None:
     producer, _ = full
     waiting = asyncio.create_task(producer.put_async(big()))
     await asyncio.sleep(0.1)  # a thread sleeps for it by now, for a second

@@ -33,7 +33,7 @@ def span(record: shmbridge.Record) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_without_a_version_the_tokens_decide(producer, consumer, form) -> None:
+def test_tokens_decide_without_a_version(producer, consumer, form) -> None:
     consumer.publish_policy_version(9)
     producer.put({"tokens": TOKENS, "token_versions": FORMS[form]})
     record = consumer.get(1)
@@ -41,7 +41,7 @@ def test_without_a_version_the_tokens_decide(producer, consumer, form) -> None:
     assert record["token_versions"].values.tolist() == [-1, 7, 8, -1, 6]
 
 
-def test_also_from_arrow_in_a_claim_and_behind_a_full_lane(producer, consumer) -> None:
+def test_tokens_decide_also_from_arrow_in_a_claim_and_behind_a_full_lane(producer, consumer) -> None:
     consumer.publish_policy_version(9)
     schema = trajectory_schema()
     columns = {"tokens": TOKENS, "token_versions": VERSIONS}
@@ -53,7 +53,7 @@ def test_also_from_arrow_in_a_claim_and_behind_a_full_lane(producer, consumer) -
     assert [span(record) for record in consumer.poll()] == [(6, 8)] * 3
 
 
-async def test_also_in_put_async(producer, consumer) -> None:
+async def test_tokens_decide_also_in_put_async(producer, consumer) -> None:
     await producer.put_async({"tokens": TOKENS, "token_versions": VERSIONS})
     assert span(consumer.get(1)) == (6, 8)
 
@@ -113,7 +113,7 @@ def test_staleness_is_cut_by_the_oldest_token(producer, consumer) -> None:
 
 
 def test_atropos_masks_and_versions_in_one_group(producer, consumer) -> None:
-    """Rare masks are planned again, and the versions with them."""
+    """Rare masks are planned a second time, with their versions."""
     producer.put(
         {
             "tokens": TOKENS,

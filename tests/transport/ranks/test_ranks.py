@@ -165,7 +165,7 @@ def test_a_share_that_nobody_read_comes_again(make_producer, make_consumer, make
 def test_a_share_of_which_a_part_was_held_for_longer_comes_again(
     make_producer, make_consumer, make_rank, put_groups
 ):
-    """One record was let go unread and the other released later: the first is no less un-released for it."""
+    """One record was let go unread and the other released later: the first stays un-released."""
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(3))
     consumer.serve_ranks(1, groups=2, prefetch=0)
@@ -185,7 +185,7 @@ def test_a_share_of_which_a_part_was_held_for_longer_comes_again(
 def test_a_gather_that_is_interrupted_is_made_again(
     error, hold, make_producer, make_consumer, make_rank, put_groups, monkeypatch
 ):
-    """Its look at the records is not the user's."""
+    """Its reads do not count as the user's."""
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(2))
     consumer.serve_ranks(1, groups=1, prefetch=0)
@@ -204,7 +204,7 @@ def test_a_gather_that_is_interrupted_is_made_again(
     assert rank.stats()["leases_dropped_total"] == 0
 
 
-def test_what_the_user_read_before_the_gather_stays_read(
+def test_records_that_the_user_read_before_the_gather_stay_read(
     make_producer, make_consumer, make_rank, put_groups, monkeypatch
 ):
     consumer, producer = make_consumer(), make_producer()
@@ -222,7 +222,7 @@ def test_what_the_user_read_before_the_gather_stays_read(
 
 
 def test_a_batch_that_was_handed_out_counts_as_looked_at(make_producer, make_consumer, make_rank, put_groups):
-    """Although nobody looked at its records but the gathering."""
+    """It counts although only the gather read its records."""
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(2))
     consumer.serve_ranks(1, groups=1, prefetch=0)
@@ -258,7 +258,7 @@ def test_a_closed_rank_can_be_taken_again(make_rank):
     make_rank()
 
 
-def test_no_hub_is_said_within_the_timeout(make_rank):
+def test_a_missing_hub_is_an_error_within_the_timeout(make_rank):
     with pytest.raises(errors.NoConsumer, match="had no consumer"):
         make_rank().next_share(0.2)
 
@@ -309,7 +309,7 @@ def test_a_batch_that_can_never_be_filled_is_said_to_the_ranks(make_rank, make_c
         make_rank().next_share(20)
 
 
-def test_what_grows_stale_while_it_waits_is_not_handed_out(
+def test_a_batch_that_grows_stale_while_it_waits_is_not_handed_out(
     make_rank, make_consumer, make_producer, put_groups, until
 ):
     consumer, producer = make_consumer(), make_producer()
@@ -329,7 +329,7 @@ def test_what_grows_stale_while_it_waits_is_not_handed_out(
 
 
 def test_an_exception_tells_what_was_released(bridge, make_consumer, make_producer, put_groups):
-    """The end of the `with` is a close: what was released is done, what was not goes to the successor."""
+    """The end of the `with` is a close: released shares are done, the others go to the successor."""
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(3))
     consumer.serve_ranks(1, groups=1, prefetch=1)
@@ -414,7 +414,7 @@ def test_an_error_in_forming_batches_reaches_the_ranks(
 
 
 def test_a_look_that_fails_is_made_again(make_rank, make_consumer, make_producer, put_groups, monkeypatch):
-    """For want of a descriptor, say: the share must not be lost for a rank that lives."""
+    """It may fail for lack of a descriptor; the share must not be lost for a living rank."""
     consumer, producer, rank = make_consumer(), make_producer(), make_rank()
     put_groups(producer, range(1))
     consumer.serve_ranks(1, groups=1, prefetch=0)
@@ -425,7 +425,7 @@ def test_a_look_that_fails_is_made_again(make_rank, make_consumer, make_producer
     assert numbers_of(next(rank.batches(timeout_s=10))) == [0]
 
 
-def test_what_is_fresh_of_a_withdrawn_batch_is_dealt_out_although_the_bridge_is_drained(
+def test_fresh_groups_of_a_withdrawn_batch_are_dealt_out_although_the_bridge_is_drained(
     make_rank, make_consumer, make_producer, put_groups, until
 ):
     consumer, producer = make_consumer(), make_producer()
@@ -488,9 +488,9 @@ def test_a_rank_that_came_back_reads_what_the_other_leaves(
 ):
     """Broadcast, "spread": both ranks end in turn, one is back in between.
 
-    Batches that nobody has read are not released.
+    Unread batches are not released.
     """
-    monkeypatch.setattr("shmbridge.ranks.server._LOOK_EVERY_S", 0.0)  # each question finds who is dead
+    monkeypatch.setattr("shmbridge.ranks.server._LOOK_EVERY_S", 0.0)  # each request finds the dead ranks
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(10))
     consumer.serve_ranks(2, groups=2, mode="broadcast", prefetch=2, dead_rank="spread")
@@ -525,7 +525,7 @@ def test_a_rank_that_dies_before_the_hub_looked_leaves_its_share_to_the_living(
     assert len(second.next_share(10).groups) == 1
     second.close()
     monkeypatch.setattr("shmbridge.ranks.server._LOOK_EVERY_S", 0.0)
-    with first.next_share(10) as share:  # its own, which it had let go
+    with first.next_share(10) as share:  # its own share, dropped before
         assert [record.sequence for record in share.records] == found
     with first.next_share(10) as share:
         assert (share.manifest.reissued, share.manifest.step) == (True, 0)
@@ -536,7 +536,7 @@ def test_a_rank_that_dies_before_the_hub_looked_leaves_its_share_to_the_living(
 
 
 def test_an_idle_rank_and_its_hub_cost_nothing(make_rank, make_consumer):
-    """Also before serve_ranks was called: less than 1 % of a core for both together."""
+    """Less than 1 % of a core for both together, also before serve_ranks was called."""
     make_consumer()
     rank = make_rank()
     with pytest.raises(errors.ConsumerEmpty):

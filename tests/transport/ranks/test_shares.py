@@ -1,4 +1,4 @@
-"""Who gets what: dealing out, and the book of shares, against properties that hold whatever happens."""
+"""Dealing out shares, and the book of shares, against properties that hold in every case."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def group(tokens: int) -> SimpleNamespace:
 
 @QUIET
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=64), st.integers(1, 8))
-def test_dealing_out(tokens, world_size):
+def test_shares_are_dealt_out_evenly(tokens, world_size):
     """Every group once, counts as even as can be, oldest first, and no rank worse off than by the longest
     group.
     """
@@ -45,7 +45,9 @@ def test_tokens_are_balanced():
 
 
 class Book(RuleBasedStateMachine):
-    """Ranks that ask, die, come again, say done late or twice; compared with who really looks at what."""
+    """Ranks that ask, die, come again, say done late or twice; compared with the groups that each really
+    reads.
+    """
 
     @initialize(world_size=st.integers(1, 3), mode=st.sampled_from(["sharded", "broadcast"]))
     def begin(self, world_size, mode):
@@ -133,7 +135,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def one_goes_and_another_comes_back(self, data):
-        """What it takes for a share to lose all its readers one by one."""
+        """The steps by which a share loses all its readers one by one."""
         if len(self.living) < 2:
             self.a_successor_comes(data)
         self.someone_dies(data)

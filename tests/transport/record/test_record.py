@@ -1,4 +1,4 @@
-"""A record as its reader sees it: in place, read-only, and there until the last view is gone."""
+"""A record as its reader sees it: in place, read-only, and valid until the last view is gone."""
 
 import copy
 import dataclasses
@@ -232,7 +232,7 @@ def test_a_view_outlives_its_consumer_which_keeps_the_bridge_until_then(bridge, 
     del view
     gc.collect()
     with shmbridge.Consumer(bridge) as again:
-        assert [record.redelivered for record in again.poll()] == [True]  # nobody has released it
+        assert [record.redelivered for record in again.poll()] == [True]  # not released
 
 
 def test_arrow_has_the_same_values_and_holds_the_lease(record, held) -> None:

@@ -1,4 +1,4 @@
-"""A record is released by a word only: every way to take one, every way to leave it
+"""A record is released only explicitly: every way to take one, every way to leave it
 (docs/reference/releases.md).
 """
 
@@ -33,16 +33,15 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class Way:
-    """One row of the table: what yields items from a hub, and which of them a step releases by itself."""
+    """One row of the table: a way to take items from a hub, and which of them a step releases by itself."""
 
     name: str
     items: Callable[[shmbridge.Consumer], Iterator[Any]]
-    # "step": the next step, what the last one yielded; "gather": the hand-out; "word": nothing but their own
-    # words
+    # What releases an item. "step": the next step; "gather": its hand-out; "word": only its own release()
     releases: str
 
     def released(self, items: int) -> list[int]:
-        """Which records were released by the steps when `items` items have been handed out."""
+        """Returns the records that the steps have released when `items` items have been handed out."""
         return list(range({"step": items - 1, "gather": items, "word": 0}[self.releases]))
 
 
@@ -105,7 +104,7 @@ ways = pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
 
 @pytest.fixture
 def left(bridge, make_producer, make_consumer) -> Callable[[], list[int]]:
-    """What the next consumer gets again."""
+    """Returns the records that the next consumer gets again."""
     producer = make_producer()
     for number in range(PUT):
         producer.put({"tokens": [[number]]})
@@ -127,7 +126,7 @@ def without(*released: int) -> list[int]:
 
 
 @ways
-def test_its_own_word_releases(way, make_consumer, left) -> None:
+def test_an_items_own_release_releases_it(way, make_consumer, left) -> None:
     with make_consumer() as hub:
         for number, item in enumerate(way.items(hub)):
             item.release()
@@ -168,7 +167,7 @@ def test_leaving_a_loop_releases_nothing(way, end, make_consumer, left) -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.name != "take_groups"], ids=lambda way: way.name)
-def test_its_own_with_releases_unless_an_exception_leaves_it(way, make_consumer, left) -> None:
+def test_an_items_own_with_block_releases_unless_an_exception_leaves_it(way, make_consumer, left) -> None:
     with make_consumer() as hub:
         items = way.items(hub)
         with next(items):
@@ -224,7 +223,9 @@ def test_a_rank_is_done_by_a_word_only(hold, end, make_consumer, make_rank, left
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "batches" not in way.name], ids=lambda way: way.name)
-def test_what_nobody_looked_at_is_handed_out_again_next(way, make_consumer, left, caplog, recwarn) -> None:
+def test_records_that_nobody_looked_at_are_handed_out_again_next(
+    way, make_consumer, left, caplog, recwarn
+) -> None:
     hub = make_consumer()
     items = way.items(hub)
     first = next(items)
@@ -262,7 +263,7 @@ def test_a_list_that_an_exception_ends_comes_again_in_order(make_consumer, left)
         lambda r: r.to_arrow().num_rows,
     ],
 )
-def test_what_was_looked_at_stays_and_is_taken_back_by_a_word(make_consumer, left, look, caplog) -> None:
+def test_records_that_were_looked_at_stay_until_taken_back(make_consumer, left, look, caplog) -> None:
     hub = make_consumer()
     record = hub.get(5)
     look(record)
@@ -371,7 +372,7 @@ def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(
 
 
 def test_a_loss_is_said_though_logging_hangs(make_producer, make_consumer, monkeypatch) -> None:
-    """As it does for every other thread once the program's own logging was interrupted."""
+    """Logging hangs for every other thread once the program's own logging was interrupted."""
     stuck = threading.Event()
     monkeypatch.setattr(
         logging.getLogger("shmbridge.record.unreleased"), "warning", lambda *_: stuck.wait(60)
@@ -390,7 +391,7 @@ def test_a_loss_is_said_though_logging_hangs(make_producer, make_consumer, monke
 def test_a_loss_is_said_also_where_no_thread_can_be_had(
     make_producer, make_consumer, monkeypatch, caplog, of
 ) -> None:
-    """Else get() would raise a bare RuntimeError for the sake of a log line."""
+    """Otherwise get() would raise a bare RuntimeError because of a log line."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -442,10 +443,8 @@ def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> Non
     [way for way in WAYS if "gather" not in way.name and "async" not in way.name],
     ids=lambda way: way.name,
 )
-def test_what_an_interrupt_loses_comes_again(way, make_producer, make_consumer) -> None:
-    """Whatever was not released by a word here is there for the next consumer: what is gone was said to be
-    done first.
-    """
+def test_records_that_an_interrupt_loses_come_again(way, make_producer, make_consumer) -> None:
+    """Every record not released here is there for the next consumer; a missing one was noted as done."""
     producer, hub, done = make_producer(lane_bytes="4M"), make_consumer(), set()
     total = 400
     for number in range(total):
@@ -473,8 +472,8 @@ def test_what_an_interrupt_loses_comes_again(way, make_producer, make_consumer) 
 def test_a_handler_closes_while_a_batch_is_formed(
     bridge, make_producer, make_consumer, monkeypatch, prefetch
 ) -> None:
-    """The lock is held by the thread that the handler interrupts: it closes once it is through, and never
-    waits for itself.
+    """The lock is held by the thread that the handler interrupts: it closes after the call, and never waits
+    for itself.
     """
     producer, hub = make_producer(), make_consumer()
     for number in range(4):
@@ -549,14 +548,14 @@ def test_a_handler_that_closes_at_any_time_never_hangs(prefetch, make_producer, 
 # ------------------------------------------------------------------------------------------------------
 
 RECORDS = 10_000
-REPEATS = {"async for", "batches step 0", "batches gather 2", "batches caller 0"}  # of a way that runs always
+REPEATS = {"async for", "batches step 0", "batches gather 2", "batches caller 0"}  # of a way that always runs
 
 
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, id=way.name, marks=[pytest.mark.long] if way.name in REPEATS else []) for way in WAYS],
 )
-def test_ten_thousand_records_and_none_dropped(way, make_producer, make_consumer) -> None:
+def test_ten_thousand_records_pass_and_no_lease_is_dropped(way, make_producer, make_consumer) -> None:
     producer, hub = make_producer(lane_bytes="4M"), make_consumer()
     seen = 0
     while seen < RECORDS:
@@ -583,7 +582,7 @@ def test_ten_thousand_records_and_none_dropped(way, make_producer, make_consumer
 
 
 @pytest.mark.parametrize("hold", RANK_HOLDS)
-def test_ten_thousand_records_through_a_rank_and_none_dropped(
+def test_ten_thousand_records_pass_a_rank_and_no_lease_is_dropped(
     hold, make_producer, make_consumer, make_rank
 ) -> None:
     producer, hub = make_producer(lane_bytes="4M"), make_consumer()
@@ -607,7 +606,7 @@ def test_ten_thousand_records_through_a_rank_and_none_dropped(
 
 
 def many(way: Way) -> Callable[[shmbridge.Consumer], Iterator[Any]]:
-    """The same way, in batches of a hundred where it forms any."""
+    """The same way, with batches of a hundred where it forms batches."""
     if way.name.startswith("batches"):
         _, hold, prefetch = way.name.split()
         return lambda hub: hub.batches(groups=100, timeout_s=5, hold=hold, prefetch=int(prefetch))

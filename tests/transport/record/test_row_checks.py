@@ -1,4 +1,4 @@
-"""Checks of rows: stored by every form of `put`, over what lies in the lane, hidden from columns, Arrow and
+"""Checks of rows: stored by every form of `put`, over the values in the lane, hidden from columns, Arrow and
 Atropos.
 """
 
@@ -86,7 +86,7 @@ def test_each_form_of_put_has_the_same_checks(producer, consumer, form) -> None:
 
 
 @pytest.mark.usefixtures("every_row")
-def test_foreign_groups_and_put_async_and_a_claim(producer, consumer) -> None:
+def test_foreign_groups_put_async_and_a_claim_have_checks(producer, consumer) -> None:
     producer.put(masks(LISTS), foreign=True)
     asyncio.run(producer.put_async(PUT))
     with producer.claim(2, dict.fromkeys(PUT, LENGTHS)) as slot:
@@ -149,7 +149,7 @@ def test_checks_end_with_the_lease(producer, consumer) -> None:
     assert checks.all()
 
 
-def test_one_row_in_so_many_wherever_it_stands(bridge, consumer, monkeypatch) -> None:
+def test_checks_are_on_one_row_in_so_many_wherever_it_stands(bridge, consumer, monkeypatch) -> None:
     monkeypatch.setenv(VARIABLE, "8")
     rows, records = 8, 400
     found = np.zeros(rows, int)
@@ -165,7 +165,7 @@ def test_one_row_in_so_many_wherever_it_stands(bridge, consumer, monkeypatch) ->
     assert found.min() > 0.04 * records
 
 
-def test_none_where_nobody_wants_any(bridge, consumer, monkeypatch) -> None:
+def test_rows_carry_no_checks_where_nobody_wants_any(bridge, consumer, monkeypatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
     with shmbridge.Producer(bridge) as producer:
         producer.put(PUT)
@@ -173,7 +173,7 @@ def test_none_where_nobody_wants_any(bridge, consumer, monkeypatch) -> None:
         assert record.row_checks("tokens") is None
 
 
-def test_the_variable_is_a_number(bridge, monkeypatch) -> None:
+def test_the_variable_must_be_a_number(bridge, monkeypatch) -> None:
     monkeypatch.delenv(VARIABLE)
     assert checked_every() == DEFAULT_EVERY
     for wrong in ("often", "-1", "1.5", str(1 << 32)):
@@ -195,4 +195,4 @@ def test_a_check_knows_its_column_place_and_length() -> None:
     assert 0 not in seen
     assert (
         check_of("tokens", np.arange(4, dtype="<i4")) == 15263788030397751712
-    )  # of all machines and releases
+    )  # the same on all machines and releases

@@ -32,7 +32,7 @@ def trip(producer, consumer):
         "distill_logprobs",
     ],
 )
-def test_nothing_comes_back_as_the_nothing_it_was(trip, name, empty) -> None:
+def test_empty_columns_come_back_as_null_or_empty_as_they_were(trip, name, empty) -> None:
     group = {**BASE, name: empty}
     _, back = trip(group)
     assert back == group

@@ -42,7 +42,7 @@ views = pytest.mark.parametrize("which", ["values", "row", "slice", "scalars"])
 
 
 @views
-def test_numpy(get, which) -> None:
+def test_numpy_cannot_write_a_view(get, which) -> None:
     view = view_of(get(), which)
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 9
@@ -57,7 +57,7 @@ def test_numpy(get, which) -> None:
 
 
 @views
-def test_what_is_computed_from_a_view_is_no_view(get, which) -> None:
+def test_a_result_computed_from_a_view_is_no_view(get, which) -> None:
     view = view_of(get(), which)
     made = view * 2
     made[0] = 9
@@ -69,7 +69,7 @@ def test_what_is_computed_from_a_view_is_no_view(get, which) -> None:
 
 
 @views
-def test_memoryview_and_ctypes(get, which) -> None:
+def test_memoryview_and_ctypes_cannot_write_a_view(get, which) -> None:
     record = get()
     view = view_of(record, which)
     for exporter in (view, record):
@@ -80,7 +80,7 @@ def test_memoryview_and_ctypes(get, which) -> None:
         memoryview(record)[0] = 1
 
 
-def test_pyarrow(get) -> None:
+def test_pyarrow_cannot_write_a_view(get) -> None:
     record = get()
     pyarrow = pytest.importorskip("pyarrow")
     assert not pyarrow.py_buffer(record["advantages"].values).is_mutable
@@ -114,9 +114,7 @@ def test_torch_is_refused_dlpack_and_told_what_copies(get, which) -> None:
 
 @views
 def test_torch_warns_where_it_asks_for_no_dlpack(get, which) -> None:
-    """from_numpy and as_tensor ask nobody: torch itself says what it does, once in a process, and reading is
-    right.
-    """
+    """from_numpy and as_tensor do not ask the exporter: torch warns once per process, and reading is safe."""
     view = view_of(get(), which)
     torch = pytest.importorskip("torch")
     torch.set_warn_always(True)
@@ -130,7 +128,7 @@ def test_torch_warns_where_it_asks_for_no_dlpack(get, which) -> None:
 
 
 def rights(lane: str) -> dict[int, str]:
-    """Of this process' mappings of a segment: offset in the segment -> rights, for readers only."""
+    """The rights of this process' mappings of a segment: offset -> rights, for readers only."""
     with open("/proc/self/maps") as maps:
         fields = [line.split() for line in maps if line.rstrip().endswith(lane)]
     return {int(offset, 16): mode for _, mode, offset, *_ in fields}
@@ -162,8 +160,10 @@ print("wrote", flush=True)
 """
 
 
-def test_who_writes_all_the_same_changes_no_committed_record(bridge, producer, make_consumer) -> None:
-    """The process that ignores torch's warning ends, as by any bug; the next consumer reads what was put."""
+def test_a_write_through_torch_changes_no_committed_record(bridge, producer, make_consumer) -> None:
+    """A process that ignores torch's warning dies of SIGSEGV; the next consumer reads the values that were
+    put.
+    """
     pytest.importorskip("torch")
     producer.put(GROUP)
     ended = subprocess.run([sys.executable, "-c", CULPRIT, bridge], capture_output=True, text=True)

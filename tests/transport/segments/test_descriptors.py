@@ -1,10 +1,11 @@
-"""Whatever is interrupted where, no descriptor is closed twice: by then its number may be another
-thread's.
+"""Wherever a call is interrupted, no descriptor is closed twice: its number may belong to another thread by
+then.
 """
 
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import shmbridge
 from shmbridge._ext.mapping import Descriptor
 from shmbridge.segments import engine_folders, locks, membership, os_limits, placement, segment
+from tests.transport import interrupts
 
 WATCHED = {each.__file__ for each in (engine_folders, os_limits, locks, membership, placement, segment)}
 
@@ -48,7 +50,8 @@ def test_a_mapping_keeps_its_descriptor_open(bridge) -> None:
 
 
 def interrupt_at(call: Callable[[], object], number: int) -> list[int] | None:
-    """Raises at one bytecode of the modules above; what was opened meanwhile, as by another thread.
+    """Raises at one bytecode of the modules above; returns files opened in the meantime, as by another
+    thread.
 
     None if the call ended before.
     """
@@ -79,7 +82,7 @@ def interrupt_at(call: Callable[[], object], number: int) -> list[int] | None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
 @pytest.mark.parametrize("what", ["create", "open", "remove", "enter", "engine folder"])
-def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
+def test_descriptors_are_not_closed_twice_wherever_an_interrupt_comes(what, bridge) -> None:
     def open_and_forget() -> None:
         name, mapping = segment.create_lane(bridge, 1 << 16)
         if what == "open":
@@ -97,7 +100,7 @@ def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
     number = 0
     while (opened := interrupt_at(calls[what], number)) is not None:
         for each in opened:
-            os.close(each)  # OSError: somebody has
+            os.close(each)  # OSError: the interrupted call has
         number += 1
     assert number > 100
     membership.sweep(bridge, with_records=True)
@@ -106,7 +109,7 @@ def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
 def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writes(
     consumer, producer
 ) -> None:
-    """A record would ring into another's file."""
+    """Otherwise a record's ring would be written into another file."""
 
     async def hang() -> int:
         with contextlib.suppress(shmbridge.ConsumerEmpty):
@@ -117,14 +120,14 @@ def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writ
 
     number = asyncio.run(hang())
     relay = consumer._waiting._loop_bell._relay
-    consumer._waiting._loop_bell = None  # as an interrupt before it is noted leaves it
+    consumer._waiting._loop_bell = None  # the state after an interrupt before it is noted
     gc.collect()
     os.fstat(number)
     consumer._waiting._sleep.stop_relay()
     relay.join()
 
 
-def test_with_many_descriptors_open_the_living_consumer_is_named(bridge, consumer) -> None:
+def test_the_living_consumer_is_named_with_many_descriptors_open(bridge, consumer) -> None:
     opened = [os.eventfd(0) for _ in range(1100)]
     try:
         with pytest.raises(shmbridge.ConsumerTaken, match=f"pid {os.getpid()}"):
@@ -182,3 +185,15 @@ def test_a_consumer_that_is_refused_leaves_no_descriptor_open(bridge, no_collect
         with pytest.raises(ValueError, match="lanes"):
             shmbridge.Consumer(bridge, lanes=0)
     assert open_now() == before
+
+
+def test_the_probe_for_descriptors_leaves_none_open_when_interrupted(no_collection) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in itertools.count(1):
+        at_a_line = interrupts.raising_at(number, {os_limits.__name__})
+        with at_a_line as came, contextlib.suppress(interrupts.Stop):
+            os_limits.check_descriptors(8, "a test")
+        if not came():
+            break
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert number > 2

@@ -1,5 +1,5 @@
-"""Names removed while everybody lives, as systemd-logind's RemoveIPC does: no two hubs read one lane, no
-producer puts into nothing.
+"""Names removed while all processes live, as systemd-logind's RemoveIPC does: no two hubs read one lane, no
+producer puts into a lost lane.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def remove_all(bridge):
 
 
 def fails_within_a_second(put) -> shmbridge.LaneRemoved:
-    """A put that is made a second after the names went, or waits by then."""
+    """A put made a second after the names were removed, or waiting by then, must fail."""
     began = time.monotonic()
     with pytest.raises(shmbridge.LaneRemoved, match=r"SB207.*RemoveIPC") as caught:
         while True:
@@ -39,8 +39,8 @@ def fails_within_a_second(put) -> shmbridge.LaneRemoved:
 def test_a_second_hub_does_not_read_a_lane_that_the_first_reads(
     bridge, producer, make_consumer, caplog, until
 ) -> None:
-    """The control segment's name goes; whoever comes then finds the lane, and leaves it until the first has
-    ended.
+    """The control segment's name is removed; a hub that starts then finds the lane, and leaves it until the
+    first has ended.
     """
     for number in range(3):
         producer.put({"tokens": [[number]]})
@@ -63,7 +63,7 @@ def test_a_second_hub_does_not_read_a_lane_that_the_first_reads(
 def test_put_fails_within_a_second_and_the_hub_that_has_the_lane_takes_what_was_committed(
     producer, consumer, remove_all
 ) -> None:
-    consumer.poll()  # it has the lane
+    consumer.poll()  # the hub has adopted the lane
     remove_all()
     wrong = fails_within_a_second(lambda: producer.put(GROUP))
     assert producer.lane_name in str(wrong)

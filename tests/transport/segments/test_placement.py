@@ -1,4 +1,4 @@
-"""How lanes lie in memory: huge pages, locked memory; and that each of them may be refused."""
+"""Lanes in memory: huge pages and locked memory, each of which may be refused."""
 
 import os
 import resource

@@ -1,5 +1,5 @@
-"""What users get for their own tests: importing it costs nothing, and the fixtures say what a test leaves
-behind.
+"""The package's tools for users' tests: importing them costs nothing, and the fixtures name what a test
+leaves behind.
 """
 
 import importlib
@@ -59,7 +59,7 @@ def pytest_in(folder: Path, tests: str, *options: str, plugin: str = PLUGIN) -> 
             "test_user.py",
         ],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": ROOT},
+        env={**os.environ, "PYTHONPATH": ROOT, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=60,
@@ -120,8 +120,8 @@ def test_a_child_that_says_something_else_fails_the_test(tmp_path):
     assert "said 'no' and not 'ready'" in output
 
 
-def test_who_is_left_is_named(tmp_path):
-    """The test passes, its end does not: it says which segments, and which process."""
+def test_a_process_that_is_left_is_named(tmp_path):
+    """The test passes, its teardown fails: the error names the segments and the process."""
     outcomes, output = pytest_in(tmp_path, LEAVES_A_PROCESS, "-s")
     pid, name = re.search(r"left (\d+) (\S+)", output).groups()
     assert outcomes in ({"passed": 2, "error": 1},), output
@@ -179,7 +179,7 @@ def test_a_build_that_fails_says_what_the_compiler_said(tmp_path):
         fault_build(tmp_path, tmp_path / "into")  # a failed build does not count as one
 
 
-def test_waiting_says_what_for():
+def test_wait_until_says_what_it_waited_for():
     with pytest.raises(AssertionError, match=r"not within 0\.01 s: never"):
 
         def never() -> bool:

@@ -93,9 +93,8 @@ def test_a_lease_makes_the_writer_wait_only_for_its_slot(ends) -> None:
 
 
 def test_one_tensor_lives_at_a_time(ends) -> None:
-    """What a generator makes is copied before the next is asked for: it may be the same memory.
-
-    A writer's first version apart.
+    """A tensor of a generator is copied before the next is requested, since it may be the same memory; except
+    in a writer's first version.
     """
     writer, reader = ends
     writer.publish(1, tensors(1))
@@ -167,7 +166,7 @@ def test_one_writer_at_a_time(ends, bridge) -> None:
         WeightsWriter(bridge)
 
 
-def test_of_two_writers_that_began_with_nothing_the_first_to_publish_is_the_one(bridge) -> None:
+def test_the_first_to_publish_of_two_new_writers_is_the_writer(bridge) -> None:
     with WeightsWriter(bridge) as first, WeightsWriter(bridge) as second, WeightsReader(bridge) as reader:
         first.publish(1, tensors(1))
         for _ in range(2):
@@ -179,7 +178,7 @@ def test_of_two_writers_that_began_with_nothing_the_first_to_publish_is_the_one(
         assert reader.copy()[0] == 2
 
 
-def test_who_is_refused_is_told_of_the_writer_that_took_over(bridge, child) -> None:
+def test_a_refused_writer_is_told_of_the_one_that_took_over(bridge, child) -> None:
     with WeightsReader(bridge):
         with WeightsWriter(bridge) as first:
             first.publish(1, tensors(1))
@@ -300,8 +299,8 @@ def test_a_copy_goes_into_arrays_that_fit(ends, wrong) -> None:
 
 @pytest.mark.parametrize("wanted", [None, 2])
 def test_a_lease_that_the_writer_came_round_before_is_of_what_is_there(ends, monkeypatch, wanted) -> None:
-    """Between the look for the version and the slot's lock two others are published: the second of them lies
-    in that slot.
+    """Between reading the version and locking its slot, two others are published; the second of them is in
+    that slot.
     """
     writer, reader = ends
     for version in (1, 2):
@@ -325,8 +324,8 @@ def test_a_lease_that_the_writer_came_round_before_is_of_what_is_there(ends, mon
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
-def test_a_version_whose_slot_was_begun_anew_is_not_to_be_had(ends, written) -> None:
-    """Some of its bytes are of a version that never came."""
+def test_a_version_whose_slot_is_being_filled_again_cannot_be_leased(ends, written) -> None:
+    """Some of its bytes are of a version that was never committed."""
     writer, reader = ends
     for version in (1, 2):
         writer.publish(version, tensors(version))
@@ -365,7 +364,7 @@ print(*(reader.wait(version, 30) for version in (1, 2, 3)), reader.late_wakes)
     for version in (2, 3, 4):
         writer.publish(version, tensors(version))
         reader.wait(version - 1, timeout_s=1)
-        time.sleep(0.02)  # for the child to go back to sleep: it is to see each
+        time.sleep(0.02)  # for the child to go back to sleep, so that it sees each
     assert waiting.communicate(timeout=30)[0].split()[-1] == "0"
 
 
@@ -393,7 +392,7 @@ def test_a_part_is_not_taken_for_the_whole(ends) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of kinds of tensors that are in beta
 @pytest.mark.parametrize("form", ["meta", "sparse", "csr", "nested", "lazy"])
-def test_what_has_no_plain_values_is_refused_by_name_and_the_rest_stays(ends, form) -> None:
+def test_a_tensor_without_plain_values_is_refused_by_name_and_the_rest_stays(ends, form) -> None:
     writer, reader = ends
     w = torch.eye(3)
     made = {
@@ -448,7 +447,7 @@ def test_a_closed_writer_says_so(bridge) -> None:
         writer.publish(1, tensors(1))
 
 
-def test_what_no_reader_could_take_is_not_published(ends) -> None:
+def test_tensors_that_no_reader_could_take_are_not_published(ends) -> None:
     writer, reader = ends
     with pytest.raises(shmbridge.WeightsMismatch, match=r"'when' is datetime64\[s\]\[4\]"):
         writer.publish(1, [("when", np.zeros(4, "datetime64[s]"))])
@@ -456,7 +455,7 @@ def test_what_no_reader_could_take_is_not_published(ends) -> None:
 
 
 def test_a_version_that_somebody_holds_can_be_had_by_number(bridge):
-    """Thus one process looks what is newest, and tells others, which find it although the learner goes on."""
+    """One process finds the newest version and tells others, which can lease it while the learner goes on."""
     with WeightsWriter(bridge) as writer, WeightsReader(bridge) as reader, WeightsReader(bridge) as other:
         writer.publish(1, {"a": np.full(4, 1.0)}.items())
         with reader.lease() as held:

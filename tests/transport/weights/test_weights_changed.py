@@ -3,6 +3,7 @@ changed.
 """
 
 import itertools
+import os
 
 import numpy as np
 import posix_ipc
@@ -51,7 +52,7 @@ def test_tensors_not_given_keep_their_value(ends) -> None:
         assert lease.changed_since(3) == {"a", "b", "c"}
 
 
-def test_what_cannot_be_said_has_all_changed(ends) -> None:
+def test_an_unknown_difference_counts_as_all_changed(ends) -> None:
     writer, reader = ends
     writer.publish(3, tensors(3))
     writer.publish(4, tensors(4, ["a"]), changed_only=True)
@@ -61,7 +62,9 @@ def test_what_cannot_be_said_has_all_changed(ends) -> None:
 
 
 def test_versions_of_an_earlier_segment_are_not_compared_with(bridge) -> None:
-    """Here the successor begins below: a foreign hand removed the segment, so that it cannot know."""
+    """Here the successor begins with a lower version: the segment was removed by force, so it cannot know the
+    last one.
+    """
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as first:
             first.publish(2, tensors(2))
@@ -93,7 +96,7 @@ def test_the_first_version_is_whole(ends) -> None:
         (tensors(2, ["a", "a"]), "'a' was given, the segment has 3: it comes twice"),
     ],
 )
-def test_what_is_not_of_the_table_is_refused_by_name(ends, changed, what) -> None:
+def test_a_tensor_that_is_not_of_the_table_is_refused_by_name(ends, changed, what) -> None:
     writer, reader = ends
     writer.publish(1, tensors(1))
     with pytest.raises(shmbridge.WeightsMismatch, match=what):
@@ -128,11 +131,11 @@ STEP = st.one_of(
     derandomize=True, database=None, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(steps=st.lists(STEP, max_size=10))
-def test_any_order_of_writes_is_what_the_model_says(tmp_path, steps) -> None:
+def test_any_order_of_writes_is_what_the_model_says(steps) -> None:
     """Values, and what changed since any version, after every step: whole, changed only, filled, begun and
     abandoned, by a new writer.
     """
-    bridge = f"changed-{tmp_path.name[-8:]}-{next(NUMBERS)}".replace("_", "-")
+    bridge = f"changed-{os.getpid()}-{next(NUMBERS)}"
     with WeightsReader(bridge) as reader:
         writer = WeightsWriter(bridge)
         writer.publish(0, tensors(0))
@@ -178,7 +181,7 @@ NUMBERS = itertools.count()
 
 
 def test_a_successor_may_begin_with_the_very_number_that_is_held(bridge) -> None:
-    """As above."""
+    """The segment was removed by force here, too."""
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as first:
             first.publish(2, tensors(2))

@@ -1,4 +1,4 @@
-"""Versions of one bridge's weights rise, whatever becomes of the segments that they are in."""
+"""Versions of one bridge's weights rise, whatever happens to their segments."""
 
 import numpy as np
 import posix_ipc
@@ -15,7 +15,7 @@ def model(name: str, version: int) -> list:
 
 @pytest.fixture
 def reader(bridge):
-    """Takes part all the time, so that the bridge lasts."""
+    """A participant, so that the bridge lasts."""
     with WeightsReader(bridge) as reader:
         yield reader
 
@@ -55,7 +55,7 @@ def test_a_model_that_no_mount_could_hold_leaves_the_one_that_is_there(bridge, r
 
 
 def test_a_writer_of_another_model_without_memory_leaves_the_last_version(bridge, reader, monkeypatch):
-    """Of the same writer, too: it has no segment from then on."""
+    """The last version may be the same writer's; that writer has no segment from then on."""
     with WeightsWriter(bridge) as writer:
         writer.publish(7, model("a", 7))
     with WeightsWriter(bridge) as writer:
@@ -72,7 +72,7 @@ def test_a_writer_of_another_model_without_memory_leaves_the_last_version(bridge
 
 @pytest.mark.parametrize("of", ["a", "b"])
 def test_a_writer_that_was_there_before_does_not_go_below_one_that_came_and_went(bridge, reader, of):
-    """It found no segment; the one that there is now holds the other's version, which stays."""
+    """It found no segment at its start; the present one holds the other's version, which stays."""
     with WeightsWriter(bridge) as early:
         with WeightsWriter(bridge) as other:
             other.publish(7, model("a", 7))
@@ -117,7 +117,7 @@ def test_a_writer_that_was_overtaken_while_it_made_its_segment_says_so(bridge, r
 
 
 def test_the_floor_is_the_bridge_s(bridge):
-    """Who takes part last takes it along: another bridge of that name begins where it likes."""
+    """The last participant removes it: a later bridge of that name begins with any version."""
     for name in ("a", "b"):
         with WeightsWriter(bridge) as writer:
             writer.publish(7, model(name, 7))
@@ -126,7 +126,7 @@ def test_the_floor_is_the_bridge_s(bridge):
             writer.publish(3, model("c", 3))
 
 
-def test_nobody_lowers_it(bridge, reader):
+def test_the_floor_is_lowered_by_nobody(bridge, reader):
     control = membership.open_control(bridge)
     for version, expected in ((0, 0), (7, 7), (3, 7), (8, 8)):
         control.raise_weights_floor(version)

@@ -1,5 +1,5 @@
-"""A child of fork has none of its parent's ends of the weights: leaving their blocks there changes nothing,
-and is no crash.
+"""A child of fork has none of its parent's ends of the weights: leaving their `with` blocks there changes
+nothing and does not crash.
 """
 
 import os
@@ -16,7 +16,9 @@ SPECS = [("w", "float64", (5,))]
 
 
 def in_child(action: Callable[[], object]) -> int:
-    """Exit status of a child of fork that does this: 0, or 1 for an exception, or less for a signal."""
+    """Returns the exit status of a child of fork that runs this: 0, 1 for an exception, negative for a
+    signal.
+    """
     pid = os.fork()
     if pid == 0:
         status = 1

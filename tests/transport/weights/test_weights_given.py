@@ -1,6 +1,4 @@
-"""What a trainer gives for tensors and specs: what is none is refused in words, and leaves the last version
-as it was.
-"""
+"""Tensors and specs given by a trainer: wrong ones are refused with a message, and the last version stays."""
 
 import numpy as np
 import pytest
@@ -37,7 +35,7 @@ def layer() -> torch.nn.Linear:
     ],
     ids=["a model", "a dict", "parameters", "no tensor", "no name", "nothing", "masked", "ragged"],
 )
-def test_what_is_no_pair_of_name_and_tensor_is_refused_in_words(ends, given, told) -> None:
+def test_an_item_that_is_no_pair_of_name_and_tensor_is_refused_in_words(ends, given, told) -> None:
     writer, reader = ends
     for version in (1, 2):
         for changed_only in (False, True)[: 1 if version == 1 else 2]:
@@ -59,7 +57,7 @@ def test_what_is_no_pair_of_name_and_tensor_is_refused_in_words(ends, given, tol
         ([("w", ["float32"], (2,))], r"'w' is \['float32'\]\[2\]"),
     ],
 )
-def test_what_is_no_spec_is_refused_in_words(ends, specs, told) -> None:
+def test_an_item_that_is_no_spec_is_refused_in_words(ends, specs, told) -> None:
     writer, reader = ends
     with pytest.raises(shmbridge.WeightsMismatch, match=told), writer.fill(1, specs):
         pytest.fail("it began")

@@ -1,5 +1,5 @@
-"""A signal whose handler raises, wherever Python looks for one, leaves no slot of the weights held and no
-filling open.
+"""A signal handler that raises, at any point where Python runs handlers, leaves no slot of the weights held
+and no filling open.
 """
 
 import sys
@@ -21,7 +21,7 @@ OURS = (
 
 
 class Interrupted(BaseException):
-    """What a handler raises, as KeyboardInterrupt."""
+    """Raised by a handler, like KeyboardInterrupt."""
 
 
 def interrupted(action: Callable[[], object], moment: int) -> bool:
@@ -49,7 +49,7 @@ def interrupted(action: Callable[[], object], moment: int) -> bool:
 
 
 @pytest.mark.parametrize("action", ["lease", "nested", "copy", "publish", "changed_only", "fill"])
-def test_whoever_is_interrupted_leaves_the_others_free(bridge: str, action: str) -> None:
+def test_an_interrupted_end_leaves_the_others_free(bridge: str, action: str) -> None:
     with WeightsWriter(bridge) as writer, WeightsReader(bridge) as reader, WeightsPart(bridge) as part:
 
         def given() -> list[tuple[str, np.ndarray[Any, Any]]]:

@@ -1,4 +1,4 @@
-"""The lock of a slot between its writer, who has just published it, and whoever is woken for it."""
+"""The lock of a slot, between the writer that has just published it and the readers that are woken for it."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ def weights(value: float) -> list:
 
 
 def test_the_bell_rings_when_the_slot_can_be_held(ends, monkeypatch) -> None:
-    """Whoever it wakes may have the writer's CPU from there on, and could not hold that version until it is
-    given back.
+    """A woken reader may take the writer's CPU, and could not hold the version before the writer frees the
+    slot.
     """
     writer, reader = ends
     writer.publish(1, weights(1))

@@ -102,7 +102,7 @@ def test_two_byte_values_come_in_stripes(ends) -> None:
         ([None, ROWS[0]], "128 of 96 bytes of tensor 'w'"),
     ],
 )
-def test_what_is_not_whole_is_not_published(ends, writes, told) -> None:
+def test_a_version_that_is_not_whole_is_not_published(ends, writes, told) -> None:
     writer, reader, part = ends
     with pytest.raises(shmbridge.WeightsMismatch, match=told), writer.fill(1, SPECS) as filling:
         for index in writes:
@@ -145,7 +145,7 @@ def test_a_ticket_is_for_one_filling(ends, bridge) -> None:
     expect_all(reader, 3)
 
 
-def test_what_is_no_ticket_is_refused(ends) -> None:
+def test_a_value_that_is_no_ticket_is_refused(ends) -> None:
     writer, reader, part = ends
     with writer.fill(1, SPECS) as filling:
         word = filling.ticket["filling"]
@@ -194,7 +194,9 @@ def test_the_whole_is_a_part_too(ends) -> None:
         ("b", B.half(), None, "float16"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_harms_nothing(ends, name, tensor, index, told) -> None:
+def test_a_part_that_does_not_fit_is_refused_by_name_and_harms_nothing(
+    ends, name, tensor, index, told
+) -> None:
     writer, reader, part = ends
     with writer.fill(1, SPECS) as filling:
         for write in (filling.write, lambda *given: part.write(filling.ticket, *given)):
@@ -217,9 +219,9 @@ def test_one_filling_at_a_time(ends) -> None:
     expect_all(reader, 1)
 
 
-def test_nothing_else_is_written_while_a_version_is(ends) -> None:
-    """From what makes the tensors, say: both would write into one slot, which the one that ends first hands
-    to readers.
+def test_a_second_version_is_not_written_while_one_is(ends) -> None:
+    """The tensors' generator might do so: both would write into one slot, which the first to end would
+    publish.
     """
     writer, reader, _ = ends
 

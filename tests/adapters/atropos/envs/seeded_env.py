@@ -28,7 +28,7 @@ class SeededConfig(BaseEnvConfig):
 
 
 def groups_of(item: int, longest: int = 12) -> dict | list[dict]:
-    """What the environment sends for one item."""
+    """Returns the groups that the environment sends for one item."""
     kind = item % 10
     if kind == 3:
         return [_group(item, part, longest) for part in range(2)]

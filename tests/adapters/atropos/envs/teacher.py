@@ -1,7 +1,5 @@
-"""On-policy distillation: what a teacher says of every token is added on the way out, as Atropos'
-TeacherDistillationEnv does it.
-
-The teacher is a function of the token, so that a test knows what it said.
+"""On-policy distillation: a teacher's log-probabilities of every token are added on the way out, as Atropos'
+TeacherDistillationEnv does it. The teacher is a function of the token, so that a test knows its values.
 """
 
 import itertools

@@ -1,5 +1,5 @@
-"""Atropos environments, attached and unedited, ask the server while versions come: what their records say
-sampled each token did.
+"""Atropos environments, attached and unedited, ask the server while versions come: each token was sampled by
+the version that its record names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(420)
 def test_environment_generates_meanwhile(
     server, learner, learner_python, new_versions, bridge, tiny_folder, make_model, tmp_path
 ):
-    # A tokenizer that transformers 5 has saved is none for transformers 4, which the environment may have.
+    # transformers 4, which the environment may have, cannot load a tokenizer that transformers 5 has saved.
     subprocess.run(
         [learner_python, str(ROOT / "examples/tiny_model.py"), str(tmp_path / "tiny")],
         check=True,
@@ -63,9 +63,7 @@ def test_environment_generates_meanwhile(
 
 
 def explained_by(models: dict[int, Any], record: Any, row: int) -> int:
-    """The version under which the sampler's log-probabilities of the last tokens are what they are; -1 if
-    none.
-    """
+    """The version whose weights give the sampler's log-probabilities of the last tokens; -1 if none does."""
     tokens, mask, told = (record[column][row] for column in ("tokens", "loss_mask", "inference_logprobs"))
     first = int(mask.argmax())
     for version, model in models.items():

@@ -1,4 +1,4 @@
-"""A learner that dies, or publishes what is not this model's: the last good version serves on."""
+"""A learner that dies, or publishes weights of another model: the server keeps the last good version."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What following costs the server: nothing while nothing comes, and nothing that stays after many
-versions.
-"""
+"""The cost of following: no CPU while no version comes, and no memory left after many versions."""
 
 from __future__ import annotations
 

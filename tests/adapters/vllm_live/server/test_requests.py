@@ -1,4 +1,6 @@
-"""Requests that come to nothing: what the engine refuses is said, and who hangs up holds no place."""
+"""Failed requests: a refusal of the engine is answered with its reason, and a client that hangs up occupies
+no place.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.timeout(420)
         ({"prompt": "a", "logprobs": 50}, "greater than max allowed"),
     ],
 )
-def test_what_the_engine_refuses_is_said(server, body, told):
+def test_a_request_that_the_engine_refuses_is_answered_with_its_reason(server, body, told):
     status, said, _ = server.ask("/generate", body)
     assert (status, said["error"]["code"]) == (400, 400)
     assert told in said["error"]["message"]

@@ -1,5 +1,5 @@
-"""Versions of a learner in another process, token by token: whose weights answered, and what the answer says
-of it.
+"""Versions of a learner in another process, token by token: the weights that sampled, and the version in the
+answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from live_server import PROMPT, logprobs_of, spans, until
 pytestmark = pytest.mark.timeout(420)
 
 
-def test_before_the_first_version_nothing_is_claimed(server, greedy, make_model):
+def test_answers_before_the_first_version_claim_none(server, greedy, make_model):
     answer, policy, headers = server.at_first
     assert answer["token_ids"][0] == greedy(make_model(0))
     assert answer["weight_version"] is None
@@ -59,7 +59,7 @@ def test_requests_in_flight_span_updates_and_can_be_scored(
         server.has(first)
         with ThreadPoolExecutor(4) as clients:
             asked = [clients.submit(server.generate, [*PROMPT, 6 + place], 480) for place in range(4)]
-            # it may be over before anybody looks
+            # it may be over before the test looks
             until(lambda asked=asked: server.requests() > 0 or all(each.done() for each in asked))
             for version in (first + 1, first + 2):
                 process.does("publish", version, folders[version])

@@ -1,4 +1,4 @@
-"""Whoever reserves memory waits for processes of the same user, one at a time, and for nobody else's lock."""
+"""The lock around reserving memory: processes of one user take turns, and no other user can delay them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shmbridge.segments import segment
 
 
 def test_a_lock_on_the_mount_delays_nobody(make_producer: Callable[..., shmbridge.Producer]):
-    """Any user may take one on the directory."""
+    """Any user may lock the directory."""
     directory = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -27,7 +27,7 @@ def test_a_lock_on_the_mount_delays_nobody(make_producer: Callable[..., shmbridg
 
 
 def test_processes_of_one_user_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The file is private; a link that somebody has put in its place is not followed, and not waited for."""
+    """The file is private; a link put in its place by another user is not followed, and not waited for."""
     monkeypatch.setattr(segment, "MOUNT", tmp_path)
     monkeypatch.setattr(segment, "_TURN_TIMEOUT_S", 0.2)
     with segment._one_at_a_time():

@@ -1,5 +1,5 @@
-"""Records of many lanes in turn: fairness, lanes that come, go and turn to garbage, and that nothing taken is
-lost on the way.
+"""LanePoller takes records of many lanes in turn: it is fair, survives lanes that come, go or hold garbage,
+and loses no record.
 """
 
 import os
@@ -57,14 +57,14 @@ def on(bridge: str) -> Iterator[Bridge]:
 
 
 def lanes_of(leases: list[lane_reader.Lease]) -> list[int]:
-    """Whose records these are; releases them."""
+    """Returns the lanes of these records; releases them."""
     for lease in leases:
         if lease is not None:
             lease.release()
     return [lease.env_id for lease in leases]
 
 
-def test_one_of_each_lane_and_then_the_next(on) -> None:
+def test_the_poller_takes_one_of_each_lane_and_then_the_next(on) -> None:
     turns = on.turns(3)
     on.put(0, 0, 0, 0, 1, 2, 2)
     assert lanes_of(turns.poll(99)) == [0, 1, 2, 0, 2, 0, 0]
@@ -134,7 +134,7 @@ def test_a_lane_that_could_not_be_reported_is_looked_at_again(on) -> None:
     assert on.told == [0, 0]
 
 
-def test_want_of_memory_amid_a_poll_loses_nothing(on) -> None:
+def test_lack_of_memory_during_a_poll_loses_nothing(on) -> None:
     class Scarce(lane_reader.Lease):
         left = 2
 
@@ -155,7 +155,7 @@ def test_want_of_memory_amid_a_poll_loses_nothing(on) -> None:
     assert sorted((lease.env_id, lease.sequence) for lease in turns.poll(99)) == [(0, 1), (1, 1)]
 
 
-def test_nothing_is_taken_before_a_look_at_lanes_that_arrived(on) -> None:
+def test_the_poller_takes_nothing_before_a_look_at_lanes_that_arrived(on) -> None:
     turns = on.turns(1)
     on.put(0, 0)
     on.control.announce_lane()
@@ -167,7 +167,7 @@ def test_nothing_is_taken_before_a_look_at_lanes_that_arrived(on) -> None:
     assert lanes_of([turns.take()]) == [0]
 
 
-def test_closed_turns_give_nothing_and_keep_nothing(on) -> None:
+def test_a_closed_poller_gives_nothing_and_keeps_nothing(on) -> None:
     turns = on.turns(1)
     on.put(0)
     turns.close()
