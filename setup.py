@@ -1,6 +1,7 @@
 """The extensions; everything else is in pyproject.toml.
 
-SHMBRIDGE_FAULTS=1 compiles the labelled fail-points in, SHMBRIDGE_DEBUG=1 turns Cython's checks on.
+SHMBRIDGE_FAULTS=1 compiles the labelled fail-points in, SHMBRIDGE_DEBUG=1 turns Cython's checks on,
+SHMBRIDGE_EXTENSIONS=0 builds none, for an editable install: that compiles them elsewhere than in place.
 """
 
 import os
@@ -17,6 +18,7 @@ except ImportError:  # on a machine that has none: C sources that an earlier bui
 
 DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
+NONE = os.environ.get("SHMBRIDGE_EXTENSIONS") == "0"
 EXT, BASELINES = "shmbridge/_ext", "bench/baselines"
 
 
@@ -62,8 +64,10 @@ EXTENSIONS = [
     *map(extension, ("blocks", "gather", "versions", "tensor_bytes")),
     extension("memcpy_baseline", package="shmbridge.bench.baselines", folder=BASELINES),
 ]
-GENERATED = "build/generated" + ("-faults" if FAULTS else "")
-if cythonize is not None:
+GENERATED = "build/generated"  # the same C with fail-points and without: they are macros
+if NONE:
+    EXTENSIONS = []
+elif cythonize is not None:
     EXTENSIONS = cythonize(
         EXTENSIONS,
         compiler_directives={

@@ -5,7 +5,7 @@
 
 What runs: two Atropos environments, unedited, each writing groups of rollouts into its lane; a GRPO learner
 that takes them in place and writes new weights into the bridge; a policy server that samples with the newest
-weights. This program starts them, restarts whoever is killed, and adds up what they wrote into their logs.
+weights. This program starts them, restarts any that is killed, and adds up the figures in their logs.
 
 It ends with a summary, a plot of the reward, and status 0 if the reward rose by 0.3 and nothing was dropped
 or leaked; 1, and why, if not; 130 or 143 if it was stopped.
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 OWN_ENVS = [HERE / "larger_digit_env.py", HERE / "echo_letters_env.py"]
 
 WANTED_GAIN = 0.3
-MAX_RESTARTS = 20  # of one child; more is a crash loop, not a visitor with `kill -9`
+MAX_RESTARTS = 20  # of one child; more is a crash loop, not a user with `kill -9`
 
 # One thread each: five processes share two cores. No logging services; no downloads unless a model is named.
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
@@ -68,7 +68,7 @@ class Demo:
     # --- what runs ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Builds a model if none is given, start all children. Blocks until the inference server answers."""
+        """Builds a model if none is given, starts all children. Blocks until the inference server answers."""
         if not self.options.model:
             self._build_model()
         if self.stopping.asked:
@@ -80,7 +80,7 @@ class Demo:
         self.envs = [self._env(script, port, index) for index, script in enumerate(self.options.env)]
         for child in self.others:
             child.start()
-        # it takes its time, and environments would spend that on questions that fail
+        # it starts slowly, and environments would spend that time on requests that fail
         if self.options.engine == "vllm":
             self._wait(lambda: _answers(port))
         for child in self.envs:
@@ -115,7 +115,7 @@ class Demo:
             "threads": 1,
         }
         flags = [word for name, value in recipe.items() for word in (f"--{name}", value)]
-        return [*flags, *self.options.learner_flags]  # the last word of a flag is the one that counts
+        return [*flags, *self.options.learner_flags]  # a repeated flag's last value counts
 
     def _env(self, script: Path, port: int, index: int) -> Child:
         name = script.stem.removesuffix("_env")
@@ -130,7 +130,7 @@ class Demo:
         }
         if re.search(
             r"^\s+reward_log\s*:", script.read_text(), re.MULTILINE
-        ):  # an environment of ours: it measures, and its questions are seeded
+        ):  # an environment of ours, which records rewards and has seeded questions
             log = demo_report.JsonLines(self.folder / f"rewards-{name}.jsonl")
             self.progress.rewards[name] = log
             fields |= {"reward_log": log.path, "seed": self.options.seed + index}
@@ -143,7 +143,8 @@ class Demo:
         }
         flags = [f"--env.{field}={value}" for field, value in fields.items()]
         flags += [f"--openai.{field}={value}" for field, value in openai.items()]
-        child = self._module(name, "producers.atropos", script, "serve", *flags)
+        steps = ["--step-rewards"] if self.options.step_rewards else []
+        child = self._module(name, "producers.atropos", *steps, script, "serve", *flags)
         child.stop_signal = signal.SIGINT
         return child
 
@@ -166,7 +167,7 @@ class Demo:
             time.sleep(0.25)
 
     def _revive(self, screen: Screen) -> None:
-        """Restart whoever was killed; an orderly exit with an error is a fault, and nobody's to hide."""
+        """Restarts killed children; an orderly exit with an error is a fault, and raises `Failed`."""
         for child in self._children():
             status = child.status
             if status is None or (child is self.learner and status == 0):
@@ -185,7 +186,7 @@ class Demo:
             child.restart(*(["--resume"] if child is self.learner else []))
 
     def _end_orphans(self) -> None:
-        """Of a server that was killed together with its guardian, as `pkill -9 -f` does."""
+        """Ends the orphans of a server that was killed together with its guardian, as by `pkill -9 -f`."""
         end_orphans({self.sweeper_pid, *(child.pid for child in self._children())})
 
     def _lanes(self) -> str:
@@ -205,15 +206,15 @@ class Demo:
     # --- the end --------------------------------------------------------------------------------------------
 
     def end(self, screen: Screen) -> Swept:
-        """Ends all children and remove the bridge."""
-        # Environments first: they say goodbye to the learner's side.
+        """Ends all children and removes the bridge."""
+        # Environments first: they send a goodbye to the learner.
         for name in stop([self.envs, self.others], lambda: self.stopping.hurry):
             screen.say(f"{name} did not end by itself and was killed")
         self._end_orphans()
         return sweep(self.bridge, patience_s=5.0)
 
     def report(self, swept: Swept) -> list[str]:
-        """Prints the summary, draw the plot; return the reasons why the demo has failed."""
+        """Prints the summary, draws the plot; returns the reasons why the demo has failed."""
         self.progress.read()
         rows = demo_report.summary(self.progress)
         rows |= {
@@ -237,7 +238,7 @@ class Demo:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the demo and return its exit status. Blocks for minutes."""
+    """Runs the demo and returns its exit status. Blocks for minutes."""
     stopping = Stopping()
     options = _parser().parse_args(argv)
     os.environ.update(SURROUNDINGS if options.model else SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
@@ -290,6 +291,9 @@ def _parser() -> argparse.ArgumentParser:
         help="[the two beside this file]",
     )
     parser.add_argument(
+        "--step-rewards", action="store_true", help="carry the environments' rewards of steps, too"
+    )
+    parser.add_argument(
         "--engine", choices=demo_engine.ENGINES, default="policy-server", help="what samples [policy-server]"
     )
     parser.add_argument(
@@ -318,7 +322,7 @@ def _script(text: str) -> Path:
 
 
 def _sweeper(bridge: str) -> subprocess.Popen[bytes]:
-    """Starts the process that cleans up should this one be killed; it ends when its stdin does."""
+    """Starts the process that cleans up if this one is killed; it ends when its stdin does."""
     command = [sys.executable, str(HERE / "demo_sweeper.py"), bridge]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 

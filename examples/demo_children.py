@@ -20,18 +20,18 @@ from shmbridge.launch import guardian
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
-ORDERLY_S = 8.0  # what a child gets to end by itself
+ORDERLY_S = 8.0  # time for a child to end by itself
 
 
 class Child:
     """One program, and the signal that ends it orderly.
 
     Args:
-        name: what the demo calls it, and its log file.
+        name: of the child in the demo, and of its log file.
         command: program and arguments.
         logs: folder of the log file; output of a restarted program is appended.
         stop_signal: SIGINT for programs that clean up on Ctrl-C only.
-        guarded: for programs that start processes of their own: those end with it, however it ends.
+        guarded: for programs that start processes of their own: these end with it, however it ends.
         surroundings: environment variables besides the demo's own.
     """
 
@@ -61,12 +61,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started last, or of its guardian; 0: none was."""
+        """The pid of the process that was started last, or of its guardian; 0: none was."""
         return self._process.pid if self._process else 0
 
     @property
     def killed_by(self) -> signal.Signals | None:
-        """The signal that ended it, if one did. A guardian says that of its program as shells do."""
+        """The signal that ended it, if one did. A guardian reports its program's signal as shells do."""
         status = self.status or 0
         number = status - 128 if self.guarded and status > 128 else -status
         return signal.Signals(number) if number > 0 else None
@@ -109,12 +109,12 @@ class Child:
         self.start(*more)
 
     def send(self, signum: signal.Signals) -> None:
-        """Signal its whole process group; harmless once it has ended."""
+        """Signals its whole process group; harmless once it has ended."""
         if self.running and self._process is not None:
             os.killpg(self._process.pid, signum)
 
     def wait_killed(self) -> None:
-        """Waits for the end of a killed child; the kernel sees to it that there is one."""
+        """Waits for the end of a killed child."""
         if self._process is not None:
             self._process.wait()
 
@@ -124,7 +124,7 @@ class Child:
 
 
 def stop(stages: Iterable[Sequence[Child]], hurry: Callable[[], bool]) -> list[str]:
-    """End children, orderly if they can; return the names of those that had to be killed.
+    """Ends children, orderly if they can; returns the names of those that had to be killed.
 
     Blocks up to `ORDERLY_S` per stage, less once `hurry` is true. A stage begins when the one before is over.
     """
@@ -144,9 +144,7 @@ def stop(stages: Iterable[Sequence[Child]], hurry: Callable[[], bool]) -> list[s
 
 
 def adopt_orphans() -> None:
-    """From now on what a killed program, and its guardian with it, leave behind becomes this process's own
-    child.
-    """
+    """Makes processes left behind by a killed program and its killed guardian children of this process."""
     guardian.adopt_orphans()
 
 
@@ -158,5 +156,5 @@ def end_orphans(own: Iterable[int]) -> None:
 def _die_with(parent: int) -> None:
     """Has the kernel kill this process when the demo's is gone, however it went."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before the line above
+    if os.getppid() != parent:  # the demo ended before the line above
         os._exit(1)

@@ -28,7 +28,7 @@ PAGE, FIGURE = Path("tutorials/demo.md"), Path("figures/demo.svg")
 
 @dataclass(frozen=True)
 class Told:
-    """What one run's logs say."""
+    """The figures in one run's logs."""
 
     name: str
     progress: demo_report.Progress
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     for seed in options.seeds:
         folders.append(options.run_dir / f"seed-{seed}")
         command = [sys.executable, str(HERE / "demo.py"), "--seed", str(seed), "--run-dir", str(folders[-1])]
-        if (status := subprocess.run(command, check=False).returncode) != 0:  # it has said why
+        if (status := subprocess.run(command, check=False).returncode) != 0:  # it has printed the reason
             return status
     if not folders:
         parser.error("no runs: give --seeds, or --runs")

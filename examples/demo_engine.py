@@ -18,11 +18,11 @@ from demo_children import Child
 ENGINES = ("policy-server", "vllm")
 TINY_HEADS = {"policy-server": 4, "vllm": 2}  # vLLM's attention takes heads of 32 numbers and more on a CPU
 VLLM_PYTHON = ".venvs/vllm/bin/python"
-NEEDS_S = {"policy-server": 120.0, "vllm": 400.0}  # to come up, on a machine with other things to do
+NEEDS_S = {"policy-server": 120.0, "vllm": 400.0}  # to start, on a busy machine
 
 _VLLM_SURROUNDINGS = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; on a GPU these three say nothing
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; on a GPU these three have no effect
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
@@ -61,11 +61,11 @@ def _vllm(options: argparse.Namespace, bridge: str, model: Path | str, port: int
     words += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
     words += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
     words += ["--additional-config", json.dumps({"shmbridge": {"bridge": bridge, "pause": "keep"}})]
-    # What a learner recomputes: the distribution that a token was drawn from.
+    # The learner recomputes the distribution that a token was drawn from.
     words += ["--logprobs-mode", "processed_logprobs", "--enforce-eager", "--disable-uvicorn-access-log"]
     words += _GIVEN if options.model else _TINY
     words += shlex.split(options.engine_flags)
-    python = Path(options.engine_python).absolute()  # not resolved: a link into a venv is what makes it one
+    python = Path(options.engine_python).absolute()  # not resolved: a link into a venv makes it that venv's
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
     # Its engine and workers are processes of their own, and outlive a server that is killed.
     surroundings = {name: os.environ.get(name, value) for name, value in _VLLM_SURROUNDINGS.items()}

@@ -1,4 +1,5 @@
-"""What the demo's logs say: rewards as environments measured them, the learner's metrics, a summary, a plot.
+"""The figures in the demo's logs: rewards as environments measured them, the learner's metrics, a summary, a
+plot.
 
 Knows nothing of processes and of bridges. Called by `demo.py`.
 """
@@ -49,7 +50,7 @@ class Tenths:
 
 @dataclass
 class Progress:
-    """All there is to read about a run, by the name of its environments."""
+    """The rewards and metrics of a run, by the names of its environments."""
 
     metrics: JsonLines
     rewards: dict[str, JsonLines] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Progress:
 
     @property
     def dropped(self) -> int:
-        """Groups that were discarded, whoever was the consumer."""
+        """Groups that were discarded, over all consumers."""
         return max((line["dropped_total"] for line in self.metrics.seen), default=0)
 
     def tokens_per_s(self, last: int = 20) -> float:
@@ -106,7 +107,7 @@ def mean(lines: list[Line]) -> float:
 
 
 def progress_text(progress: Progress, steps: int) -> str:
-    """Returns where the run is, in one line."""
+    """Returns the progress of the run, in one line."""
     newest = progress.measured()[-WINDOW:]
     if not newest:
         return "starting: environments take ten seconds or so to their first group"
@@ -118,7 +119,7 @@ def progress_text(progress: Progress, steps: int) -> str:
 
 
 def summary(progress: Progress) -> dict[str, str]:
-    """Returns what the logs add up to: label -> text."""
+    """Returns the summary of the logs: label -> text."""
     lines = progress.metrics.seen
     total = tenths(progress.measured())
     stale = sum(line["staleness_mean"] for line in lines) / max(len(lines), 1)

@@ -2,7 +2,7 @@
 
     python examples/demo_sweeper.py BRIDGE     (started by demo.py, which holds the other end of its stdin)
 
-A killed demo cannot clean up, and its children die with it. Its pipe closes: that is how the sweeper knows.
+A killed demo cannot clean up, and its children die with it. The sweeper notices that by its closed pipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0  # for processes that the kernel is still taking down
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep left, and the committed groups that went with the rest."""
+    """The segments that a sweep left, and the number of committed groups that it removed."""
 
     left: list[str]
     undelivered: int
@@ -38,7 +38,7 @@ def sweep(bridge: str, patience_s: float = PATIENCE_S) -> Swept:
 
 
 def main() -> None:
-    """Waits for the end of stdin, then sweep."""
+    """Waits for the end of stdin, then sweeps."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     sys.stdin.buffer.read()

@@ -1,6 +1,5 @@
-"""The demo's side of the terminal: what it shows, and how it hears Ctrl-C.
-
-Knows nothing of what is shown. Called by `demo.py`.
+"""The demo's terminal: shows progress, and notices Ctrl-C. Knows nothing of the content shown. Called by
+`demo.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 
 
 class Stopping:
-    """SIGINT and SIGTERM as something to look at: nothing is ever cut off half-way."""
+    """SIGINT and SIGTERM as flags to check: no work is interrupted half-way."""
 
     def __init__(self) -> None:
         self.signum = 0
@@ -31,7 +30,7 @@ class Stopping:
 
     @property
     def hurry(self) -> bool:
-        """Whether somebody has asked twice."""
+        """Whether a signal came twice."""
         return self.count > 1
 
 
@@ -44,7 +43,7 @@ class Screen:
         self._text = ""
 
     def show(self, text: str) -> None:
-        """Shows where the run is."""
+        """Shows the progress of the run."""
         if self._live:
             room = shutil.get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:room]}", end="", flush=True)
@@ -54,5 +53,5 @@ class Screen:
         self._text = text
 
     def say(self, text: str) -> None:
-        """Says something that stays."""
+        """Prints a line that stays."""
         print(("\r\x1b[K" if self._live else "") + text, flush=True)

@@ -105,7 +105,7 @@ class LargerDigitEnv(BaseEnv):
         return group, []
 
     def log_reward(self, scores: list[float]) -> None:
-        """Records what was measured here, before any filter between this group and a learner."""
+        """Records the rewards here, before any filter between this group and a learner."""
         mean = sum(scores) / len(scores)
         self.rewards.append(mean)
         if self.config.reward_log is not None:

@@ -1,4 +1,5 @@
-"""Build a model small enough to learn a skill from random weights on one CPU core, with a tokenizer to match.
+"""Builds a model small enough to learn a skill from random weights on one CPU core, with a tokenizer to
+match.
 
     python examples/tiny_model.py runs/tiny --seed 1 python examples/tiny_model.py runs/tiny --seed 1 --heads
     2 # of 32 numbers each, the least that vLLM's attention takes on a CPU
@@ -65,7 +66,7 @@ def build_model(seed: int, heads: int = 4) -> Any:
             num_key_value_heads=heads,
             max_position_embeddings=128,
             tie_word_embeddings=False,
-            initializer_range=0.1,  # with the usual 0.02 a random model never says anything worth rewarding
+            initializer_range=0.1,  # with the usual 0.02 a random model never samples anything worth a reward
             pad_token_id=SPECIAL.index("<|pad|>"),
             eos_token_id=SPECIAL.index("<|end|>"),
             bos_token_id=None,

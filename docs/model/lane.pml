@@ -37,7 +37,7 @@
 #define RING 32     /* never overflows */
 #define REST 64     /* in the end everything committed was handed out and released: nothing lost, no hub asleep over it */
 #define SPACE 128   /* no producer asleep over free space */
-#define UNLINK 256  /* a dead lane goes, and only when everything committed in it was released */
+#define UNLINK 256  /* a dead lane is removed, and only when everything committed in it was released */
 
 #define check(property, condition) assert(!(CHECK & (property)) || (condition))
 
@@ -401,7 +401,7 @@ awake:
     }
 }
 
-/* The hub's other threads: whoever drops the last view ends the lease, in any order; the watcher. */
+/* The hub's other threads: the one that drops the last view ends the lease, in any order; the watcher. */
 inline end_lease(s) {
     d_step {
         release_step == 0 && lease_generation[s] ->

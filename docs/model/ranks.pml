@@ -36,12 +36,12 @@
 #define TWICE 2       /* released once; from one hub once, a second time only with the mark */
 #define MARK 4        /* redelivered exactly where a killed hub had stored head; reissued where a rank of this number may have seen it */
 #define ORDER 8       /* by sequence in each lane, none left out */
-#define REST 16       /* in the end everything committed was read and released: nothing lost, nobody asleep over it */
+#define REST 16       /* in the end everything committed was read and released: nothing lost, no process asleep over it */
 #define SPACE 32      /* no producer asleep over free space */
-#define UNLINK 64     /* a dead lane goes, and only when everything committed in it was released */
+#define UNLINK 64     /* a dead lane is removed, and only when everything committed in it was released */
 #define RANK_BYTES 128 /* nothing is released, hence nothing written, while a rank looks at it */
 #define SHARE 256     /* a record is released only after each rank that was to read it, or its successor, did */
-#define OPENED 512    /* what a rank opens is the record that the manifest names */
+#define OPENED 512    /* a rank opens the record that the manifest names */
 
 #define check(property, condition) assert(!(CHECK & (property)) || (condition))
 
@@ -83,7 +83,7 @@ bit producer_gone[2];               /* killed or exited: its lock is free */
 bit hub_up, unlinked[2];
 bit rank_killed[RANKS];
 #ifdef SPREAD
-byte missing; /* 1 + the rank whose number nobody takes again; 0: none */
+byte missing; /* 1 + the rank whose number no process takes again; 0: none */
 #endif
 byte process[RANKS]; /* how many processes have had the rank's number before: the order of their stamps */
 byte locks[RANKS];   /* bit e: byte 2^32 + e is locked by the process with this number */
@@ -198,7 +198,7 @@ no_space:
 
 /* ----------------------------------------------------------------------------------------------------------------------- hub */
 
-/* Head, then the lease and the queues, which are private: nobody can tell a kill between them from one after them. */
+/* Head, then the lease and the queues, which are private: a kill between them looks like one after them. */
 inline take(k, discard) {
     check(COMMITTED, committed_set & bit_of(k));
     check(TWICE, !((freed | leased) & bit_of(k)));
@@ -367,7 +367,7 @@ inline end_share(r) {
 #define was_moved(r) 0
 #endif
 
-/* Rank r is dead and the other one lives: what no rank is left to read and none has said done goes to the other. */
+/* Rank r is dead and the other one lives: shares that no other rank reads and none has said done go to it. */
 inline hand_over(r) {
     d_step {
         hub_epoch && rank_killed[r] && !rank_killed[1 - r] && (queued[r] | share[r]) ->

@@ -119,7 +119,7 @@ class Gsm8kEnv(BaseEnv):
         return group, []
 
     def log_rewards(self, scores: list[float], right: list[float]) -> None:
-        """Records what was measured here, before any filter between this group and a learner."""
+        """Records the rewards here, before any filter between this group and a learner."""
         self.right.append(sum(right) / len(right))
         if self.config.reward_log is not None:
             line = {
@@ -187,7 +187,7 @@ def is_right(said: str, answer: str) -> bool:
 
 
 def score(said: str, answer: str, format_reward: float) -> float:
-    """1 for the right number; something for a wrong one that stands where it should; else 0."""
+    """1 for the right number; `format_reward` for a wrong one in the right place; else 0."""
     if is_right(said, answer):
         return 1.0
     return format_reward if re.search(r"####\s*-?\d", said) else 0.0

@@ -1,5 +1,5 @@
-"""Stand-ins for what the GSM8K run downloads: small sums in the data set's form, and a tiny model of the same
-kind.
+"""Stand-ins for the downloads of the GSM8K run: small sums in the data set's form, and a tiny model of the
+same kind.
 
     python examples/gsm8k/stand_in.py runs/gsm8k-stand-in
     shmbridge launch runs/gsm8k-stand-in/launch.yaml

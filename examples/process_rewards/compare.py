@@ -44,7 +44,7 @@ TITLES = {"steps": "a reward for each step", "graded": "share of right steps", "
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a variant and a seed, and what differs from the recipe."""
+    """One run: a variant and a seed, and its differences from the recipe."""
 
     variant: str
     seed: int
@@ -102,7 +102,7 @@ class Case:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Runs one case to its end; return its curve. Blocks for minutes.
+    """Runs one case to its end; returns its curve. Blocks for minutes.
 
     Raises:
         RuntimeError: the learner or the environment failed; the message has the end of its log.
@@ -196,7 +196,7 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs all cases and say what came of each. Blocks for minutes."""
+    """Runs all cases and prints the result of each. Blocks for minutes."""
     cases = [
         Case(variant, seed, options.run_dir / f"{variant}-{seed}", options.limit)
         for seed in options.seeds

@@ -33,12 +33,12 @@ STEPS = 12
 WINDOW = 4  # batches over which the share of exact answers is measured
 NOT_REACHED = 3
 
-Flags = list[bool]  # one per token of an answer: whether it is what should stand there
+Flags = list[bool]  # one per token of an answer: whether it is the right one
 
 
-# What a judge makes of an answer: the score of the whole, always between 0 and 1.
+# A judge's result for an answer: the score of the whole, always between 0 and 1.
 SCORES: dict[str, Callable[[Flags], float]] = {
-    "steps": lambda right: float(exact(right)),  # and beside it the reward of each step
+    "steps": lambda right: float(exact(right)),  # and the reward of each step
     "graded": lambda right: sum(right) / STEPS,
     "binary": lambda right: float(exact(right)),
 }
@@ -62,7 +62,7 @@ class Policy:
     Args:
         bridge: whose weights to follow.
         model: folder of the model and its tokenizer.
-        seed: of what is drawn.
+        seed: of the sampling.
     """
 
     def __init__(self, bridge: str, model: Path, seed: int) -> None:
@@ -72,7 +72,7 @@ class Policy:
         self._follower = WeightsFollower(WeightsReader(bridge), network)
 
     def wait_newer(self, timeout_s: float) -> int:
-        """Loads weights newer than the last ones; return their version. Blocks; TimeoutError if none come."""
+        """Loads newer weights than the last; returns their version. Blocks; TimeoutError if none come."""
         deadline = time.monotonic() + timeout_s
         while (version := self._follower.refresh()) is None:
             if time.monotonic() > deadline:
@@ -81,7 +81,7 @@ class Policy:
         return version
 
     def answer(self, prompts: Sequence[list[int]], answers: int) -> list[Row]:
-        """Sample so many answers to each prompt, prompt after prompt. Blocks for the compute."""
+        """Samples so many answers to each prompt, prompt after prompt. Blocks for the compute."""
         rows = [Row(prompt, Sampling(max_tokens=STEPS)) for prompt in prompts for _ in range(answers)]
         self._policy.generate(rows)
         return rows
@@ -95,12 +95,12 @@ class Policy:
         return ids
 
     def close(self) -> None:
-        """Lets the bridge's weights go."""
+        """Closes the bridge's weights."""
         self._follower.close()
 
 
 def group(rows: Sequence[Row], answer_ids: list[int], rewards: str) -> tuple[dict[str, Any], list[Flags]]:
-    """Returns the group of one question's answers as the bridge takes it, and what was right in each."""
+    """Returns the group of one question's answers as the bridge takes it, and the right tokens of each."""
     right = [
         [token == wanted for token, wanted in zip(row.token_ids, answer_ids, strict=False)] for row in rows
     ]
@@ -120,7 +120,7 @@ def group(rows: Sequence[Row], answer_ids: list[int], rewards: str) -> tuple[dic
 
 
 def run(options: argparse.Namespace) -> int:
-    """Sample, judge and put until the goal or the limit; return the exit status. Blocks for minutes."""
+    """Samples, judges and puts until the goal or the limit; returns the exit status. Blocks for minutes."""
     newest: list[float] = []  # share of exact answers per batch
     stream = questions(options.seed)
     with (

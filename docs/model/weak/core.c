@@ -139,7 +139,7 @@ static void before(void) {
 static void after(void) {}
 #elif TEST == 4
 /* commit, slot-body, release: a new hub adopts while the producer goes on;
- * what is committed comes once, in order */
+ * committed records come once, in order */
 static lane_found held;
 static void *first(void *unused) {
     put(101);
@@ -167,7 +167,7 @@ static void after(void) {
     }
 }
 #elif TEST == 5
-/* lane-ready: who sees magic sees the header. The lines are those of format_lane and lane_reader_open */
+/* lane-ready: a reader that sees magic sees the header. The lines are those of format_lane and lane_reader_open */
 static void *first(void *unused) {
     lane_header *header = &lane;
     header->slot_count = 7;
