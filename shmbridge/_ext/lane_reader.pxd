@@ -21,6 +21,9 @@ cdef extern from "lane_read.h" nogil:
         uint64_t next
         uint64_t first_head
         uint32_t dropped_count
+    ctypedef struct lane_entry:
+        uint64_t sequence
+        uint32_t index
     ctypedef struct lane_found:
         slot body
         uint64_t generation
@@ -95,6 +98,7 @@ cdef class Lease:
     cdef readonly bint redelivered
     cdef uint32_t _group_id_bytes
     cdef const uint8_t* _extent
+    cdef bytes _copy                 # the memory of an observer's copy; None: _extent is in the lane
     cdef uint32_t _exports
     cdef public bint looked_at       # by its user: if it is lost without release, it stays un-released
     cdef public uint8_t handed_out_by  # a Call

@@ -1,6 +1,6 @@
 """For observers: what a bridge is doing, read from outside, and what is wrong with it in words.
 
-Observers only read: they hold no lock, keep no mapping, and delay nobody.
+Observers only read: they hold no lock and delay nobody.
 """
 
-__all__ = ["snapshot", "text"]
+__all__ = ["observer", "snapshot", "text"]

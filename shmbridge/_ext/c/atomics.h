@@ -70,6 +70,9 @@ static inline void load_acquire_words(void *to, const shm_u64 *from, uint64_t co
 /* What was copied before is not read again from where it came: a compiler may otherwise do so. */
 static inline void copied(void) { atomic_signal_fence(memory_order_seq_cst); }
 
+/* Everything read before is read before any load after it: the second look of a reader that holds no lock. */
+static inline void reads_before_next_load(void) { atomic_thread_fence(memory_order_acquire); }
+
 /* Tells the core that this is a spin loop: saves power, frees the sibling thread, changes no meaning. */
 static inline void cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)

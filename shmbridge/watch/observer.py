@@ -1,0 +1,149 @@
+"""Copies of the records of a bridge, for programs that watch it: `tail`, the live view, a recorder.
+
+An observer attaches read-only, takes nothing away and holds nothing back. So it may be too late: a record
+that was released before its copy was whole is counted in `missed`, never half shown.
+"""
+
+import time
+from typing import Self
+
+from shmbridge._ext import header
+from shmbridge._ext.lane_observer import LaneObserver
+from shmbridge.config import check_bridge_name, deadline_of
+from shmbridge.errors import ShmBridgeError
+from shmbridge.record.record import Lane, Record
+from shmbridge.schema import Columns
+from shmbridge.segments import segment
+
+_LOOK_FOR_LANES_S = 0.1
+_SHORTEST_S, _LONGEST_S = 0.001, 0.02
+
+
+class Observer:
+    """Reads every lane of a bridge beside its consumer, or without one; a context manager.
+
+    Waits for a bridge that does not exist yet. One thread at a time. Records are copies: their memory is
+    the caller's, and release() ends the copy alone.
+
+    Args:
+        bridge: name of the bridge.
+        backlog: whether to begin with the records that are un-released now; else with the next ones.
+
+    Raises BadBridgeName.
+    """
+
+    def __init__(self, bridge: str, *, backlog: bool = True) -> None:
+        self.bridge = check_bridge_name(bridge)
+        self.unreadable: dict[str, str] = {}  # lanes of another layout or with garbage, and why
+        self._started = False
+        self._lanes: dict[str, LaneObserver] = {}
+        self._gone_missed = 0
+        self._looked_s = float("-inf")
+        self._look_for_lanes()
+        self._started = True
+        if not backlog:
+            for lane in self._lanes.values():
+                lane.skip_backlog()
+
+    @property
+    def missed(self) -> int:
+        """Records that were committed while this observer looked, and that it could not copy in time."""
+        return self._gone_missed + sum(lane.missed for lane in self._lanes.values())
+
+    def poll(self, max_records: int = 256) -> list[Record]:
+        """Returns copies of up to `max_records` records that came since, in order per lane; never blocks.
+
+        Lanes take turns, so that a quick one hides no other.
+        """
+        self._look_for_lanes(at_most_every_s=_LOOK_FOR_LANES_S)
+        found = self._copies(max_records)
+        if not found:
+            self._look_for_lanes()
+            found = self._copies(max_records)
+        return found
+
+    def newest(self, lane_name: str) -> Record | None:
+        """Returns a copy of the newest un-released record of a lane, also one that poll returned; or None.
+
+        Never blocks.
+        """
+        self._look_for_lanes()
+        lane = self._lanes.get(lane_name)
+        return None if lane is None else lane.newest(Record)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until a record comes, at most `timeout_s` seconds (None: for ever); returns whether one did.
+
+        Looks every 20 ms: nobody has to wake an observer.
+        """
+        deadline, pause_s = deadline_of(timeout_s), _SHORTEST_S
+        while True:
+            self._look_for_lanes(at_most_every_s=_LOOK_FOR_LANES_S)
+            if any(lane.waiting for lane in self._lanes.values()):
+                return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_S)
+
+    def close(self) -> None:
+        """Gives the lanes' memory back, once no copy refers to them; poll finds them again."""
+        self._gone_missed = self.missed
+        self._lanes.clear()
+        self._looked_s = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _copies(self, most: int) -> list[Record]:
+        found: list[Record] = []
+        lanes = list(self._lanes.values())
+        while lanes and len(found) < most:
+            for lane in list(lanes):
+                record = lane.copy(Record) if len(found) < most else None
+                if record is None:
+                    lanes.remove(lane)
+                else:
+                    found.append(record)
+        return found
+
+    def _look_for_lanes(self, *, at_most_every_s: float = 0.0) -> None:
+        """Opens lanes that came, and drops those whose names are gone and that were read to the end."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < at_most_every_s:
+            return
+        self._looked_s = now_s
+        names = segment.lane_names(self.bridge)
+        for name in self._lanes.keys() - names:
+            if not self._lanes[name].waiting:
+                self._gone_missed += self._lanes.pop(name).missed
+        for name in names:
+            if name not in self._lanes and name not in self.unreadable:
+                self._open(name)
+
+    def _open(self, name: str) -> None:
+        """Opens a lane; one that is not ready yet is looked at again, one that cannot be read is noted."""
+        try:
+            mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
+            said = None if mapping is None else header.read_lane(mapping)
+            if mapping is None or said is None:
+                return
+            if said["layout_version"] != header.layout_version:
+                self.unreadable[name] = (
+                    f"layout version {said['layout_version']}, this build has {header.layout_version}"
+                )
+                return
+            lane = LaneObserver(mapping, None)
+            Lane(said["producer_id"], said["env_name"], Columns.decode(said["columns"]), name).describe_to(
+                lane, said["columns"]
+            )
+        except (OSError, ShmBridgeError, header.LaneCorrupt) as wrong:
+            self.unreadable[name] = str(wrong)
+            return
+        if self._started:  # the lane began since
+            lane.miss_earlier()
+        self._lanes[name] = lane
