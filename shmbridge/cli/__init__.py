@@ -5,7 +5,7 @@ import sys
 from typing import Protocol
 
 from shmbridge import __version__
-from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, report
+from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, report, tail
 from shmbridge.errors import ShmBridgeError
 
 
@@ -30,6 +30,7 @@ _COMMANDS: dict[str, Command] = {
     "inspect": inspect,
     "launch": launch,
     "report": report,
+    "tail": tail,
 }
 
 

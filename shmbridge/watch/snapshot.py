@@ -103,6 +103,11 @@ def look(bridge: str) -> BridgeLook | None:
     return BridgeLook(bridge, now_ns / 1e9, consumer, version, published_age_s, *_mount(), lanes)
 
 
+def policy_version(bridge: str) -> int | None:
+    """Returns the newest policy version; None if there is no bridge, or none was published. Never blocks."""
+    return _control(bridge, time.monotonic_ns())[1]
+
+
 def _control(bridge: str, now_ns: int) -> tuple[ConsumerLook | None, int | None, float | None]:
     """Returns the living consumer, the newest policy version, and seconds since that was published."""
     with contextlib.suppress(OSError, ShmBridgeError, header.LaneCorrupt):

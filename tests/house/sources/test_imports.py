@@ -24,6 +24,7 @@ ALLOWED = {
         "shmbridge.bench",
     ),
     "transformers": (
+        "shmbridge.watch.decode",
         "shmbridge.consumers",
         "shmbridge.producers",
         "shmbridge.bench.test_bench_weights",

@@ -1,0 +1,87 @@
+"""`shmbridge tail`: what it prints of real records, and that it takes none away."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from shmbridge.cli import main
+
+GROUP = {
+    "tokens": [np.arange(6, dtype=np.int32), np.arange(4, dtype=np.int32)],
+    "loss_mask": [np.array([0, 0, 1, 1, 1, 1], np.uint8), np.array([0, 0, 1, 1], np.uint8)],
+    "advantages": [np.full(6, 0.88, np.float32), np.full(4, -0.31, np.float32)],
+    "scores": [1.0, 0.0],
+    "step_rewards": [np.array([0.42, 0.99], np.float32), np.array([0.1], np.float32)],
+    "step_ends": [np.array([4, 6], np.int32), np.array([4], np.int32)],
+}
+
+
+@pytest.fixture
+def producer(make_producer, make_consumer):
+    consumer = make_consumer()
+    consumer.publish_policy_version(42)
+    producer = make_producer(env_name="gsm8k")
+    producer.put(GROUP, group_id="g7", group_size=2, policy_version=41)
+    yield producer
+    assert len(consumer.poll()) == 1, "it was taken away"
+
+
+def test_a_line_says_who_what_and_how_old(bridge, producer, capsys):
+    assert main(["tail", bridge, "--no-follow"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == (
+        f"{producer.producer_id}#0  group g7 (2/2)  v41 (-1)  10 tokens, 6 trained  "
+        "score 0.5 (0 to 1)  adv -0.31..0.88  3 steps 0.10..0.99"
+    )
+
+
+def test_rows(bridge, producer, capsys):
+    assert main(["tail", bridge, "--no-follow", "--rows"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  1: 6 tokens  score 1  adv 0.88..0.88  steps 0.42 0.99",
+        "  2: 4 tokens  score 0  adv -0.31..-0.31  steps 0.10",
+    ]
+
+
+def test_text_with_step_rewards(bridge, producer, capsys, tokenizer):
+    assert main(["tail", bridge, "--no-follow", "--decode", tokenizer]) == 0
+    first = capsys.readouterr().out.splitlines()[1]
+    assert first.index("→") < first.index("⟨0.42⟩") < first.index("⟨0.99⟩")
+    assert first.endswith("⟨0.99⟩")
+
+
+def test_another_environment_has_no_lines(bridge, producer, capsys):
+    assert main(["tail", bridge, "--no-follow", "--env", "code"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_json_for_programs(bridge, producer, capsys):
+    assert main(["tail", bridge, "-n", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["group_id"], found["sequence"], found["scores"]) == ("g7", 0, [1.0, 0.0])
+
+
+def test_follows_says_what_it_missed_and_ends_with_its_reader(bridge, make_producer, make_consumer):
+    producer, consumer = make_producer(env_name="gsm8k"), make_consumer()
+    command = [sys.executable, "-m", "shmbridge.cli", "tail", bridge, "-n", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as tail:
+        producer.put(GROUP, group_id="one")
+        assert "group one" in tail.stdout.readline()
+        tail.stdout.close()
+        producer.put(GROUP, group_id="two")
+        assert tail.wait(20) == 0
+        assert "Traceback" not in tail.stderr.read()
+    assert len(consumer.poll()) == 2
+
+
+def test_no_such_bridge(capsys):
+    assert main(["tail", "no-such-bridge"]) == 3
+    assert "no bridge 'no-such-bridge'" in capsys.readouterr().err
+
+
+def test_no_such_tokenizer(bridge, producer, capsys):
+    assert main(["tail", bridge, "--decode", "/no/such"]) == 1
+    assert "no tokenizer of this name" in capsys.readouterr().err
