@@ -26,6 +26,7 @@ from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.control_view import Hub
 from shmbridge.hub.counters import lane_counters
 from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.latency import RecentLatency
 from shmbridge.hub.promises import Admission
 from shmbridge.hub.state import HubState, become_hub
 from shmbridge.hub.waiting import Waiting
@@ -110,7 +111,7 @@ class Consumer(OneProcess):
             self._closing = Closing(self._give_up, self._stop_taking)
             self._state = HubState(bridge, words, self._closing, run, limit)
             self._final: dict[str, float] = {}
-            self._memory = MemoryUse()
+            self._memory, self._latency = MemoryUse(), RecentLatency()
             self._ranks: RankServer | None = None
             self._start(
                 words,
@@ -531,6 +532,8 @@ class Consumer(OneProcess):
             **lane_counters(self._lanes, self._waiting, self._memory),
             **self._queue.stats(self._control_plane.env_shares()),
             **self._former.stats(),
+            **self._state.waits(),
+            **self._latency.stats(self._state.words.latency[0]),
             "policy_version": self.policy_version,
             **self._admission.stats(),
             **(self._ranks.stats() if self._ranks else {}),

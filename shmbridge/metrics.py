@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from shmbridge.counters import COUNTERS
+
 MOST_ENVIRONMENTS = 64  # told apart in one batch; rows of further ones count under OTHER
 OTHER = "other"
 # Beyond it sums, squares and differences leave float32, so scores cannot be compared.
@@ -22,31 +24,13 @@ LARGEST_SCORE = 1e37
 _UNNAMED = "unnamed"
 _PERCENTILES = (50, 95, 99)
 
-# Key of Consumer.stats() -> name; those with a reason in braces are made in bridge_metrics.
-_OF_STATS = {
-    "records_total": "bridge/records_total",
-    "released_total": "bridge/released_total",
-    "tokens_total": "bridge/tokens_total",
-    "bytes_total": "bridge/bytes_total",
-    "batches_total": "bridge/batches_total",
-    "dropped_total": "bridge/drops_total",
-    "discarded_total": "bridge/discards_total",
-    "leases_dropped_total": "bridge/leases_dropped_total",
-    "late_wakes_total": "bridge/late_wakes_total",
-    "producer_wait_s": "bridge/wait_producer_s",
-    "wait_s": "bridge/wait_consumer_s",
-    "held": "bridge/held",
-    "queue_groups": "bridge/queue_groups",
-    "groups_begun_total": "bridge/groups_begun_total",
-    "groups_running": "bridge/groups_running",
-    "lane_bytes": "bridge/lane_bytes",
-    "lanes_live": "bridge/lanes_live",
-    "lanes_dead": "bridge/lanes_dead",
-    "lanes_quarantined": "bridge/lanes_quarantined",
-    "lanes_refused": "bridge/lanes_refused",
-    "policy_version": "bridge/policy_version",
+# Key of Consumer.stats() -> name.
+_OF_STATS = {each.stats: each.metric for each in COUNTERS if each.stats} | {
+    "latency_us_p50": "bridge/latency_push_to_poll_us_p50",
+    "latency_us_p99": "bridge/latency_push_to_poll_us_p99",
 }
-_WITH_REASON = {"dropped_total": "drops", "discarded_total": "discards"}
+_WITH_REASON = {each.stats: each.name.removesuffix("_total") for each in COUNTERS if each.per == "reason"}
+_SOME = 0.05  # share of the time; a side that is waited for less is waited for by nobody
 
 
 def rollout_metrics(
@@ -131,6 +115,57 @@ def bridge_metrics(stats: Mapping[str, float]) -> dict[str, float]:
         mean_bytes = stats["bytes_total"] / stats["records_total"] if stats["records_total"] else 0.0
         found["bridge/lane_fill_frac"] = min(1.0, stats["held"] * mean_bytes / stats["lane_bytes"])
     return found
+
+
+def waiting_shares(before: Mapping[str, float], now: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Returns who was waited for: for each side the share of the time between two `Consumer.stats()`.
+
+    Never blocks. `environments`: somebody waited for a batch of theirs; `learner`: producers waited for room,
+    mean over the living ones; `tap`: the consumer waited for a recording.
+
+    Args:
+        before, now: two stats() of one consumer; a missing key counts as 0.
+        seconds: between them.
+    """
+    lanes = max(now.get("lanes_live", 0.0), before.get("lanes_live", 0.0), 1.0)
+    sides = {
+        "environments": ("batch_wait_s", 1.0),
+        "learner": ("producer_wait_s", lanes),
+        "tap": ("tap_wait_s", 1.0),
+    }
+    if seconds <= 0.0:
+        return dict.fromkeys(sides, 0.0)
+    return {
+        side: min(max((now.get(key, 0.0) - before.get(key, 0.0)) / seconds / of, 0.0), 1.0)
+        for side, (key, of) in sides.items()
+    }
+
+
+class WaitingFor:
+    """Who was waited for since the call before, under `bridge/waiting_for...`. Never blocks; one thread."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, dict[str, float]] | None = None
+
+    def metrics(self, stats: Mapping[str, float], now_s: float | None = None) -> dict[str, float | str]:
+        """Returns the shares of `waiting_shares`, and as text who was waited for most; nothing at first.
+
+        The text is `nobody` if each was waited for less than a twentieth of the time.
+
+        Args:
+            stats: of `Consumer.stats()`.
+            now_s: time.monotonic() of them; None for now.
+        """
+        now_s = time.monotonic() if now_s is None else now_s
+        before, self._before = self._before, (now_s, dict(stats))
+        if before is None:
+            return {}
+        shares = waiting_shares(before[1], stats, now_s - before[0])
+        most = max(shares, key=shares.__getitem__)
+        found: dict[str, float | str] = {
+            f"bridge/waiting_for_{side}_frac": each for side, each in shares.items()
+        }
+        return found | {"bridge/waiting_for": most if shares[most] >= _SOME else "nobody"}
 
 
 def batch_metrics(staleness: npt.ArrayLike, group_wait_s: npt.ArrayLike) -> dict[str, float]:
@@ -234,11 +269,16 @@ class LatencyWindow:
         return found
 
 
+def environment_label(env_name: str) -> str:
+    """Returns the environment's name in metrics. Never blocks."""
+    return re.sub(r"[^\w.-]", "_", env_name, flags=re.ASCII) or _UNNAMED
+
+
 def rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
     """Returns each environment's label, and its rows, in order of appearance. Never blocks."""
     rows: dict[str, list[int]] = {}
     for row, env_name in enumerate(env_names):
-        label = re.sub(r"[^\w.-]", "_", env_name, flags=re.ASCII) or _UNNAMED
+        label = environment_label(env_name)
         if label not in rows and len(rows) >= MOST_ENVIRONMENTS:
             label = OTHER
         rows.setdefault(label, []).append(row)

@@ -17,7 +17,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import AfterValidator, BaseModel, Field
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
-from shmbridge.consumers.gateway import decode
+from shmbridge.consumers.gateway import decode, exposition
 from shmbridge.consumers.gateway.batch_server import NotRegistered
 from shmbridge.consumers.gateway.decode import KEYS, HttpError
 from shmbridge.consumers.gateway.gate import Gate, Refusals, json_answer
@@ -27,6 +27,7 @@ from shmbridge.consumers.gateway.strict_state import NoSuchThing
 from shmbridge.control.client import RequestRefused
 from shmbridge.errors import NoWeight
 from shmbridge.metrics import LatencyWindow
+from shmbridge.watch.prometheus import CONTENT_TYPE, Exporter
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
     refusals, held, timing = Refusals(), HeldBytes(options.held_bytes), LatencyWindow()
     strict = options.compat == "strict"
     parsers = ThreadPoolExecutor(2, "shmbridge-gateway-parser")
+    exporter, looks = Exporter(lambda: [options.bridge]), ThreadPoolExecutor(1, "shmbridge-gateway-metrics")
     app = FastAPI(title="shmbridge gateway", strict_content_type=False)
     if strict:
         app.add_middleware(
@@ -232,11 +234,21 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
         await mode.reset()
         return PlainTextResponse("Reset successful")
 
-    @app.get("/stats")
-    async def stats() -> Response:
+    def counters() -> dict[str, float]:
         reasons = {f"refused_total{{{kind}}}": count for kind, count in sorted(refusals.counts.items())}
         counts = {**reasons, "refused_total": refusals.counts.total(), "held_bytes": held.held}
-        return json_answer({**mode.stats(), **counts, **timing.metrics()})
+        return {**mode.stats(), **counts, **timing.metrics()}
+
+    @app.get("/stats")
+    async def stats() -> Response:
+        return json_answer(counters())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        own = exposition.samples(options.bridge, counters())
+        # in one thread: an exporter is for one at a time, and a look may take milliseconds
+        text = await asyncio.get_running_loop().run_in_executor(looks, exporter.text, own)
+        return Response(text, media_type=CONTENT_TYPE)
 
     for route in app.routes:
         routes.setdefault(getattr(route, "path", ""), set()).update(getattr(route, "methods", None) or ())

@@ -16,8 +16,8 @@ from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.geometry cimport complaint, geometry_of, geometry_read
 from shmbridge._ext.geometry cimport lane_geometry as geometry
 from shmbridge._ext.layout cimport (
-    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LAYOUT_VERSION, MAX_COLUMNS,
-    PAGE, column_def, control_header, lane_header, slot,
+    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LATENCY_BUCKETS, LAYOUT_VERSION,
+    MAX_COLUMNS, PAGE, column_def, control_header, lane_header, slot,
 )
 from shmbridge._ext.mapping cimport Mapping
 
@@ -116,7 +116,7 @@ def lane_counters(Mapping lane not None):
 
 def undelivered(Mapping lane not None):
     """Number of committed, un-released records of a lane without a writer; 0 if it was never ready."""
-    return len(unreleased(lane))
+    return load(lane).get("held", 0)
 
 
 def unreleased(Mapping lane not None):
@@ -125,41 +125,25 @@ def unreleased(Mapping lane not None):
     Of a lane in use: each record is in it that was committed before this call,
     and is not released while it runs.
     """
-    cdef lane_header* header = <lane_header*>lane.base
-    cdef uint64_t tail
     cdef list found = []
-    cdef uint32_t i
-    cdef slot* slots
-    cdef shm_u64* released
-    cdef geometry places
-    cdef complaint why
-    if read_lane(lane) is None:
-        return found
-    if geometry_read(header, lane.size, &places, &why):
-        raise LaneCorrupt(why.text.decode())
-    slots = <slot*>(lane.base + places.slots_at)
-    released = <shm_u64*>(lane.base + places.released_at)
-    tail = load_acquire64(&header.tail)  # SYNC(commit)
-    for i in range(places.slot_count):
-        # SYNC(slot-body), SYNC(release)
-        if load_acquire64(&slots[i].generation) != load_acquire64(&released[i]) and slots[i].sequence < tail:
-            found.append(slots[i].sequence)
+    load(lane, found)
     return found
 
 
-def load(Mapping lane not None):
+def load(Mapping lane not None, list held_sequences=None):
     """What an observer wants to know of a lane's records, as a dict of ints; empty before it is ready.
 
     `held`, `held_bytes`: committed and un-released records, and what they take of `data_bytes`;
     `slot_count`; `oldest_ns`: when the oldest of them was committed, 0 if there is none; `newest_ns`,
     `newest_version`: when the newest record was committed, and its smallest policy version (-1: none), also
-    if it was released since; 0 if there is none. CLOCK_MONOTONIC. LaneCorrupt if the header cannot be true.
-    Anyone, at any time.
+    if it was released since; 0 if there is none. CLOCK_MONOTONIC. Appends the sequences of the held records
+    to `held_sequences`. LaneCorrupt if the header cannot be true. Anyone, at any time.
     """
     cdef lane_header* header = <lane_header*>lane.base
     cdef uint64_t tail, generation, sequence, held = 0, held_bytes = 0, newest = 0
     cdef int64_t published, oldest_ns = 0, newest_ns = 0, newest_version = -1
     cdef uint32_t i
+    cdef bint is_held
     cdef slot* slots
     cdef shm_u64* released
     cdef geometry places
@@ -173,14 +157,18 @@ def load(Mapping lane not None):
     tail = load_acquire64(&header.tail)  # SYNC(commit)
     for i in range(places.slot_count):
         generation = load_acquire64(&slots[i].generation)  # SYNC(slot-body)
+        # before the body: if the slot is written again meanwhile, its sequence is beyond `tail`
+        is_held = generation != load_acquire64(&released[i])  # SYNC(release)
         sequence, published = slots[i].sequence, slots[i].t_publish_ns
         if generation == 0 or sequence >= tail:
             continue  # never used, or being written
         if sequence >= newest:
             newest, newest_ns, newest_version = sequence, published, slots[i].min_policy_version
-        if generation != load_acquire64(&released[i]):  # SYNC(release)
+        if is_held:
             held += 1
             held_bytes += slots[i].extent_bytes
+            if held_sequences is not None:
+                held_sequences.append(sequence)
             if oldest_ns == 0 or published < oldest_ns:
                 oldest_ns = published
     return {
@@ -276,6 +264,11 @@ cdef class Control:
         store_relaxed64(&self.words().draining, 0)
         store_relaxed64(&self.words().handed_ns, 0)
         store_relaxed64(&self.words().asking_ns, 0)
+        store_relaxed64(&self.words().batch_wait_ns, 0)
+        store_relaxed64(&self.words().tap_wait_ns, 0)
+        for i in range(LATENCY_BUCKETS):
+            store_relaxed64(&self.words().latency_counts[i], 0)
+        store_relaxed64(&self.words().latency_ns_total, 0)
         epoch = load_relaxed64(&self.words().hub_epoch) + 1
         store_seq64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
         # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
@@ -342,8 +335,36 @@ cdef class Control:
         return load_relaxed64(&self.words().asking_ns)
 
     def note_asking(self, bint waits):
-        """Notes that somebody begins to wait for a batch or record, or no longer does."""
-        store_relaxed64(&self.words().asking_ns, monotonic_ns() if waits else 0)
+        """Notes that somebody begins to wait for a batch or record, or no longer does; adds up the time."""
+        cdef control_header* words = self.words()
+        cdef uint64_t now = monotonic_ns(), since = load_relaxed64(&words.asking_ns)
+        store_relaxed64(&words.asking_ns, now if waits else 0)
+        if since:
+            store_relaxed64(&words.batch_wait_ns, load_relaxed64(&words.batch_wait_ns) + now - since)
+
+    @property
+    def batch_wait_ns(self) -> int:
+        """How long somebody waited for a batch or record since this hub began, without a wait under way."""
+        return load_relaxed64(&self.words().batch_wait_ns)
+
+    @property
+    def tap_wait_ns(self) -> int:
+        """How long a tap that records kept this hub waiting."""
+        return load_relaxed64(&self.words().tap_wait_ns)
+
+    def note_tap_wait(self, uint64_t waited_ns):
+        """Adds to the time that a tap kept this hub waiting."""
+        store_relaxed64(&self.words().tap_wait_ns, load_relaxed64(&self.words().tap_wait_ns) + waited_ns)
+
+    @property
+    def latency(self) -> tuple:
+        """Records of this hub by the time from their commit until they were first handed out: count `i` is of
+        less than 2**i microseconds, the last one of all others. And the sum of those times, in ns.
+        Of records taken one by one without a wait, one in eight is counted.
+        """
+        cdef control_header* words = self.words()
+        counts = [load_relaxed64(&words.latency_counts[i]) for i in range(LATENCY_BUCKETS)]
+        return counts, load_relaxed64(&words.latency_ns_total)
 
     @property
     def paused(self) -> bool:

@@ -4,14 +4,21 @@ Taking is for the hub's thread. The death watch's thread adds and removes lanes 
 since the GIL is held.
 """
 
-from libc.stdint cimport uint8_t, uint32_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t
 
 from shmbridge._ext.atomics cimport load_seq32
+from shmbridge._ext.futex cimport monotonic_ns
 from shmbridge._ext.layout cimport control_header
 from shmbridge._ext.mapping cimport Mapping
 from shmbridge._ext.lane_reader cimport Drops, LaneReader, Lease
 
 from shmbridge._ext.header import LaneCorrupt
+
+cdef extern from "latency.h" nogil:
+    void latency_count(control_header* control, int64_t took_ns)
+
+cdef enum:
+    SAMPLE = 8  # of so many records taken one by one, without a wait between them, one costs a look at the clock
 
 
 cdef class LanePoller:
@@ -30,6 +37,7 @@ cdef class LanePoller:
     cdef object _on_lost
     cdef list _readers
     cdef Py_ssize_t _place           # whose turn it is
+    cdef uint32_t _without_wait      # records taken one by one since a look found none
     cdef public uint32_t arrivals    # of the bridge, before its lanes were listed
     cdef public bint ending          # nothing is taken any more: close() is owed
 
@@ -104,6 +112,11 @@ cdef class LanePoller:
             empty += 1
         return None
 
+    cdef void count_latency(self, object record, int64_t now):
+        """Counts how long a record waited until it was first handed out."""
+        if self.is_open() and (<Lease>record).is_new:  # a handler in `on_corrupt` may have closed it
+            latency_count(self._words, now - (<Lease>record).t_publish_ns)
+
     def take(self, bint anyway=False, uint8_t by=0):
         """The next record, for the Call `by`.
 
@@ -112,7 +125,14 @@ cdef class LanePoller:
         """
         if self.drops.unsaid:
             self.say_lost()
-        return self.next(by) if self.may_take(anyway) else None
+        record = self.next(by) if self.may_take(anyway) else None
+        if record is None:
+            self._without_wait = 0
+            return None
+        if self._without_wait % SAMPLE == 0:
+            self.count_latency(record, monotonic_ns())
+        self._without_wait += 1
+        return record
 
     def poll(self, Py_ssize_t most, bint anyway=False, uint8_t by=1):
         """A list of up to `most` records, by the same rules.
@@ -120,6 +140,7 @@ cdef class LanePoller:
         Once there are some, no want of memory for more loses them.
         """
         cdef list records = []
+        cdef int64_t now
         if self.drops.unsaid:
             self.say_lost()
         if self.may_take(anyway):
@@ -133,4 +154,8 @@ cdef class LanePoller:
                 if record is None:
                     break
                 records.append(record)
+        if records:
+            now = monotonic_ns()
+            for record in records:
+                self.count_latency(record, now)
         return records

@@ -96,6 +96,7 @@ cdef class Lease:
     cdef readonly int32_t env_id
     cdef readonly uint32_t flags
     cdef readonly bint redelivered
+    cdef bint is_new                 # no hub has handed it out before
     cdef uint32_t _group_id_bytes
     cdef const uint8_t* _extent
     cdef bytes _copy                 # the memory of an observer's copy; None: _extent is in the lane

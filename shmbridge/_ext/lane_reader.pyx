@@ -161,6 +161,7 @@ cdef class LaneReader:
         if there == 0:
             return None
         lease = self.lease(cls, &found)
+        lease.is_new = lease.sequence >= load_relaxed64(&self._reader.header.head)
         lease.redelivered = lane_hand_out(&self._reader, &found)
         return lease
 

@@ -24,6 +24,7 @@ cdef extern from "layout.h" nogil:
         DISCARD_REASONS
         DISCARD_CORRUPT
         DROP_REASONS
+        LATENCY_BUCKETS
         WEIGHTS_SLOTS
         WEIGHTS_WORDS
     const uint64_t LANE_MAGIC
@@ -53,10 +54,14 @@ cdef extern from "layout.h" nogil:
         shm_u64 published_ns
         shm_u64 handed_ns
         shm_u64 asking_ns
+        shm_u64 batch_wait_ns
+        shm_u64 tap_wait_ns
         shm_u32 hub_sleeping
         shm_u32 doorbell
         shm_u32 arrivals
         shm_u64 weights_floor
+        shm_u64 latency_counts[30]
+        shm_u64 latency_ns_total
 
     ctypedef struct lane_header:
         shm_u64 magic

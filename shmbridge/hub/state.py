@@ -5,6 +5,7 @@ Used by all parts of the consumer. Any thread; never blocks.
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 
 from shmbridge._ext import header
@@ -177,15 +178,33 @@ class HubState:
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
         """Shows observers, inside the block, that somebody waits for a batch or record."""
-        self._note_asking(True)
+        self.note_asking(True)
         try:
             yield
         finally:
-            self._note_asking(False)
+            self.note_asking(False)
 
-    def _note_asking(self, waits: bool) -> None:
+    def note_asking(self, waits: bool) -> None:
+        """Shows observers that somebody begins to wait for a batch or record, or no longer does."""
         if (words := self._words) is not None and not words.mapping.forked:
             words.note_asking(waits)
+
+    def note_tap_wait(self, waited_s: float) -> None:
+        """Adds to the time that a tap which records kept this hub waiting. Never blocks."""
+        if (words := self._words) is not None and not words.mapping.forked:
+            words.note_tap_wait(int(waited_s * 1e9))
+
+    def waits(self) -> dict[str, float]:
+        """Returns, in seconds since this hub began, how long somebody waited for a batch, also now, and for a
+        tap. Never blocks; any thread.
+        """
+        words = self.words
+        asking_ns = words.asking_ns
+        under_way_ns = time.monotonic_ns() - asking_ns if asking_ns else 0
+        return {
+            "batch_wait_s": (words.batch_wait_ns + under_way_ns) / 1e9,
+            "tap_wait_s": words.tap_wait_ns / 1e9,
+        }
 
     def note_handed(self) -> None:
         """Shows observers that a batch is handed out now."""

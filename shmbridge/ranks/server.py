@@ -83,6 +83,7 @@ class RankServer:
         self._book = ShareBook(world_size, mode)
         self._known: set[int] = set()  # ranks that were alive at the last check, or have asked since
         self._dead: set[int] = set()  # ranks that have died
+        self._asking: set[int] = set()  # ranks that wait for a batch which is not formed yet
         self._done = 0
         self._looked_s = 0.0
         self._drained, self._withdrawn, self._failed = False, False, ""
@@ -203,10 +204,22 @@ class RankServer:
             if self._book.issued_steps > known:
                 self._former.count_batch()
                 self._former.count_lags(share.step.groups if share is not None else [])
+            answer: Manifest | NoMoreShares | None = None
             if share is not None:
                 header.fault(b"hub.share_issued")
-                return self._manifest(share, request.rank)
-            return NoMoreShares() if self._drained and not self._may_be_inherited() else None
+                answer = self._manifest(share, request.rank)
+            elif self._drained and not self._may_be_inherited():
+                answer = NoMoreShares()
+            self._note_asking(request.rank, answer is None and self._book.open_steps < self._steps_ahead)
+            return answer
+
+    def _note_asking(self, rank: int, waits: bool) -> None:
+        """Shows observers whether any rank waits for a batch, rather than for other ranks."""
+        before, self._asking = self._asking, (self._asking - self._dead) | {rank}
+        if not waits:
+            self._asking.discard(rank)
+        if bool(before) != bool(self._asking):
+            self._state.note_asking(bool(self._asking))
 
     def _may_be_inherited(self) -> bool:
         """Returns whether a share that another rank reads now may still come to this one."""

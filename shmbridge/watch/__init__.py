@@ -3,4 +3,4 @@
 Observers only read: they hold no lock and delay nobody.
 """
 
-__all__ = ["decode", "observer", "record_lines", "snapshot", "text"]
+__all__ = ["decode", "observer", "prometheus", "record_lines", "scrape", "snapshot", "text"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from shmbridge.config import format_size
+from shmbridge.metrics import waiting_shares
 from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook
 
@@ -56,6 +57,28 @@ def rate(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float | 
     if earlier is None or before is None or now.at_s <= before.at_s:
         return None
     return (lane.records - earlier.records) / (now.at_s - before.at_s)
+
+
+def waited_for(now: BridgeLook, before: BridgeLook | None) -> dict[str, float] | None:
+    """Returns for each side the share of the time between two looks in which the other waited for it.
+
+    None without two looks at one living consumer. As `shmbridge.metrics.waiting_shares`. Never blocks.
+    """
+    if before is None or now.consumer is None or before.consumer is None:
+        return None
+    if now.consumer.pid != before.consumer.pid:
+        return None
+    return waiting_shares(_waits(before), _waits(now), now.at_s - before.at_s)
+
+
+def _waits(look: BridgeLook) -> dict[str, float]:
+    living = [lane for lane in look.lanes if lane.state is not State.DEAD]
+    return {
+        "batch_wait_s": look.consumer.batch_wait_s if look.consumer is not None else 0.0,
+        "tap_wait_s": look.consumer.tap_wait_s if look.consumer is not None else 0.0,
+        "producer_wait_s": sum(lane.wait_s for lane in living),
+        "lanes_live": len(living),
+    }
 
 
 def in_words(seconds: float) -> str:

@@ -54,9 +54,6 @@ def rows(now: BridgeLook, before: BridgeLook | None = None, *, every_lane: bool 
 
 def _row(now: BridgeLook, before: BridgeLook | None, lane: LaneLook, waits_for_lane: bool) -> Row:
     state = "waits for a lane" if waits_for_lane else "quarantined" if lane.quarantined else str(lane.state)
-    lag = None
-    if now.policy_version is not None and lane.newest_version is not None:
-        lag = max(now.policy_version - lane.newest_version, 0)
     return Row(
         lane.producer_id,
         1,
@@ -67,7 +64,7 @@ def _row(now: BridgeLook, before: BridgeLook | None, lane: LaneLook, waits_for_l
         lane.fill,
         lane.newest_age_s,
         _wait(now, before, lane),
-        lag,
+        now.lag(lane),
         sum(lane.dropped.values()) + sum(lane.discarded.values()),
         waits_for_lane or lane.quarantined or lane.state is State.STOPPED,
     )

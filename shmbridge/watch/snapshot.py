@@ -29,11 +29,13 @@ class LaneLook:
     state: State
     read: bool  # a consumer has taken it over
     records: int  # committed
+    released: int  # read and released
     tokens: int
     bytes: int
     held: int  # committed and not released
     held_bytes: int
     data_bytes: int
+    segment_bytes: int
     slot_count: int
     newest_age_s: float | None  # of the last put; None: none yet
     oldest_age_s: float | None  # of the oldest held record
@@ -41,7 +43,7 @@ class LaneLook:
     wait_s: float  # slept for room
     blocked_s: float | None  # since when a put waits for room or the end of a pause; None: none does
     dropped: dict[str, int]  # by reason: never committed
-    discarded: dict[str, int]  # by reason: released unread
+    discarded: dict[str, int]  # by reason: released unread, or given up with the lane
     leases_dropped: int
     quarantined: bool
 
@@ -61,6 +63,10 @@ class ConsumerLook:
     asking_s: float | None  # since when somebody waits for a batch or record; None: nobody does
     paused: bool
     draining: bool
+    batch_wait_s: float  # since it began, somebody waited for a batch or record so long, also now
+    tap_wait_s: float  # since it began, a tap that records kept it waiting so long
+    latency_counts: list[int]  # since it began, records by the time from commit to hand-out: LATENCY_BOUNDS_S
+    latency_s: float  # the sum of those times
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,12 @@ class BridgeLook:
         if self.consumer is None or not any(lane.read for lane in self.lanes):
             return []
         return [each for each in self.lanes if not each.read and (each.state is not State.DEAD or each.held)]
+
+    def lag(self, lane: LaneLook) -> int | None:
+        """Versions between the newest policy and that of the lane's newest record; None: unknown."""
+        if self.policy_version is None or lane.newest_version is None:
+            return None
+        return max(self.policy_version - lane.newest_version, 0)
 
     @property
     def held(self) -> int:
@@ -125,13 +137,19 @@ def _control(bridge: str, now_ns: int) -> tuple[ConsumerLook | None, int | None,
 def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
     if not locks.is_locked(words.mapping.fd, LockByte.HUB):
         return None
+    asking_s = _age(words.asking_ns, now_ns)
+    latency_counts, latency_ns = words.latency
     return ConsumerLook(
         words.hub_pid,
         state_of(words.hub_pid, words.hub_pid_namespace, alive=True),
         _age(words.handed_ns, now_ns),
-        _age(words.asking_ns, now_ns),
+        asking_s,
         words.paused,
         words.draining,
+        words.batch_wait_ns / 1e9 + (asking_s or 0.0),
+        words.tap_wait_ns / 1e9,
+        latency_counts,
+        latency_ns / 1e9,
     )
 
 
@@ -143,6 +161,9 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         if mapping is None or said is None:
             return None
         load, words = header.load(mapping), header.lane_counters(mapping)
+        discarded = words["discarded"]
+        released = max(words["released"] - sum(discarded), 0)
+        discarded[Discard.CORRUPT] += words["quarantined"]
     except (OSError, ShmBridgeError, header.LaneCorrupt):
         return None
     alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
@@ -154,11 +175,13 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         state_of(said["pid"], said["pid_namespace"], alive=alive),
         locks.is_locked(mapping.fd, LockByte.READER),
         words["tail"],
+        released,
         words["tokens"],
         words["bytes"],
         load["held"],
         load["held_bytes"],
         load["data_bytes"],
+        said["segment_bytes"],
         load["slot_count"],
         _age(load["newest_ns"], now_ns),
         _age(load["oldest_ns"], now_ns),
@@ -166,7 +189,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         words["wait_ns"] / 1e9,
         _age(words["blocked_ns"], now_ns) if alive else None,
         {reason.name.lower(): words["dropped"][reason] for reason in Drop},
-        {reason.name.lower(): words["discarded"][reason] for reason in Discard},
+        {reason.name.lower(): discarded[reason] for reason in Discard},
         words["leases_dropped"],
         bool(words["quarantined"]),
     )

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from shmbridge.config import format_size
 from shmbridge.segments.inventory import BridgeInfo
-from shmbridge.watch.diagnosis import findings, headline, in_words
+from shmbridge.watch.diagnosis import findings, headline, in_words, waited_for
 from shmbridge.watch.rows import Row, rows
 from shmbridge.watch.snapshot import BridgeLook, look
 
@@ -38,6 +38,9 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
         lines.append(f"  {printable(str(said[0]))}")
         lines += [f"  also: {printable(str(each))}" for each in said[1:]]
         lines.append(f"  {_consumer(now)}")
+        if (shares := waited_for(now, before)) is not None:
+            said_of = ", ".join(f"the {side} {share:.0%}" for side, share in shares.items())
+            lines.append(f"  share of the time spent waiting for: {said_of}")
         if now.lanes:
             lines.append(_line(_TITLES))
             lines += [_line(_cells(row)) for row in rows(now, before, every_lane=every_lane)]

@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.counters import COUNTERS
 from shmbridge.metrics import (
     MOST_ENVIRONMENTS,
     OTHER,
     LatencyWindow,
+    WaitingFor,
     batch_metrics,
     bridge_metrics,
     rollout_metrics,
+    waiting_shares,
 )
 
 PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
@@ -252,6 +255,8 @@ def test_the_page_names_what_is_there(stats):
         **bridge_metrics(stats),
         **batch_metrics([1], [1.0]),
     }
+    waiting_for = WaitingFor()
+    found |= waiting_for.metrics(stats, 1.0) | waiting_for.metrics(stats, 2.0)
     generic = {
         re.sub(
             r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt)_total$", "_{reason}_total", name
@@ -261,6 +266,58 @@ def test_the_page_names_what_is_there(stats):
     assert {name.replace("/math/", "/{env_name}/") for name in generic} == documented(
         "Names that dashboards know"
     )
+
+
+def test_the_page_has_the_table_of_prometheus():
+    """One row per counter: its names, its type, its labels, its meaning, as the table in code has them."""
+    section = PAGE.read_text().split("\n## Prometheus\n")[1].split("\n## ")[0]
+    rows = {
+        cells[0].strip("`"): cells[1:]
+        for line in re.findall(r"^\| (`shmbridge_.*) \|$", section, re.MULTILINE)
+        for cells in [[cell.strip() for cell in line.split("|")]]
+    }
+    labels = {"mount": "", "bridge": "bridge", "environment": "bridge, environment"}
+    labels["reason"] = "bridge, environment, reason"
+    assert rows.keys() == {each.prometheus for each in COUNTERS}
+    for each in COUNTERS:
+        kind, label, meaning, in_stats, in_metrics = rows[each.prometheus]
+        assert (kind, label, meaning) == (each.kind, labels[each.per], each.help)
+        assert in_stats.strip("`") == each.stats
+        assert in_metrics.strip("`") == each.metric or each.kind == "histogram"
+    own = {each.prometheus for each in COUNTERS if each.stats and not each.words and each.per == "bridge"}
+    assert set(re.findall(r"`(shmbridge_\w+)`", section.split("observers do not see it")[1])) == own
+
+
+def test_each_counter_of_the_table_is_in_stats(stats):
+    assert {each.stats for each in COUNTERS} - {""} <= stats.keys()
+
+
+def test_who_was_waited_for_in_the_time_between():
+    waiting_for = WaitingFor()
+    first = {"batch_wait_s": 100.0, "producer_wait_s": 50.0, "lanes_live": 4}
+    assert waiting_for.metrics(first, 10.0) == {}
+    then = {"batch_wait_s": 101.0, "producer_wait_s": 70.0, "lanes_live": 4}
+    assert waiting_for.metrics(then, 20.0) == {
+        "bridge/waiting_for_environments_frac": 0.1,
+        "bridge/waiting_for_learner_frac": 0.5,
+        "bridge/waiting_for_tap_frac": 0.0,
+        "bridge/waiting_for": "learner",
+    }
+    assert waiting_for.metrics(then, 30.0)["bridge/waiting_for"] == "nobody"
+    assert waiting_for.metrics(then | {"tap_wait_s": 3.0}, 40.0)["bridge/waiting_for"] == "tap"
+    assert waiting_for.metrics(then | {"tap_wait_s": 3.0, "batch_wait_s": 110.0}, 50.0)[
+        "bridge/waiting_for"
+    ] == ("environments")
+
+
+def test_shares_stay_shares():
+    assert waiting_shares({}, {"batch_wait_s": 5.0, "producer_wait_s": 5.0}, 1.0) == {
+        "environments": 1.0,
+        "learner": 1.0,
+        "tap": 0.0,
+    }
+    assert set(waiting_shares({"batch_wait_s": 5.0}, {}, 1.0).values()) == {0.0}  # of another consumer
+    assert set(waiting_shares({}, {"batch_wait_s": 5.0}, 0.0).values()) == {0.0}
 
 
 def test_every_reason_is_on_the_page(stats):

@@ -9,7 +9,7 @@ import numpy as np
 import shmbridge
 from shmbridge.batching.staleness import LAGS, staleness_of
 from shmbridge.consumers.learner.types import Metrics
-from shmbridge.metrics import LatencyWindow, batch_metrics, bridge_metrics, rows_by_environment
+from shmbridge.metrics import LatencyWindow, WaitingFor, batch_metrics, bridge_metrics, rows_by_environment
 
 _WINDOW = 200  # records whose latency counts, or those of so many batches if that is more:
 _BATCHES = 4
@@ -21,6 +21,7 @@ class LearnerMetrics:
     def __init__(self, groups: int) -> None:
         self._latency = LatencyWindow(max(_WINDOW, _BATCHES * groups))
         self._fallback_groups = 0
+        self._waiting_for = WaitingFor()
 
     def taken(self, batch: shmbridge.Batch, now_ns: int, policy_version: int) -> Metrics:
         """Returns the batch's age and staleness, and the rate of records.
@@ -61,6 +62,7 @@ class LearnerMetrics:
             "discarded_total": stats["discarded_total"],  # by this bridge's consumers, of records in no batch
             "atropos/fallback_groups_total": self._fallback_groups,
             **bridge_metrics(stats),
+            **self._waiting_for.metrics(stats),
         }
 
 

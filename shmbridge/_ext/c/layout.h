@@ -14,9 +14,9 @@
  *   0x0200 | doorbell                A |     0x0300 | head, hub counters               H |
  *   0x0280 | arrivals                A |     0x0400 | space_bell                       A |
  *   0x0300 | weights_floor           W |     0x1000 | column table            P, once    |
- *   0x1000 | hub's column table      H |     ring   | uint32 slot numbers [slot_count] P |
- *   0x5000 +---------------------------+     slots  | 128-byte slots      [slot_count] P |
- *                                            rel    | uint64 released     [slot_count] H |
+ *   0x0380 | latency of records      H |     ring   | uint32 slot numbers [slot_count] P |
+ *   0x1000 | hub's column table      H |     slots  | 128-byte slots      [slot_count] P |
+ *   0x5000 +---------------------------+     rel    | uint64 released     [slot_count] H |
  *                                            data   | extents, 64-byte aligned, on pages
  *                                                   | of their own: readers map read-only P |
  *                                                   +------------------------------------+
@@ -42,6 +42,7 @@
 #define RELEASING_SLOT_BITS 24
 #define MOST_SLOTS (1u << RELEASING_SLOT_BITS)
 #define CONTROL_BYTES (PAGE + MAX_COLUMNS * 64u)
+#define LATENCY_BUCKETS 30u /* number i: below 2^i microseconds; the last one: all others */
 
 /* Kinds of column; what lengths, inner and keys mean for each is beside directory_entry. */
 enum { KIND_SCALAR = 0, KIND_LIST = 1, KIND_LIST_LIST = 2, KIND_MAP = 3, KIND_BYTES = 4 };
@@ -87,7 +88,10 @@ typedef struct {
     shm_u64 published_ns; /* of the newest policy version */
     shm_u64 handed_ns;    /* when a batch or record was handed out last */
     shm_u64 asking_ns;    /* since when somebody waits for one; 0: nobody does */
-    uint8_t pad1[0x80 - 88];
+    /* H: for observers only, of this hub. Earlier hubs leave them 0 */
+    shm_u64 batch_wait_ns; /* how long somebody waited for a batch or record, in all */
+    shm_u64 tap_wait_ns;   /* how long a tap that records kept the hub waiting, in all */
+    uint8_t pad1[0x80 - 104];
 
     shm_u32 hub_sleeping; /* H */
     uint8_t pad2[0x80 - 4];
@@ -97,7 +101,12 @@ typedef struct {
     uint8_t pad4[0x80 - 4];
     /* W: highest version of weights segments that were replaced, + 1; 0: none was. Only rises */
     shm_u64 weights_floor;
-    uint8_t pad5[PAGE - 0x300 - 8];
+    uint8_t pad5[0x80 - 8];
+    /* H: for observers only, of this hub: records by the time from their commit until they were first handed
+     * out, and the sum of those times. Earlier hubs leave them 0 */
+    shm_u64 latency_counts[LATENCY_BUCKETS];
+    shm_u64 latency_ns_total;
+    uint8_t pad6[PAGE - 0x380 - 8 * (LATENCY_BUCKETS + 1)];
 } control_header;
 
 typedef struct {
@@ -226,6 +235,7 @@ _Static_assert(offsetof(control_header, hub_sleeping) == 0x180, "hub_sleeping");
 _Static_assert(offsetof(control_header, doorbell) == 0x200, "doorbell");
 _Static_assert(offsetof(control_header, arrivals) == 0x280, "arrivals");
 _Static_assert(offsetof(control_header, weights_floor) == 0x300, "weights_floor");
+_Static_assert(offsetof(control_header, latency_counts) == 0x380, "latency_counts");
 _Static_assert(sizeof(lane_header) == PAGE, "lane_header");
 _Static_assert(offsetof(lane_header, tail) == 0x200, "tail");
 _Static_assert(offsetof(lane_header, space_waiting) == 0x280, "space_waiting");

@@ -3,6 +3,7 @@ and loses no record.
 """
 
 import os
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from shmbridge._ext import header, lane_reader, lane_writer
 from shmbridge._ext.lane_poller import LanePoller
 from shmbridge.segments import membership, segment
+from shmbridge.testing import wait_until
 from tests.transport.ext.commit_fields import FIELDS
 
 TAIL_AT = 0x200
@@ -183,3 +185,31 @@ def test_a_forked_child_takes_nothing(on) -> None:
         os._exit(0 if turns.take() is None and turns.poll(9, anyway=True) == [] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert lanes_of(turns.poll(9)) == [0]
+
+
+def test_the_time_from_commit_to_hand_out_is_counted_once_per_record(on) -> None:
+    turns = on.turns(2)
+    on.put(0, 0, 1)
+    until = time.monotonic_ns() + 3_000_000
+    wait_until(lambda: time.monotonic_ns() > until)  # all three have waited for more than 2^11 us
+    first = [turns.take(), *turns.poll(9)]
+    counts, ns = on.control.latency
+    assert (sum(counts), sum(counts[:12])) == (3, 0)
+    assert 3 * 3_000_000 < ns < 3 * sum(2**power * 1000 * count for power, count in enumerate(counts))
+    del first  # nobody looked at them: they are handed out again
+    again = turns.poll(9)
+    assert [lease.redelivered for lease in again] == [False] * 3
+    assert sorted(lanes_of(again)) == [0, 0, 1]
+    assert on.control.latency == (counts, ns)
+
+
+def test_of_records_taken_one_by_one_without_a_wait_every_eighth_is_counted(on) -> None:
+    turns = on.turns(1)
+    on.put(*[0] * 9)
+    lanes_of([turns.take() for _ in range(9)])
+    assert sum(on.control.latency[0]) == 2
+    for waits in range(3):
+        assert turns.take() is None
+        on.put(0)
+        lanes_of([turns.take()])
+        assert sum(on.control.latency[0]) == 3 + waits
