@@ -13,6 +13,8 @@ import shmbridge
 from shmbridge import errors
 from shmbridge.batch import Batch
 from shmbridge.control.client import RequestRefused
+from shmbridge.testing import wait_until
+from shmbridge.watch.snapshot import look
 
 LEAVES = """
 import sys, shmbridge
@@ -620,3 +622,20 @@ def test_a_consumer_whose_counters_fail_can_be_closed(bridge, make_consumer, mon
     consumer.close()
     assert "cannot be read" in caplog.text
     make_consumer()
+
+
+def test_observers_see_that_a_rank_waits_for_a_batch(
+    bridge, make_producer, make_consumer, make_rank, put_groups
+):
+    consumer, producer = make_consumer(), make_producer()
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    shares = []
+    reading = threading.Thread(target=lambda: shares.extend(make_rank(0, 1).batches(timeout_s=20)))
+    reading.start()
+    wait_until(lambda: (look(bridge).consumer.asking_s or 0.0) > 0.02)
+    put_groups(producer, range(1))
+    consumer.drain()
+    reading.join()
+    assert len(shares) == 1
+    assert look(bridge).consumer.asking_s is None
+    assert consumer.stats()["batch_wait_s"] > 0.02
