@@ -39,8 +39,8 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
         lines += [f"  also: {printable(str(each))}" for each in said[1:]]
         lines.append(f"  {_consumer(now)}")
         if (shares := waited_for(now, before)) is not None:
-            said_of = ", ".join(f"the {side} {share:.0%}" for side, share in shares.items())
-            lines.append(f"  share of the time spent waiting for: {said_of}")
+            each_side = ", ".join(f"{side} {share:.0%}" for side, share in shares.items())
+            lines.append(f"  waited for, of the time: {each_side}")
         if now.lanes:
             lines.append(_line(_TITLES))
             lines += [_line(_cells(row)) for row in rows(now, before, every_lane=every_lane)]

@@ -55,6 +55,18 @@ def test_fragments_of_one_group_wait_from_the_first(packed_batch):
     assert LearnerMetrics(groups=1).taken(batch, 10 * SECOND, 0)["bridge/group_wait_s"] == 8.0
 
 
+def test_a_step_says_who_was_waited_for_since_the_step_before():
+    describe = LearnerMetrics(groups=2)
+    measured = {"groups_fallback": 0}
+    assert "bridge/waiting_for" not in describe.totals(measured, STATS)
+    found = describe.totals(measured, STATS | {"batch_wait_s": 1e6})
+    assert (found["bridge/waiting_for"], found["bridge/waiting_for_environments_frac"]) == (
+        "environments",
+        1.0,
+    )
+    assert describe.totals(measured, STATS | {"batch_wait_s": 1e6})["bridge/waiting_for"] == "nobody"
+
+
 def test_totals_add_up_over_steps():
     describe = LearnerMetrics(groups=2)
     describe.totals({"groups_fallback": 3}, STATS)

@@ -11,6 +11,7 @@ from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis, snapshot
 from shmbridge.watch.diagnosis import Severity, findings, headline
 from shmbridge.watch.snapshot import look
+from shmbridge.watch.text import block
 
 GROUP = "{'tokens': [[1, 2, 3]], 'scores': [0.5]}"
 ENVIRONMENT = f"""
@@ -160,6 +161,20 @@ def test_a_look_is_of_what_producers_and_consumer_did(bridge, make_producer, mak
     held.release()
     assert look(bridge).held == 2
     assert lane.dropped == {"full": 0, "cancelled": 0, "invalid": 0, "timeout": 0}
+
+
+def test_who_was_waited_for_between_two_looks(bridge, environment, learner):
+    environment("slow")
+    learner("next(iter(consumer.batches(groups=9)))")
+    says(bridge, r"^the learner waits for environments")
+    before = look(bridge)
+    wait_until(lambda: look(bridge).at_s > before.at_s + 0.2)
+    shares = diagnosis.waited_for(look(bridge), before)
+    assert shares["environments"] > 0.9
+    assert (shares["learner"], shares["tap"]) == (0.0, 0.0)
+    [info] = [each for each in shmbridge.list_bridges() if each.name == bridge]
+    assert "waited for, of the time: environments" in block(info, before, every_lane=False)
+    assert diagnosis.waited_for(look(bridge), None) is None
 
 
 def test_looking_disturbs_nobody(bridge, make_producer, make_consumer):
