@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.testing import wait_until
 from shmbridge.watch.observer import Observer
 
 
@@ -150,7 +151,7 @@ with shmbridge.Producer(sys.argv[1], lane_bytes="256K") as producer:
 
 def test_no_copy_is_torn_beside_a_quick_consumer(bridge, make_consumer, observer):
     """Every slot and every byte is written again and again while the observer copies."""
-    total, released, copied, last = 20_000, 0, 0, -1
+    total, released, rests, copied, last = 20_000, 0, 0, 0, -1
     consumer = make_consumer()
     child = subprocess.Popen(
         [sys.executable, "-c", PRODUCE, bridge, str(total)],
@@ -186,11 +187,14 @@ def test_no_copy_is_torn_beside_a_quick_consumer(bridge, make_consumer, observer
             for record in consumer.poll():
                 record.release()
                 released += 1
+            if released // 400 > rests and released < total:  # on a busy machine the observer comes too late
+                rests, before = released // 400, copied
+                wait_until(lambda before=before: copied > before or wrong, 20)
     finally:
         stop = True
         thread.join()
         child.wait(30)
     assert not wrong, wrong
     look()
-    assert copied > 50
+    assert copied > rests >= 25
     assert copied + observer.missed == total
