@@ -24,6 +24,7 @@ from shmbridge.consumers.learner.data.batch_wait import NoBatch
 from shmbridge.consumers.learner.data.rank_source import RankSource, opened
 from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.report.progress_bar import progress
+from shmbridge.consumers.learner.report.samples import SAMPLES_FILE, SampleLog
 from shmbridge.consumers.learner.report.tensorboard_log import TensorboardLog
 from shmbridge.consumers.learner.report.wandb_log import WandbRun
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
@@ -115,6 +116,10 @@ def train(
     learner, tokenizer, done = load_learner(source, config, world)
     saver = Saver(config.run_dir / "checkpoints", learner, tokenizer, config.checkpoints.keep, done)
     around = RunHooks(config.evaluation, config.early_stop, saver, tokenizer)
+    if log is not None and (every := config.logging.sample_every):
+        path = config.run_dir / SAMPLES_FILE
+        around.samples = SampleLog(path, every, config.run.seed, tokenizer, say, tuple(log.others))
+        log.others.append(around.samples)
     with (
         opened(config, registration(config, learner.step), around.screen, world, stops) as batches,
         weights_segment(bridge, config.weights, config.compute.precision, learner.model, world) as (

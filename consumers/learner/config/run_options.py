@@ -258,6 +258,8 @@ class LoggingConfig:
 
     log_every: steps between progress lines
     progress: a bar instead of lines, where standard error is a terminal
+    sample_every: steps between samples of trained groups in samples.jsonl, for shmbridge report and W&B; 0:
+        no samples
     tensorboard: log every step's metrics for TensorBoard, into tensorboard/ of the run directory
     wandb: log every step's metrics to a W&B run, in the project and group of the registration
     wandb_name (NAME): name of that run [the bridge's]
@@ -265,6 +267,7 @@ class LoggingConfig:
 
     log_every: Positive = 1
     progress: bool = False
+    sample_every: NotNegative = 10
     tensorboard: bool = False
     wandb: bool = False
     wandb_name: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,13 @@ class OtherLog:
         """Takes one step's metrics. Does not raise."""
         raise NotImplementedError
 
+    def log_samples(self, samples: Sequence[Metrics]) -> None:
+        """Takes sampled groups of a step: lines of samples.jsonl. Does not raise; ignored by default."""
+
+    def counters(self) -> Metrics:
+        """Returns what goes into each line of metrics.jsonl about this log."""
+        return {f"{self.name}_failures_total": self.failures_total}
+
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
         """Counts an exception of the block, and hides it: no failure of a log may stop training."""
@@ -45,11 +52,11 @@ class OtherLog:
 class MetricsLog:
     """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line.
 
-    Other receivers get the same metrics; None entries are ignored.
+    Other receivers, `others`, get the same metrics; None entries are ignored.
     """
 
     def __init__(self, path: Path, *others: OtherLog | None) -> None:
-        self._others = [each for each in others if each is not None]
+        self.others = [each for each in others if each is not None]
         self._failures_total = 0
         self._torn = False
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,9 +70,10 @@ class MetricsLog:
 
         A line that cannot be written is lost: reported once, and counted in later lines.
         """
-        for other in self._others:
+        for other in self.others:
             other.log(metrics)
-        metrics = metrics | {f"{other.name}_failures_total": other.failures_total for other in self._others}
+        for other in self.others:
+            metrics = metrics | other.counters()
         if self._failures_total:
             metrics["metrics_failures_total"] = self._failures_total
         line = json.dumps({name: plain(value) for name, value in metrics.items()}).encode() + b"\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
@@ -11,6 +11,18 @@ from shmbridge.consumers.learner.report.log import OtherLog, plain
 from shmbridge.consumers.learner.types import Metrics, Refusal
 
 ID_FILE = "wandb-run-id"  # in the run directory, so that a resumed learner continues its W&B run
+
+_COLUMNS = (
+    "step",
+    "env_name",
+    "group_id",
+    "prompt",
+    "completion",
+    "score",
+    "mean_advantage",
+    "finish_reason",
+)
+_MOST_TEXT = 4000  # characters of a cell
 
 
 class WandbMissing(Refusal):
@@ -35,6 +47,7 @@ class WandbRun(OtherLog):
             raise WandbMissing(f"--wandb needs the wandb package ({error}): pip install wandb") from error
         super().__init__("wandb", "W&B", say)
         self._run: Any = None
+        self._table: Any = getattr(wandb, "Table", None)
         with self.guarded("start"):
             self._start(wandb, config, resumed)
 
@@ -44,6 +57,26 @@ class WandbRun(OtherLog):
             known = {name: value for name, value in metrics.items() if value is plain(value)}
             with self.guarded("take metrics"):
                 self._run.log(known, step=metrics["step"])
+
+    def log_samples(self, samples: Sequence[Metrics]) -> None:
+        """Hands over sampled groups as a table, a row per trajectory; long texts are cut."""
+        if self._run is None or not samples:
+            return
+        with self.guarded("take samples"):
+            rows = [
+                [
+                    *(sample[name] for name in ("step", "env_name", "group_id")),
+                    (row.get("prompt") or sample["prompt"])[-_MOST_TEXT:],
+                    row["completion"][:_MOST_TEXT],
+                    row["score"],
+                    _mean(row["advantages"]),
+                    row["finish_reason"],
+                ]
+                for sample in samples
+                for row in sample["trajectories"]
+            ]
+            table = self._table(columns=list(_COLUMNS), data=rows)
+            self._run.log({"samples": table}, step=samples[0]["step"])
 
     def __enter__(self) -> WandbRun:
         return self
@@ -79,3 +112,9 @@ def _flat(config: LearnerConfig) -> Metrics:
         name: value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
         for name, value in options.items()
     }
+
+
+def _mean(advantages: Sequence[float | None]) -> float | None:
+    """Returns the mean over trained tokens; None if there is none."""
+    known = [each for each in advantages if each is not None]
+    return sum(known) / len(known) if known else None

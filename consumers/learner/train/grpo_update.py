@@ -122,7 +122,12 @@ class Learner:
         return self._parallel.read(compute)
 
     def accumulate(
-        self, batch: shmbridge.Batch, policy_version: int | None = None, *, first: bool = True
+        self,
+        batch: shmbridge.Batch,
+        policy_version: int | None = None,
+        *,
+        first: bool = True,
+        look: Callable[[TrainingRows], None] | None = None,
     ) -> Metrics:
         """Computes the gradient of one batch into the parameters' `grad`; their values do not change.
 
@@ -136,6 +141,7 @@ class Learner:
             first: False accumulates: the gradient is that of this batch and the earlier ones as one batch.
                 The loss and the policy's metrics then cover all of them; every other number covers this
                 batch.
+            look: gets the batch's training arrays, once the gradient is computed.
 
         Raises:
             UnreadImages: a row has images, and the objective does not ignore images.
@@ -193,6 +199,8 @@ class Learner:
         shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
         checked = watch.metrics(describe=not self._difference_told)
         self._difference_told |= DIFFERENCE in checked
+        if look is not None:
+            look(rows)
         return {**shares, **mismatch, **metrics, **checked}
 
     def apply(self) -> Metrics:

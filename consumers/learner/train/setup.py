@@ -29,8 +29,9 @@ from shmbridge.consumers.learner.model.load import (
 from shmbridge.consumers.learner.model.reference import Reference
 from shmbridge.consumers.learner.model.schedule import rate_schedule
 from shmbridge.consumers.learner.model.sharding import Parallel, parallel_of
+from shmbridge.consumers.learner.report.run_facts import write_facts
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.world import World, say
+from shmbridge.consumers.learner.world import World, device_kind, say
 
 
 def starting_point(config: LearnerConfig) -> Path | None:
@@ -65,16 +66,19 @@ def agreed_starting_point(config: LearnerConfig, world: World) -> Path | None:
     with world.together():
         found = starting_point(config) if world.is_main else None
         if world.is_main:
-            _begin_run_dir(config)
+            _begin_run_dir(config, world.size)
     told = world.broadcast("" if found is None else str(found))
     return Path(told) if told else None
 
 
-def _begin_run_dir(config: LearnerConfig) -> None:
+def _begin_run_dir(config: LearnerConfig, ranks: int) -> None:
     folder = config.run_dir
+    on_gpu = device_kind(config.compute.device) == "cuda" and torch.cuda.is_available()
+    device = f"{ranks} x {torch.cuda.get_device_name()}" if on_gpu else "cpu"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write(config, folder / file.NAME)
+        write_facts(folder, device)
     except OSError as error:
         raise StartupError(
             f"cannot write to --run-dir {folder}: {error.strerror} -> give one that can be written to"

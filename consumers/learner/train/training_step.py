@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import shmbridge
 from shmbridge.consumers.learner.config.run_options import EarlyStopConfig, EvaluationConfig, LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.left_out import SaidOnce
+from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.data.rank_source import RankSource
 from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
 from shmbridge.consumers.learner.model.eval_mode import evaluating
 from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
 from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.report.rank_metrics import merged, of_all_ranks
+from shmbridge.consumers.learner.report.samples import SampleLog
 from shmbridge.consumers.learner.report.step_times import StepCost
 from shmbridge.consumers.learner.train.early_stop import EarlyStop
 from shmbridge.consumers.learner.train.engine_pushes import EnginePushes
@@ -41,6 +44,7 @@ class RunHooks:
         self, evaluation: EvaluationConfig, early_stop: EarlyStopConfig, saver: Saver, tokenizer: Any = None
     ) -> None:
         self.engines = EnginePushes()  # none, unless the caller sets it
+        self.samples: SampleLog | None = None  # likewise; the log's rank has it
         self.screen = TrainingScreen(saver.consumed)
         self.early_stop = EarlyStop(
             early_stop.condition, early_stop.stop_patience, early_stop.goal, early_stop.stop_stall, say=say
@@ -102,11 +106,22 @@ class TrainingStep:
         begun = time.monotonic()
         version = self._source.training_version
         aged = self._describe.taken(batch, int(begun * 1e9), version)
-        self._parts.append(self._learner.accumulate(batch, version, first=not self._batches) | aged)
+        look = self._looks_at(batch)
+        self._parts.append(
+            self._learner.accumulate(batch, version, first=not self._batches, look=look) | aged
+        )
         self._batches.append(batch)
         self._waited_s += begun - self._waiting_since
         self._waiting_since = time.monotonic()
         self._computed_s += self._waiting_since - begun
+
+    def _looks_at(self, batch: shmbridge.Batch) -> Callable[[TrainingRows], None] | None:
+        """Returns what takes samples of a batch: of a step's last one, if the step is sampled."""
+        samples, step = self._around.samples, self._learner.step + 1
+        last = len(self._batches) + 1 >= self._config.batch.accumulate
+        if samples is None or not last or not samples.due(step):
+            return None
+        return lambda rows: samples.pick(batch, rows, step)
 
     def settle(self) -> None:
         """Waits for the engines' push of the last version. Interruptible; every rank calls it.

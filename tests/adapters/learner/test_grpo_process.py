@@ -289,10 +289,20 @@ def test_the_file_and_wandb_have_all_names_that_the_page_has(
     assert run.display_name == bridge
     for row, line in zip(rows, (first, second), strict=True):
         assert row.keys() >= ASKED_FOR
+        of_the_logs = re.compile(r"^(wandb|samples)_\w+_total$")  # in the file only
         known = {name: value for name, value in line.items() if value is not None}
-        assert {name: row[name] for name in known if name != "wandb_failures_total"} == {
-            name: value for name, value in known.items() if name != "wandb_failures_total"
-        }
+        known = {name: value for name, value in known.items() if not of_the_logs.match(name)}
+        assert {name: row[name] for name in known} == known
+    assert second["wandb_failures_total"] == second["samples_failures_total"] == 0
+    assert [any(name.startswith("samples") for name in row) for row in rows] == [True, False]
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    sampled = [json.loads(each) for each in lines]
+    assert [(each["step"], each["why"], each["env_name"]) for each in sampled] == [
+        (1, "spread", "countdown"),
+        (1, "random", "countdown"),
+    ]
+    (facts,) = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
+    assert facts["shmbridge"] == shmbridge.__version__
 
 
 BREAKING = Path(__file__).with_name("breaking_learner.py")

@@ -115,3 +115,27 @@ def test_a_value_that_is_not_finite_is_not_told(tmp_path, monkeypatch):
     with WandbRun(options(tmp_path), False, print) as run:
         run.log({"step": 1, "a": math.inf, "b": 0.0, "c": math.nan, "d": None, "e": "text"})
     assert told == [(1, {"step": 1, "b": 0.0, "d": None, "e": "text"})]
+
+
+def test_samples_are_a_table_with_a_row_for_each_trajectory(tmp_path, monkeypatch):
+    told = []
+    run_of_ours = SimpleNamespace(
+        id="x", log=lambda values, step: told.append((step, values)), finish=lambda: None
+    )
+    package = SimpleNamespace(
+        init=lambda **_: run_of_ours,
+        Settings=lambda **_: None,
+        Table=lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data],
+    )
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    row = {"completion": "b" * 5000, "score": 1.0, "finish_reason": None, "advantages": [0.5, None, 1.0]}
+    own = row | {"prompt": "its own", "advantages": [None], "completion": ""}
+    sample = {"step": 7, "env_name": "math", "group_id": "g", "prompt": "a", "trajectories": [row, own]}
+    with WandbRun(options(tmp_path), False, print) as run:
+        run.log_samples([])
+        run.log_samples([sample])
+    ((step, values),) = told
+    first, second = values["samples"]
+    assert step == first["step"] == 7
+    assert (first["prompt"], len(first["completion"]), first["mean_advantage"]) == ("a", 4000, 0.75)
+    assert (second["prompt"], second["mean_advantage"]) == ("its own", None)
