@@ -19,7 +19,8 @@ from pathlib import Path
 import curves
 import demo_report
 
-from shmbridge.consumers.learner.report.run_report import NoRun, read_run, summary
+from shmbridge.consumers.learner.report.run_report import NoRun, read_run
+from shmbridge.consumers.learner.report.summary import summary
 
 HERE = Path(__file__).parent
 GOAL = 0.9

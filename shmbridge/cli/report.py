@@ -1,19 +1,21 @@
-"""`shmbridge report`: one or several runs of the learner in words, numbers and a picture."""
+"""`shmbridge report`: one or several runs of the learner in words, and as a page or a picture."""
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-HELP = "summarise and plot runs of the learner: reward, loss, staleness, tokens per second, time"
+HELP = "summarise runs of the learner, and make one HTML page: curves, lanes, groups with their tokens"
 EXAMPLES = """examples:
-  shmbridge report runs/run1                       a summary, and runs/run1/report.svg
-  shmbridge report runs/run1 --format none         the summary alone; needs no matplotlib
-  shmbridge report runs/a runs/b --out compare     two runs in one picture, compare/report.svg
-  shmbridge report runs/run1 --format png --json   for programs, and a bitmap
+  shmbridge report runs/run1                       a summary, and the page runs/run1/report.html
+  shmbridge report runs/a runs/b --out compare     two runs in one page, compare/report.html
+  shmbridge report runs/run1 --format none         the summary alone
+  shmbridge report runs/run1 --format svg          the curves as a picture; needs matplotlib
+  shmbridge report runs/run1 --json                for programs
 
-exit codes: 0 done; 1 no metrics in a folder, or no picture (the summary is printed all the same)"""
+exit codes: 0 done; 1 no metrics in a folder, or no page or picture (the summary is printed all the same)"""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -21,43 +23,51 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with the metrics.jsonl of a run"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the picture [the first RUN_DIR]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the file [the first RUN_DIR]")
     parser.add_argument(
-        "--format", choices=("svg", "png", "none"), default="svg", help="of the picture [svg]"
+        "--format",
+        choices=("html", "svg", "png", "none"),
+        default="html",
+        help="a page, a picture, or no file [html]",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a summary per run, and draws them all into one picture."""
+    """Prints a summary per run, and writes them all into one page or picture."""
+    from shmbridge.consumers.learner.report.page import page_run, write_page
     from shmbridge.consumers.learner.report.plot import MatplotlibMissing, plot
-    from shmbridge.consumers.learner.report.run_report import NoRun, as_text, read_run, summary
+    from shmbridge.consumers.learner.report.run_report import NoRun, read_run
+    from shmbridge.consumers.learner.report.summary import as_text, summary
 
+    folders, kind = arguments.run_dirs, arguments.format
     try:
-        runs = [read_run(folder) for folder in arguments.run_dirs]
+        runs = [read_run(folder) for folder in folders]
     except NoRun as error:
         print(f"shmbridge report: {error}", file=sys.stderr)
         return 1
+    if len({each.name for each in runs}) < len(runs):  # folders of the same name
+        runs = [replace(each, name=str(folder)) for each, folder in zip(runs, folders, strict=True)]
     found = [summary(each) for each in runs]
-    file = (
-        None
-        if arguments.format == "none"
-        else (arguments.out or arguments.run_dirs[0]) / f"report.{arguments.format}"
-    )
+    file = None if kind == "none" else (arguments.out or folders[0]) / f"report.{kind}"
     wrong = ""
     try:
-        if file is not None:
+        if file is not None and kind == "html":
+            write_page(list(map(page_run, folders, runs, found)), file)
+        elif file is not None:
             plot(runs, file)
     except MatplotlibMissing as error:
         file, wrong = None, str(error)
     except OSError as error:
+        what = "page" if kind == "html" else "picture"
         file, wrong = (
             None,
-            f"no picture in {file}: {error.strerror} -> --out DIR for another folder, --format none for none",
+            f"no {what} in {file}: {error.strerror} -> --out DIR for another folder, --format none for none",
         )
+    what = "page" if kind == "html" else "plot"
     if arguments.json:
-        print(msgspec.json.encode({"runs": found, "plot": None if file is None else str(file)}).decode())
+        print(msgspec.json.encode({"runs": found, what: None if file is None else str(file)}).decode())
     else:
-        print("\n".join(map(as_text, found)) + ("" if file is None else f"\nplot: {file}"))
+        print("\n".join(map(as_text, found)) + ("" if file is None else f"\n{what}: {file}"))
     if wrong:
         print(f"shmbridge report: {wrong}", file=sys.stderr)
     return 1 if wrong else 0

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shmbridge.consumers.learner.report.run_report import PHASES, RunMetrics
+from shmbridge.consumers.learner.report.run_report import PHASES, RunMetrics, thinned
 
-MOST_POINTS = 600  # per line; more cannot be seen and make files large
 _LINES = ("-", "--", ":", "-.")
 # with the line patterns, distinguishable in grey, too
 _INKS = ("#000000", "#0072b2", "#d55e00", "#7f7f7f", "#009e73", "#cc79a7")
@@ -48,7 +46,9 @@ def plot(runs: Sequence[RunMetrics], file: Path) -> None:
         for axis, (label, values) in zip(axes, curves, strict=False):
             for number, run in enumerate(runs):
                 ink, line = _INKS[number % len(_INKS)], _LINES[number % len(_LINES)]
-                axis.plot(*_thin(run.steps, values(run)), line, color=ink, linewidth=1.0, label=run.name)
+                axis.plot(
+                    thinned(run.steps), thinned(values(run)), line, color=ink, linewidth=1.0, label=run.name
+                )
             axis.set_ylabel(label)
             axis.grid(linewidth=0.3, color="#cccccc")
         # the user's evaluation, if any, as markers on the reward
@@ -77,8 +77,8 @@ def _time_by_step(axis: Any, run: RunMetrics) -> None:
     phases = run.phases
     if not phases:
         return
-    steps, _ = _thin(run.steps, run.column("loss"))
-    parts = [_thin(run.steps, values)[1] for values in phases.values()]
+    steps = thinned(run.steps)
+    parts = [thinned(values) for values in phases.values()]
     whole = np.maximum(np.sum(parts, axis=0), 1e-12)
     stack = axis.stackplot(
         steps,
@@ -116,18 +116,3 @@ def _time_by_run(axis: Any, runs: Sequence[RunMetrics]) -> None:
     axis.set(xlim=(0.0, 1.0), xlabel="share of the time")
     axis.invert_yaxis()
     axis.legend(fontsize=7, ncols=len(PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.28), frameon=False)
-
-
-def _thin(
-    steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Returns means over at most MOST_POINTS equal parts."""
-    size = -(-steps.size // MOST_POINTS)
-    starts = np.arange(0, steps.size, size)
-    known = np.isfinite(values)
-    count = np.add.reduceat(known.astype(np.float64), starts)
-    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = sums / count
-    centres = np.add.reduceat(steps.astype(np.float64), starts) / np.diff(np.append(starts, steps.size))
-    return centres, means

@@ -1,4 +1,4 @@
-"""`shmbridge report`: the numbers of a run, in words and in a picture, one run or several."""
+"""`shmbridge report`: the numbers of a run, in words and in a picture; test_report_page.py has the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from shmbridge.cli import main
 from shmbridge.consumers.learner.report import plot
-from shmbridge.consumers.learner.report.run_report import NoRun, read_run, summary
+from shmbridge.consumers.learner.report.run_report import NoRun, read_run
+from shmbridge.consumers.learner.report.summary import summary
 
 SVG_BYTES = 300_000
 
@@ -84,7 +85,10 @@ def test_the_picture_and_the_words(make_run, capsys, format):
 def test_several_runs_are_compared_in_one_picture(make_run, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     folders = [make_run(name, [line(step) for step in range(1, 9)]) for name in ("first", "second")]
-    assert main(["report", *map(str, folders), "--out", str(tmp_path / "both"), "--json"]) == 0
+    assert (
+        main(["report", *map(str, folders), "--out", str(tmp_path / "both"), "--json", "--format", "svg"])
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert [each["run"] for each in said["runs"]] == ["first", "second"]
     assert said["plot"] == str(tmp_path / "both" / "report.svg")
@@ -106,7 +110,7 @@ def test_the_summary_comes_without_matplotlib_and_the_error_says_what_to_do(make
         raise plot.MatplotlibMissing("a plot needs the matplotlib package")
 
     monkeypatch.setattr(plot, "plot", missing)
-    assert main(["report", str(make_run("one", [line(1)]))]) == 1
+    assert main(["report", str(make_run("one", [line(1)])), "--format", "svg"]) == 1
     out, err = capsys.readouterr()
     assert "one: 1 steps" in out
     assert "matplotlib" in err
@@ -140,9 +144,8 @@ def test_numbers_out_of_this_world_are_unknown(make_run, capsys):
     assert "best unknown\n" in capsys.readouterr().out
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_words(make_run, capsys):
-    pytest.importorskip("matplotlib")
+def test_a_page_that_cannot_be_written_leaves_the_words(make_run, capsys):
     assert main(["report", str(make_run("one", [line(1)])), "--out", "/proc/nowhere"]) == 1
     said = capsys.readouterr()
     assert "one: 1 steps" in said.out
-    assert "no picture in /proc/nowhere/report.svg" in said.err
+    assert "no page in /proc/nowhere/report.html" in said.err

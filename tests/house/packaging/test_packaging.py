@@ -48,7 +48,7 @@ def suites(tree) -> set[str]:
 
 
 def test_the_archive_has_what_people_wrote(tree, in_archive):
-    wanted = sources(tree, ".py", ".pyx", ".pxd", ".pyi", ".h") | {
+    wanted = sources(tree, ".py", ".pyx", ".pxd", ".pyi", ".h", ".css", ".js") | {
         "shmbridge/_ext/c/fork.c",
         "pyproject.toml",
         "setup.py",
@@ -76,7 +76,7 @@ def test_the_wheel_claims_one_name(wheel, in_wheel):
 
 
 def test_the_wheel_has_every_module(tree, in_wheel):
-    for name in sources(tree, ".py") - suites(tree):
+    for name in sources(tree, ".py", ".css", ".js") - suites(tree):
         assert (name if name.startswith("shmbridge/") else f"shmbridge/{name}") in in_wheel
     for name in sources(tree, ".pyx"):
         stem = (name if name.startswith("shmbridge/") else f"shmbridge/{name}").removesuffix(".pyx")
