@@ -12,6 +12,8 @@ from shmbridge.errors import BadArgument, BadBridgeName
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|)\s*")
+_SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0}
 _LONGEST_ID = 63
 _LAST_PORT = 65535
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -176,6 +178,18 @@ def parse_port(text: str) -> int:
     from argparse import ArgumentTypeError
 
     raise ArgumentTypeError(f"{text!r} is not a port: 0 to {_LAST_PORT}, 0 for a free one")
+
+
+def parse_duration(text: str) -> float:
+    """Returns the seconds, more than 0, of `1s`, `500ms`, `2min` or `0.5`; for argparse's `type`: raises its
+    ArgumentTypeError.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is not None and (seconds := float(match[1]) * _SECONDS[match[2]]) > 0:
+        return seconds
+    from argparse import ArgumentTypeError
+
+    raise ArgumentTypeError(f"{text!r} is no time: 1s, 500ms or 2min")
 
 
 def format_size(size: float) -> str:

@@ -5,7 +5,7 @@ import sys
 from typing import Protocol
 
 from shmbridge import __version__
-from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, report, tail
+from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, report, tail, top
 from shmbridge.errors import ShmBridgeError
 
 
@@ -31,6 +31,7 @@ _COMMANDS: dict[str, Command] = {
     "launch": launch,
     "report": report,
     "tail": tail,
+    "top": top,
 }
 
 

@@ -3,4 +3,16 @@
 Observers only read: they hold no lock and delay nobody.
 """
 
-__all__ = ["decode", "observer", "prometheus", "record_lines", "scrape", "snapshot", "text"]
+__all__ = [
+    "decode",
+    "diagnosis",
+    "document",
+    "observer",
+    "processes",
+    "prometheus",
+    "record_lines",
+    "rows",
+    "scrape",
+    "snapshot",
+    "text",
+]

@@ -1,5 +1,6 @@
 """The rows of a table of lanes, grouped by environment and summed: for `inspect` and the live view."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,17 +17,25 @@ class Row:
     """One line: a lane, or the sum over the lanes of an environment."""
 
     label: str  # a producer's id, or an environment's name
+    env_name: str
+    lane: str | None  # the segment; None for a sum
     lanes: int  # that it sums up; 1 for a lane
     pid: int | None  # None for a sum
     state: str
     rate: float | None  # records per second; None: unknown
     held: int
-    fill: float  # 0 to 1, of the fullest lane
+    fill_bytes: float  # 0 to 1, of the fullest lane
+    fill_slots: float  # likewise
     newest_age_s: float | None  # of the newest put of all
     wait: float | None  # 0 to 1, share of the time between two looks spent waiting for room; None: unknown
     lag: int | None  # versions behind the newest policy; None: unknown
     dropped: int
     is_trouble: bool
+
+    @property
+    def fill(self) -> float:
+        """The fuller of bytes and slots, 0 to 1."""
+        return max(self.fill_bytes, self.fill_slots)
 
 
 def rows(now: BridgeLook, before: BridgeLook | None = None, *, every_lane: bool = False) -> list[Row]:
@@ -40,15 +49,55 @@ def rows(now: BridgeLook, before: BridgeLook | None = None, *, every_lane: bool 
     """
     found: list[Row] = []
     few = every_lane or len(now.lanes) <= FEW
-    waiting = {lane.name for lane in now.waiting}
-    for env_name, of_it in groupby(now.lanes, key=lambda lane: lane.env_name):
-        each = [_row(now, before, lane, lane.name in waiting) for lane in of_it]
+    for env_name, of_it in groupby(lane_rows(now, before), key=lambda row: row.env_name):
+        each = list(of_it)
         shown = [row for row in each if few or row.is_trouble]
         if len(each) > 1:
-            found.append(_sum(env_name or "(no name)", each))
+            found.append(summed(env_name, each))
         elif not shown:
             shown = each
         found += shown
+    return found
+
+
+def lane_rows(now: BridgeLook, before: BridgeLook | None = None) -> list[Row]:
+    """Returns a row per lane, in the order of the look. Never blocks."""
+    waiting = {lane.name for lane in now.waiting}
+    return [_row(now, before, lane, lane.name in waiting) for lane in now.lanes]
+
+
+def summed(env_name: str, each: list[Row]) -> Row:
+    """Returns the sum over the lanes of an environment: of fill, waits and lag the highest of one lane."""
+    return Row(
+        env_name or "(no name)",
+        env_name,
+        None,
+        len(each),
+        None,
+        _states(each),
+        _total(row.rate for row in each),
+        sum(row.held for row in each),
+        max(row.fill_bytes for row in each),
+        max(row.fill_slots for row in each),
+        min((row.newest_age_s for row in each if row.newest_age_s is not None), default=None),
+        max((row.wait for row in each if row.wait is not None), default=None),
+        max((row.lag for row in each if row.lag is not None), default=None),
+        sum(row.dropped for row in each),
+        any(row.is_trouble for row in each),
+    )
+
+
+def losses(now: BridgeLook) -> dict[str, dict[str, int]]:
+    """Returns records dropped (never committed) and discarded (released unread) by reason, over all lanes.
+
+    Reasons that never happened are left out. Never blocks.
+    """
+    found: dict[str, dict[str, int]] = {"dropped": {}, "discarded": {}}
+    for lane in now.lanes:
+        for counter, by_reason in (("dropped", lane.dropped), ("discarded", lane.discarded)):
+            for reason, count in by_reason.items():
+                if count:
+                    found[counter][reason] = found[counter].get(reason, 0) + count
     return found
 
 
@@ -56,12 +105,15 @@ def _row(now: BridgeLook, before: BridgeLook | None, lane: LaneLook, waits_for_l
     state = "waits for a lane" if waits_for_lane else "quarantined" if lane.quarantined else str(lane.state)
     return Row(
         lane.producer_id,
+        lane.env_name,
+        lane.name,
         1,
         lane.pid,
         state,
         rate(now, before, lane),
         lane.held,
-        lane.fill,
+        lane.held_bytes / max(lane.data_bytes, 1),
+        lane.held / max(lane.slot_count, 1),
         lane.newest_age_s,
         _wait(now, before, lane),
         now.lag(lane),
@@ -79,22 +131,14 @@ def _wait(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float |
     return None if earlier is None else min(1.0, (lane.wait_s - earlier.wait_s) / (now.at_s - before.at_s))
 
 
-def _sum(label: str, each: list[Row]) -> Row:
-    states = {row.state for row in each}
-    return Row(
-        label,
-        len(each),
-        None,
-        states.pop() if len(states) == 1 else f"{sum(row.is_trouble for row in each)} in trouble",
-        _total(row.rate for row in each),
-        sum(row.held for row in each),
-        max(row.fill for row in each),
-        min((row.newest_age_s for row in each if row.newest_age_s is not None), default=None),
-        max((row.wait for row in each if row.wait is not None), default=None),
-        max((row.lag for row in each if row.lag is not None), default=None),
-        sum(row.dropped for row in each),
-        any(row.is_trouble for row in each),
-    )
+def _states(each: list[Row]) -> str:
+    """Their common state; of different ones, how many are in trouble, else how many are not running."""
+    counts = Counter(row.state for row in each)
+    if len(counts) == 1:
+        return each[0].state
+    if troubles := sum(row.is_trouble for row in each):
+        return f"{troubles} in trouble"
+    return next(f"{count} {state}" for state, count in counts.items() if state != State.RUNNING)
 
 
 def _total(values: Iterable[float | None]) -> float | None:

@@ -34,10 +34,8 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
     now = look(info.name)
     lines = [f"{info.name}  {len(info.lanes)} lanes, {format_size(info.size_bytes)}"]
     if now is not None:
-        said = findings(now) or [headline(now, before)]
-        lines.append(f"  {printable(str(said[0]))}")
-        lines += [f"  also: {printable(str(each))}" for each in said[1:]]
-        lines.append(f"  {_consumer(now)}")
+        lines += [f"  {sentence}" for sentence in sentences(now, before)]
+        lines.append(f"  {'  '.join(consumer_parts(now))}")
         if (shares := waited_for(now, before)) is not None:
             each_side = ", ".join(f"{side} {share:.0%}" for side, share in shares.items())
             lines.append(f"  waited for, of the time: {each_side}")
@@ -65,14 +63,24 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
     return "\n".join(lines)
 
 
-def _consumer(now: BridgeLook) -> str:
-    """What the consumer does, the policy version, and the room on the mount."""
+def sentences(now: BridgeLook, before: BridgeLook | None = None) -> list[str]:
+    """Returns what is wrong, worst first, or what a healthy bridge does; from the second on "also: ...".
+
+    Never blocks.
+    """
+    first, *more = (printable(str(each)) for each in findings(now) or [headline(now, before)])
+    return [first, *(f"also: {each}" for each in more)]
+
+
+def consumer_parts(now: BridgeLook) -> list[str]:
+    """Returns what the consumer does, the policy version, and the room on the mount. Never blocks."""
     consumer = now.consumer
     parts = ["no consumer"]
     if consumer is not None:
         doing = str(consumer.state)
         if doing == "running" and consumer.asking_s is not None:
             doing = f"waiting for {in_words(consumer.asking_s)}"
+        doing += ", paused" * consumer.paused + ", draining" * consumer.draining
         parts = [f"consumer pid {consumer.pid} {doing}"]
         if consumer.handed_age_s is not None:
             parts.append(f"last batch {in_words(consumer.handed_age_s)} ago")
@@ -80,7 +88,7 @@ def _consumer(now: BridgeLook) -> str:
         since = "" if now.published_age_s is None else f", {in_words(now.published_age_s)} ago"
         parts.append(f"policy version {now.policy_version}{since}")
     parts.append(f"mount {format_size(now.mount_free)} free of {format_size(now.mount_bytes)}")
-    return "  ".join(parts)
+    return parts
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ ORDER = {
         rank consumer
         __init__
         testing launch doctor watch
+        tui
         cli
     """,
     "consumers": """

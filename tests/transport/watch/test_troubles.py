@@ -1,14 +1,16 @@
 """Troubles of real processes, and the one sentence that an observer says of each."""
 
+import asyncio
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 import shmbridge
 from shmbridge.testing import wait_until
-from shmbridge.watch import diagnosis, snapshot
+from shmbridge.watch import diagnosis, snapshot, text
 from shmbridge.watch.diagnosis import Severity, findings, headline
 from shmbridge.watch.snapshot import look
 from shmbridge.watch.text import block
@@ -48,19 +50,42 @@ def learner(child):
     return lambda step="", lanes=8: child(LEARNER.replace("STEP", step).replace("LANES", str(lanes)))
 
 
-def says(bridge, pattern, *, where=headline):
-    """Waits until the headline matches."""
+def says(bridge, pattern):
+    """Waits until the headline matches; then `inspect` and `top` show it, too."""
     last = []
 
     def matches():
-        last[:] = [str(where(look(bridge)))]
-        return re.search(pattern, last[0])
+        last[:] = [look(bridge)]
+        return re.search(pattern, str(headline(last[0])))
 
     try:
         wait_until(matches, 20)
     except AssertionError:
-        raise AssertionError(f"{last[0]!r} does not match {pattern!r}") from None
-    return last[0]
+        raise AssertionError(f"{str(headline(last[0]))!r} does not match {pattern!r}") from None
+    said = str(headline(last[0]))
+    assert (shown_by_inspect(last[0]), shown_by_top(last[0])) == (said, said)
+    return said
+
+
+def shown_by_inspect(now):
+    """The line under the bridge's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "look", lambda _: now)
+        [info] = [each for each in shmbridge.list_bridges() if each.name == now.name]
+        return text.block(info, None, every_lane=False).splitlines()[1].strip()
+
+
+def shown_by_top(now):
+    """The line on top of the screen."""
+    pytest.importorskip("textual")
+    from shmbridge.tui.top import Top
+
+    async def first_line():
+        app = Top(now.name, interval_s=3600, source=SimpleNamespace(look=lambda _: now))
+        async with app.run_test(size=(80, 24)):
+            return str(app.query_one("#said").content).splitlines()[0]
+
+    return asyncio.run(first_line())
 
 
 def test_a_healthy_run(bridge, environment, learner):

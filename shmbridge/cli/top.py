@@ -1,0 +1,103 @@
+"""`shmbridge top`: the live view of a bridge; or one plain screen, or JSON, for scripts."""
+
+import argparse
+import os
+import sys
+import time
+
+import msgspec
+
+from shmbridge.config import parse_duration
+
+HELP = "watch a bridge live: what is wrong, the consumer, every lane, its newest record"
+EXAMPLES = """examples:
+  shmbridge top                   the only bridge, or one to choose
+  shmbridge top run1              keys: q quit, p pause, s sort, g group, / filter, Enter record, ? help
+  shmbridge top run1 --decode Qwen/Qwen3-0.6B    records as text; a local tokenizer, or a tokenizer.json
+  shmbridge top run1 --once       one plain screen, as inspect; also where there is no terminal
+  shmbridge top run1 --json       a JSON line per interval; with --once, one
+
+The live view needs textual: pip install "shmbridge[tui]". --once and --json do not.
+
+exit codes: 0 shown; 1 the live view cannot run here; 3 no such bridge"""
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `top`."""
+    parser.add_argument("bridge", nargs="?", help="one bridge; default: the only one, or one to choose")
+    parser.add_argument("--once", action="store_true", help="print one screen and end")
+    parser.add_argument(
+        "--interval", type=parse_duration, default=1.0, help="time between two looks: 1s, 500ms (1s)"
+    )
+    parser.add_argument(
+        "--decode", metavar="TOKENIZER", help="show records as text: a local name, file or folder"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows the bridge until the user quits, or once."""
+    from shmbridge.segments.inventory import list_bridges
+
+    there = [info.name for info in list_bridges()]
+    wanted = [name for name in there if arguments.bridge in (None, name)]
+    if not wanted:
+        if not arguments.json:
+            print(f"no bridge {arguments.bridge!r}" if arguments.bridge else "no bridges")
+        return 3 if arguments.bridge else 0
+    if arguments.json:
+        try:
+            _json(wanted, arguments.interval, arguments.once)
+        except BrokenPipeError:  # `| head`: nobody reads on, not even what the interpreter flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if arguments.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _once(wanted, arguments.interval)
+    return _live(wanted[0] if len(wanted) == 1 else None, arguments.interval, arguments.decode)
+
+
+def _live(bridge: str | None, interval_s: float, tokenizer: str | None) -> int:
+    try:
+        from shmbridge.tui.top import Top
+        from shmbridge.watch.decode import tokenizer_pieces
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] not in ("textual", "rich"):
+            raise
+        print(
+            'shmbridge top: textual is not installed -> pip install "shmbridge[tui]", or --once',
+            file=sys.stderr,
+        )
+        return 1
+    pieces = None if tokenizer is None else tokenizer_pieces(tokenizer)
+    view = Top(bridge, interval_s=interval_s, pieces=pieces)
+    view.run()
+    return view.return_code or 0
+
+
+def _once(names: list[str], interval_s: float) -> int:
+    from shmbridge.segments.inventory import list_bridges
+    from shmbridge.watch.snapshot import look
+    from shmbridge.watch.text import block
+
+    before = {name: look(name) for name in names}
+    time.sleep(interval_s)
+    blocks = [
+        block(info, before[info.name], every_lane=False) for info in list_bridges() if info.name in names
+    ]
+    print("\n\n".join(blocks))
+    return 0
+
+
+def _json(names: list[str], interval_s: float, once: bool) -> None:
+    from shmbridge.watch.document import document
+    from shmbridge.watch.snapshot import look
+
+    before = {name: look(name) for name in names}
+    while any(before.values()):
+        time.sleep(interval_s)
+        for name in names:
+            now = look(name)
+            if now is not None:
+                print(msgspec.json.encode(document(now, before[name])).decode(), flush=True)
+            before[name] = now
+        if once:
+            break

@@ -1,0 +1,3 @@
+"""The live view, `shmbridge top`: the only room that imports Textual. It only reads."""
+
+__all__ = ["top"]
