@@ -77,6 +77,9 @@ class ShmExp(BasePPOExp):
             max_staleness=max_staleness(cfg),
             logprobs="all" if needs_logprobs(cfg) else "any",
             timeout_s=cfg.bridge.timeout_s,
+            prompts_per_step=cfg.trainer.policy_mini_batch_size
+            if cfg.trainer.fully_async.enabled
+            else cfg.trainer.train_batch_size,
         )
 
     def get_trainer(self, cfg: Any, **parts: Any) -> Any:

@@ -80,6 +80,8 @@ class ShmGenerator(GeneratorInterface):
             row has none.
         credit: how advantages are made where a group has none of its own.
         timeout_s: longest wait of `generate`; None: for ever.
+        prompts_per_step: prompts that the trainer must have before it trains and releases any; None: not
+            known. With fewer handed out, lanes that are full are an error (BatchTooBig), and no wait.
         evaluator: answers the prompts of an evaluation; None: that is an error.
     """
 
@@ -96,14 +98,17 @@ class ShmGenerator(GeneratorInterface):
         logprobs: Literal["all", "any"] = "any",
         credit: Credit | None = None,
         timeout_s: float | None = None,
+        prompts_per_step: int | None = None,
         evaluator: GeneratorInterface | None = None,
     ) -> None:
         warn_if_untested("skyrl", "0.3", "0.4")
         self.consumer, self.repetitions, self.step_wise = consumer, repetitions, step_wise
         self._long_groups, self._match, self._most_early = long_groups, match, most_early
         self._logprobs, self._credit, self._evaluator = logprobs, credit or Credit(), evaluator
-        self._taker = GroupTaker(consumer, max_staleness=max_staleness, timeout_s=timeout_s)
-        self._held = HeldGroups()
+        self._held, self._per_step = HeldGroups(), prompts_per_step or 1
+        self._taker = GroupTaker(
+            consumer, max_staleness=max_staleness, timeout_s=timeout_s, is_to_release=self._is_to_release
+        )
         self._early: dict[str, deque[tuple[Batch, _Group]]] = {}
         self._one_takes = asyncio.Lock()
         self._totals: Counter[str] = Counter()
@@ -188,6 +193,13 @@ class ShmGenerator(GeneratorInterface):
         self._early.clear()
 
     # -- groups
+
+    def _is_to_release(self) -> tuple[bool, str]:
+        held = len(self._held)
+        return (
+            held >= self._per_step,
+            f"SkyRL has {held} of the {self._per_step} groups that it trains at once",
+        )
 
     async def _of_instances(self, prompts: list[str]) -> list[_Group]:
         found: list[tuple[Batch, _Group]] = []
@@ -291,6 +303,7 @@ class ShmGenerator(GeneratorInterface):
                 **get_rollout_metrics(responses, rewards, loss_masks=masks),
                 **{f"shmbridge/{name}": count for name, count in counts.items()},
                 **self._versions(rows),
+                **_scores(groups),
             },
             "rollout_logprobs": None if None in logprobs else logprobs,
             "trajectory_ids": ids,
@@ -312,6 +325,22 @@ class ShmGenerator(GeneratorInterface):
             found["shmbridge/staleness_mean"] = sum(behind) / len(behind)
             found["shmbridge/staleness_max"] = float(max(behind))
         return found
+
+
+def _scores(groups: list[_Group]) -> dict[str, float]:
+    """Returns the mean score of each environment's rows and of all; none where no row has one.
+
+    SkyRL puts several groups together by the mean of their means, as the names ask for.
+    """
+    of: dict[str, list[float]] = {}
+    for row in (row.metrics for group in groups for row in group.rows):
+        if row.get("score") is not None:
+            of.setdefault(row["env_name"], []).append(row["score"])
+    if not of:
+        return {}
+    every = [score for scores in of.values() for score in scores]
+    means = {f"shmbridge/score_mean/{name}": sum(scores) / len(scores) for name, scores in of.items()}
+    return {"shmbridge/score_mean": sum(every) / len(every), **means}
 
 
 def _prompts(input_batch: GeneratorInput, repetitions: int) -> list[str]:

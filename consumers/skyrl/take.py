@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import shmbridge
-from shmbridge import Batch, ConsumerEmpty
+from shmbridge import Batch, BatchTooBig, ConsumerEmpty
 
 log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
-_LOOK_S = 0.25  # longest wait in the thread, so the longest wait for a cancelled call
+_LOOK_S = 0.25  # longest wait in the thread at first, so the longest wait for a cancelled call
+_LONG_S = 1.0  # after which the thread waits longer at a time, if the trainer is to release nothing:
+_ASK_S = 1.5  # longer than the second after which the consumer says that a batch does not fit into the lanes
 _SAY_S = 60.0  # between two lines in the log that nothing comes
 
 
@@ -32,6 +35,8 @@ class GroupTaker:
         consumer: the hub of the bridge; nobody else takes from it.
         max_staleness: groups more versions behind are discarded and counted by the consumer; None: none.
         timeout_s: longest wait of a call; None: for ever.
+        is_to_release: whether the trainer, as it stands, will release groups, and what it has of how many;
+            None: it always will.
     """
 
     def __init__(
@@ -40,8 +45,10 @@ class GroupTaker:
         *,
         max_staleness: int | None = None,
         timeout_s: float | None = None,
+        is_to_release: Callable[[], tuple[bool, str]] | None = None,
     ) -> None:
         self._consumer, self._max_staleness, self._timeout_s = consumer, max_staleness, timeout_s
+        self._is_to_release = is_to_release or (lambda: (True, ""))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shmbridge-{consumer.bridge}")
         self._closing = threading.Event()
 
@@ -56,7 +63,8 @@ class GroupTaker:
 
         Raises:
             ConsumerEmpty: nothing within `timeout_s`; names the producers that live.
-            RolloutsOver: the bridge is drained. BatchTooBig: the groups cannot be in the lanes at once.
+            RolloutsOver: the bridge is drained.
+            BatchTooBig: the lanes are full, and the trainer releases nothing before it gets these groups.
         """
         over = threading.Event()
         call = asyncio.get_running_loop().run_in_executor(
@@ -82,18 +90,25 @@ class GroupTaker:
         """Blocks; in the taker's thread."""
         began_s = said_s = time.monotonic()
         while not (over.is_set() or self._closing.is_set()):
-            left_s = _LOOK_S if self._timeout_s is None else began_s + self._timeout_s - time.monotonic()
+            waited_s = time.monotonic() - began_s
+            look_s = _LOOK_S if waited_s < _LONG_S or self._is_to_release()[0] else _ASK_S
+            left_s = math.inf if self._timeout_s is None else self._timeout_s - waited_s
             batches = self._consumer.batches(
                 groups,
                 max_staleness=self._max_staleness,
                 prefetch=0,
                 hold="caller",
-                timeout_s=max(0.0, min(_LOOK_S, left_s)),
+                timeout_s=max(0.0, min(look_s, left_s)),
             )
             try:
                 batch = next(batches, None)
+            except BatchTooBig as full:
+                releases, what_it_has = self._is_to_release()
+                if releases:  # by now the trainer has what was handed out as the wait began
+                    continue
+                raise BatchTooBig(f"{full.message}; {what_it_has}", hint=full.hint) from None
             except ConsumerEmpty as empty:
-                if left_s <= _LOOK_S and self._timeout_s is not None:
+                if left_s <= look_s:
                     raise
                 if time.monotonic() - said_s > _SAY_S:
                     said_s = time.monotonic()

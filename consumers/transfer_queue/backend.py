@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import transfer_queue
 from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
 
 from shmbridge.consumers.tested_versions import warn_if_untested
@@ -30,6 +31,14 @@ def begin_queue(conf: Any) -> Queue:
 
     Raises:
         QueueTaken: a living process has a queue on that bridge.
+        BadConfig, BadBridgeName: a setting is none, or has no such value.
+
+    After an error the controller, which `init()` has made before, is gone: a later `init()` begins anew,
+    instead of waiting for ever for that controller's configuration.
     """
-    queue, conf.backend[BACKEND] = begin(conf.backend.get(BACKEND) or {})
+    try:
+        queue, conf.backend[BACKEND] = begin(conf.backend.get(BACKEND) or {})
+    except BaseException:
+        transfer_queue.close()
+        raise
     return queue

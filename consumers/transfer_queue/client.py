@@ -8,8 +8,8 @@ from typing import Any
 from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
 from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 
-from shmbridge.config import parse_size
 from shmbridge.consumers.transfer_queue.columns import Column
+from shmbridge.consumers.transfer_queue.queue_lock import capacity_of, timeout_of
 from shmbridge.consumers.transfer_queue.store import Cleared, OpenSegment, ValueStore, joined, runs
 from shmbridge.errors import BadArgument
 
@@ -23,12 +23,7 @@ class ShmBridgeStorageClient(StorageKVClient):
     def __init__(self, config: dict[str, Any]) -> None:
         """Does not block. Reads `bridge`, `capacity` (such as "8G") and `timeout_s` of the configuration."""
         super().__init__(config)
-        capacity = config.get("capacity")
-        self.store = ValueStore(
-            config["bridge"],
-            None if capacity is None else parse_size(capacity),
-            float(config.get("timeout_s", 60.0)),
-        )
+        self.store = ValueStore(config["bridge"], capacity_of(config), timeout_of(config))
 
     def put(self, keys: list[str], values: list[Any]) -> list[Any]:
         """Commits one value per key, all or none, and returns the name of their segment once per key.

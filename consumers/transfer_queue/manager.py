@@ -26,7 +26,8 @@ BACKEND = "shmbridge"
 class ShmBridgeStorageManager(KVStorageManager):
     """Storage of one TransferQueue client, in shared memory. TransferQueue makes it in `init()`.
 
-    Its calls run in threads of the event loop's executor, so that the loop goes on.
+    Its calls copy in threads of the event loop's executor, so that the loop goes on. A put that waits for
+    room takes no thread: reads and clears go on, and a clear is what makes room.
     """
 
     storage_client: ShmBridgeStorageClient
@@ -65,7 +66,10 @@ class ShmBridgeStorageManager(KVStorageManager):
         columns = {name: Column(name, data[name], len(owners)) for name in sorted(data.keys())}
         schema = {name: _schema(data[name], column) for name, column in columns.items()}
         store, loop = self.storage_client.store, asyncio.get_running_loop()
-        name = await loop.run_in_executor(None, store.put, owners, list(columns.values()))
+        listed = list(columns.values())
+        for pause_s in store.waits(listed):
+            await asyncio.sleep(pause_s)
+        name = await loop.run_in_executor(None, store.write, owners, listed)
         for known in metadata._custom_backend_meta:  # as every backend of TransferQueue does
             known.update(dict.fromkeys(columns, name))
         told = {owner: dict.fromkeys(columns, name) for owner in owners}

@@ -8,11 +8,13 @@ what it left.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from shmbridge.config import check_bridge_name, parse_size
 from shmbridge.errors import BadConfig, QueueTaken
 from shmbridge.segments import locks, membership, segment, values
 from shmbridge.segments.locks import LockByte
@@ -20,6 +22,7 @@ from shmbridge.segments.locks import LockByte
 log = logging.getLogger(__name__)
 
 BRIDGE = "transfer-queue"  # if the configuration names none
+SETTINGS = ("bridge", "capacity", "timeout_s")
 
 
 class Membership:
@@ -78,9 +81,54 @@ def join(settings: Mapping[str, Any]) -> Membership:
 
 
 def begin(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
-    """Begins the queue that the configuration names; returns it, and the configuration for its clients."""
+    """Begins the queue that the configuration names; returns it, and the configuration for its clients.
+
+    Raises:
+        QueueTaken: a living process has a queue on that bridge.
+        BadConfig, BadBridgeName: a setting is none, or has no such value; nothing began.
+    """
+    check_settings(settings)
     bridge = settings.get("bridge") or BRIDGE
     return Queue(bridge), {**settings, "bridge": bridge, "mount": segment.mount_id()}
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises BadConfig or BadBridgeName for what no client of the queue could work with."""
+    if unknown := sorted(set(settings) - set(SETTINGS)):
+        raise BadConfig(
+            f"backend.shmbridge has no setting {', '.join(unknown)}", hint=f"use one of {', '.join(SETTINGS)}"
+        )
+    if settings.get("bridge"):
+        check_bridge_name(settings["bridge"])
+    capacity_of(settings)
+    timeout_of(settings)
+
+
+def capacity_of(settings: Mapping[str, Any]) -> int | None:
+    """Returns the bytes that all values of the queue may have, None for any; raises BadConfig."""
+    capacity = settings.get("capacity")
+    try:
+        size = None if capacity is None else parse_size(str(capacity))
+    except ValueError as wrong:
+        raise BadConfig(f"backend.shmbridge.capacity: {wrong}", hint='capacity="8G", or none') from None
+    if size == 0:
+        raise BadConfig("backend.shmbridge.capacity is 0: no put would fit", hint='capacity="8G", or none')
+    return size
+
+
+def timeout_of(settings: Mapping[str, Any]) -> float:
+    """Returns how many seconds a put waits for room, 60 if nothing is said; raises BadConfig."""
+    timeout_s = settings.get("timeout_s", 60.0)
+    try:
+        seconds = math.inf if timeout_s is None else float(timeout_s)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds >= 0:
+        raise BadConfig(
+            f"backend.shmbridge.timeout_s={timeout_s!r} is no number of seconds",
+            hint="timeout_s=60, or null to wait for ever",
+        )
+    return seconds
 
 
 def _remove_all(bridge: str, why: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,11 +98,28 @@ class ValueStore:
             LaneFull: there was no room in time; nothing was committed.
             ShmTooSmall: the mount or the memory cgroup has no room; nothing was committed.
         """
+        for pause_s in self.waits(columns):
+            time.sleep(pause_s)
+        return self.write(owners, columns)
+
+    def write(self, owners: Sequence[int], columns: Sequence[Column]) -> str:
+        """As `put`, at once: whoever calls it has waited for room. Blocks while it copies."""
         placed, parts = place(columns)
-        if self.capacity is not None:
-            self._wait_for_room(sum(column.size for column in columns), self.capacity)
         table = msgspec.msgpack.encode(placed)
         return values.write(self.bridge, np.array(owners, np.int64), table, parts)
+
+    def waits(self, columns: Sequence[Column]) -> Iterator[float]:
+        """Yields a pause in seconds, again and again, until there is room for these columns. Never blocks.
+
+        Raises LaneFull if there was none within `timeout_s`.
+        """
+        if self.capacity is None:
+            return
+        size, deadline = sum(column.size for column in columns), time.monotonic() + self.timeout_s
+        while (held := values.stored_bytes(self.bridge))[1] + size > self.capacity:
+            if size > self.capacity or time.monotonic() > deadline:
+                raise self._full(size, held, self.capacity)
+            yield _LOOK_AGAIN_S
 
     def open(self, name: str) -> OpenSegment:
         """Maps the segment of a put; raises Cleared if its rows were cleared. Copies no values."""
@@ -135,16 +152,19 @@ class ValueStore:
             return frozenset(head.owners.tolist())
         return self._owners[name]
 
-    def _wait_for_room(self, size: int, capacity: int) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while (held := values.stored_bytes(self.bridge))[1] + size > capacity:
-            if size > capacity or time.monotonic() > deadline:
-                raise LaneFull(
-                    f"a put of {format_size(size)} found {format_size(held[1])} in {held[0]} puts that "
-                    f"nobody has cleared, of {format_size(capacity)}, for {self.timeout_s:g} s",
-                    hint="clear rows after their step (kv_clear), or raise backend.shmbridge.capacity",
-                )
-            time.sleep(_LOOK_AGAIN_S)
+    def _full(self, size: int, held: tuple[int, int], capacity: int) -> LaneFull:
+        puts, there = held
+        if size > capacity:
+            return LaneFull(
+                f"a put of {format_size(size)} can never fit: all values of bridge {self.bridge!r} together "
+                f"may have {format_size(capacity)}",
+                hint="put fewer rows at a time, or raise backend.shmbridge.capacity",
+            )
+        return LaneFull(
+            f"a put of {format_size(size)} found {format_size(there)} in {puts} puts that nobody has "
+            f"cleared, of {format_size(capacity)}, for {self.timeout_s:g} s",
+            hint="clear rows after their step (kv_clear), or raise backend.shmbridge.capacity",
+        )
 
 
 def runs(stored: Iterable[tuple[Stored, int]]) -> list[Run]:

@@ -21,6 +21,7 @@ of the step under way. Under verl's own modes also those of the last finished st
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import traceback
@@ -95,7 +96,7 @@ class ShmAgentLoopManager:
             max_token_len=_LONGEST_ROW,
             num_steps=int(config.trainer.get("total_training_steps", None) or _NO_LAST_STEP),
         )
-        limit = settings.max_off_policy_steps
+        limit, begun_within = settings.max_off_policy_steps, _steps_until_taken(config, settings)
         # With a limit the bridge hands out whole steps; verl also asks for single groups, for dropped ones.
         self._at_once = None if limit is None else per_step
         self._consumer = shmbridge.Consumer(
@@ -103,7 +104,7 @@ class ShmAgentLoopManager:
             run=run,
             lanes=settings.lanes,
             policy="fair" if limit is None else "oldest",
-            max_off_policy_steps=limit,
+            max_off_policy_steps=begun_within,
             groups_per_step=None if limit is None else per_step,
         )
         self._consumer.screen(self._is_for_training)
@@ -252,7 +253,11 @@ class ShmAgentLoopManager:
         """Returns `count` whole groups; None if the manager is closing."""
         wait = BatchWait(self._settings.patience, lambda: self._missing(count), log.warning)
         while (lacking := count - len(self._stock)) > 0:
-            groups = self._consumer.take_groups(groups=self._at_once or lacking, timeout_s=_ASK_S)
+            groups = self._consumer.take_groups(
+                groups=self._at_once or lacking,
+                max_staleness=self._settings.max_off_policy_steps,
+                timeout_s=_ASK_S,
+            )
             if groups is not None:
                 self._stock += groups
                 continue
@@ -351,6 +356,22 @@ class ShmAgentLoopManager:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _steps_until_taken(config: Any, settings: Settings) -> int | None:
+    """Returns how many steps later a group may be taken: the limit, less the batches that are written ahead.
+
+    Raises ValueError if more are written ahead than the limit allows.
+    """
+    limit, mode = settings.max_off_policy_steps, config.trainer.v1.trainer_mode
+    ahead = math.ceil((config.trainer.v1.get(mode, None) or {}).get("num_warmup_batches", None) or 0)
+    if limit is None or limit >= ahead:
+        return None if limit is None else limit - ahead
+    raise ValueError(
+        f"trainer.atropos.max_off_policy_steps={limit}, and num_warmup_batches={ahead} writes {ahead} steps "
+        f"ahead -> trainer.v1.{mode}.num_warmup_batches={limit}, or "
+        f"trainer.atropos.max_off_policy_steps={ahead}"
+    )
 
 
 def _weights_reader(config: Any, settings: Settings) -> WeightsReader | None:

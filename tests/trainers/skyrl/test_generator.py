@@ -1,6 +1,8 @@
 """The generator on its own: order, groups that do not fit, what is carried, what waits, what comes back."""
 
 import asyncio
+import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -168,6 +170,62 @@ async def test_a_cancelled_call_leaves_its_groups(make_generator, producer, cons
     output = await generated(generator, prompts(2, 4))
     assert [row["group_id"] for row in output["env_metrics"]] == ["g0"] * 4 + ["g1"] * 4
     assert not output["env_metrics"][0]["redelivered"]
+
+
+@pytest.fixture
+def put_on(make_producer):
+    """Puts groups into a lane of 64 KiB, which holds four of them, until the test ends."""
+    over = threading.Event()
+
+    def put():
+        producer = make_producer()
+        while not over.is_set():
+            with contextlib.suppress(shmbridge.LaneFull, shmbridge.BridgeDraining):
+                producer.put(group(size=250), timeout_s=0.25)
+
+    environment = threading.Thread(target=put)
+    environment.start()
+    yield
+    over.set()
+    environment.join()
+
+
+async def test_a_step_that_can_never_fit_is_an_error_with_the_numbers(make_generator, put_on, prompts):
+    generator = make_generator(prompts_per_step=20)
+    words = r"20 groups cannot be filled.* 64 KiB .*SkyRL has 0 of the 20 groups.*lane_bytes"
+    with pytest.raises(shmbridge.BatchTooBig, match=words):
+        await generator.generate(prompts(20, 4))
+
+
+async def test_groups_that_wait_in_skyrls_buffer_for_others_that_have_no_room(
+    make_generator, put_on, prompts
+):
+    """As its asynchronous trainer asks, one prompt a call, and trains once it has all of a step."""
+    generator = make_generator(prompts_per_step=20)
+    calls = [generator.generate(prompts(1, 4, first=each)) for each in range(20)]
+    with pytest.raises(shmbridge.BatchTooBig, match=r"holds \d+ records .*SkyRL has \d of the 20 groups"):
+        await asyncio.gather(*calls)
+
+
+async def test_full_lanes_are_no_error_while_a_step_is_trained(make_generator, put_on, prompts):
+    generator = make_generator(prompts_per_step=2)
+    await generated(generator, prompts(2, 4))
+    following = asyncio.create_task(generated(generator, prompts(4, 4, first=2)))
+    done, _ = await asyncio.wait({following}, timeout=3.0)
+    assert not done
+    generator.trained(["0", "1"])
+    await following
+
+
+async def test_the_mean_score_is_said_by_environment(make_generator, make_producer, prompts):
+    """Of all, and of each; SkyRL's own metrics of rewards are of advantages."""
+    for env_name, scores in (("math", [0.0, 1.0, 1.0, 0.0]), ("chess", [4.0, 4.0, 4.0])):
+        with make_producer(env_name=env_name) as producer:
+            producer.put(group(rows=len(scores), score=scores))
+    metrics = (await generated(make_generator(), prompts(2, 4)))["rollout_metrics"]
+    assert metrics["shmbridge/score_mean/math"] == 0.5
+    assert metrics["shmbridge/score_mean/chess"] == 4.0
+    assert metrics["shmbridge/score_mean"] == pytest.approx(2.0)  # 14 / 7: masked rows have none
 
 
 async def test_stale_groups_are_discarded_by_the_bridge(make_generator, producer, consumer, prompts):

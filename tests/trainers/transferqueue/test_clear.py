@@ -1,11 +1,15 @@
 """Rows are cleared by any process, whatever fields they have; the memory goes with the last row of a put."""
 
+import threading
+import time
+
 import pytest
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
 from shmbridge.segments import segment
+from shmbridge.testing import wait_until
 
 KEYS = ["k0", "k1", "k2"]
 
@@ -83,3 +87,25 @@ def test_a_reader_that_comes_too_late_is_told(partition):
     tq.kv_clear(KEYS, partition)
     with pytest.raises(tq.StorageKeyNotFoundError, match="its rows were cleared"):
         client.get_data(late)
+
+
+def test_a_clear_goes_on_while_many_puts_wait_for_room(partition, monkeypatch):
+    """More puts wait than the executor has threads: only the clear can make room for them."""
+    store = tq.get_client().storage_manager.storage_client.store
+    put(KEYS[:1], partition, x=torch.zeros(1, 50_000))
+    monkeypatch.setattr(store, "capacity", 210_000)
+    monkeypatch.setattr(store, "timeout_s", 20.0)
+    late = [f"late{number}" for number in range(40)]
+    threads = [
+        threading.Thread(target=put, args=([key], partition), kwargs={"x": torch.ones(1, 1000)})
+        for key in late
+    ]
+    for each in threads:
+        each.start()
+    wait_until(lambda: len(tq.kv_list(partition)[partition]) == 41, 20.0)
+    begun = time.monotonic()
+    tq.kv_clear(KEYS[:1], partition)
+    assert time.monotonic() - begun < 10
+    for each in threads:
+        each.join(20)
+    assert tq.kv_batch_get(late, partition)["x"].values().sum() == 40_000

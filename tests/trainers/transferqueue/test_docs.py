@@ -23,7 +23,24 @@ def test_the_example_reads_in_another_process():
     assert re.search(r"process \d+ read 14 tokens with advantages of 2 in all", said)
 
 
-def test_the_pages_code_runs():
+MISTAKE = """
+import shmbridge
+from shmbridge.consumers.transfer_queue.queue_lock import Queue
+
+living = Queue("taken")
+try:
+    tq.init({"backend": {"storage_backend": "shmbridge", "shmbridge": {"bridge": "taken"}}})
+except shmbridge.QueueTaken as error:
+    print(error)
+living.close()
+"""
+
+
+def test_the_pages_code_runs_also_after_a_bridge_that_was_taken():
+    """TransferQueue makes its controller before it asks the backend: that must not be what the next finds."""
     page = (ROOT / "docs" / "how-to" / "transferqueue.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    run("-c", block.replace('"run1"', f'"t-page-{os.getpid()}"'))
+    before, begin, after = block.partition("tq.init(")
+    code = (before + MISTAKE + begin + after).replace('"run1"', f'"t-page-{os.getpid()}"')
+    said = run("-c", code.replace('"taken"', f'"t-taken-{os.getpid()}"'))
+    assert re.search(r"t-taken-\d+' has a living queue -> choose another name", said)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -14,6 +15,7 @@ from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 
 import shmbridge
 from shmbridge.consumers import transfer_queue as room
+from shmbridge.consumers.transfer_queue.columns import Column
 from shmbridge.consumers.transfer_queue.queue_lock import Queue, begin, join
 from shmbridge.segments import membership, segment, values
 
@@ -83,11 +85,17 @@ def test_a_full_bridge_makes_a_put_wait_until_rows_are_cleared(make_client):
     assert not late.is_alive()
 
 
-@pytest.mark.parametrize("size", [600_000, 2_000_000])
-def test_no_room_in_time_names_the_numbers(size, make_client, bridge):
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (600_000, r"in 1 puts that nobody has cleared, of 1 MiB.*kv_clear"),
+        (2_000_000, r"can never fit.* 1 MiB .*fewer rows"),
+    ],
+)
+def test_no_room_in_time_names_the_numbers(size, says, make_client, bridge):
     client = make_client(capacity="1M", timeout_s=0.05)
     client.put(["0@a"], [torch.zeros(600_000, dtype=torch.uint8)])
-    with pytest.raises(shmbridge.LaneFull, match=r"in 1 puts that nobody has cleared, of 1 MiB.*kv_clear"):
+    with pytest.raises(shmbridge.LaneFull, match=says):
         client.put(["1@a"], [torch.zeros(size, dtype=torch.uint8)])
     assert len(segment.value_names(bridge)) == 1
 
@@ -175,3 +183,69 @@ def test_a_put_that_is_being_written_is_not_cleared(make_client, bridge):
             bridge
         )
     assert values.stored_bytes(bridge) == (0, 0)
+
+
+def test_of_two_values_for_a_row_in_one_put_the_last_counts(make_client, bridge):
+    client = make_client()
+    name = client.store.put([5, 5], [Column("x", torch.tensor([[1, 1], [2, 2]]), 2)])
+    assert client.get(["5@x"], custom_backend_meta=[name])[0].tolist() == [2, 2]
+    client.clear(["5@x"])
+    assert segment.value_names(bridge) == []
+
+
+@pytest.mark.parametrize("value", [np.zeros(2, "V8"), np.zeros(2, [("a", "i4")]), np.zeros((), "V3")[()]])
+def test_values_of_no_type_are_refused_before_anything_is_stored(value, make_client, bridge):
+    """numpy would bring the fields of their records back, but raw bytes not as they were."""
+    with pytest.raises(shmbridge.InvalidRecord, match=r"field 'a', row 0: a numpy\.(ndarray|void)"):
+        make_client().put(["0@a"], [value])
+    assert segment.value_names(bridge) == []
+
+
+def test_a_limit_of_the_process_ends_a_clear_with_its_name(make_client, bridge, monkeypatch):
+    """Segments that are being written are skipped; one that cannot be opened may be what is to be cleared."""
+    client = make_client()
+    client.put(["0@a"], [torch.arange(3)])
+
+    def no_descriptor(name):
+        raise shmbridge.ProcessLimit("1024 of 1024 descriptors are open", hint="ulimit -n 65536")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shmbridge.segments.values.read_head", no_descriptor)
+        with pytest.raises(shmbridge.ProcessLimit, match="ulimit"):
+            client.clear(["0@a"])
+    client.clear(["0@a"])
+    assert segment.value_names(bridge) == []
+
+
+def test_what_a_queue_puts_that_begins_during_a_sweep_stays(bridge, monkeypatch):
+    """The sweep lists names before it looks at the lock: then names of a living queue mean a lock."""
+    began = []
+
+    def listed(name):
+        if not began:
+            began.append(None)
+            began.append(Queue(bridge))
+            values.write(bridge, np.arange(3), b"", [(0, [b"abc"])])
+        return segment.value_names(name)
+
+    monkeypatch.setattr(membership, "value_names", listed)
+    report = membership.sweep(bridge, with_records=True)
+    assert len(segment.value_names(bridge)) == 1
+    assert "its queue is alive" in "".join(report.kept.values())
+    began[1].close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"capcity": "8G"}, "has no setting capcity.*bridge, capacity, timeout_s"),
+        ({"capacity": "lots"}, r"backend\.shmbridge\.capacity: 'lots'"),
+        ({"capacity": 0}, "no put would fit"),
+        ({"bridge": "a/b"}, "a/b"),
+        ({"timeout_s": "soon"}, "timeout_s='soon'"),
+    ],
+)
+def test_settings_that_no_client_could_use_are_refused(settings, says, bridge):
+    with pytest.raises(shmbridge.ShmBridgeError, match=says):
+        begin({"bridge": bridge, **settings})
+    assert bridge not in segment.bridges()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import threading
 import types
 import uuid
 from collections.abc import Iterator
@@ -192,6 +195,39 @@ def test_with_a_limit_whole_steps_are_taken_and_dealt_out(make_manager, make_buf
     assert manager.stats()["groups_total"] == 2
 
 
+LIMIT = ["trainer.atropos.max_off_policy_steps=2", "trainer.v1.shmbridge.num_warmup_batches=1"]
+
+
+def test_batches_written_ahead_are_among_the_steps_of_the_limit(make_manager, make_producer):
+    """Two steps of two groups: one step may be taken later, and its batch is trained one step after that."""
+    make_manager(*LIMIT)
+    with make_producer() as producer, contextlib.ExitStack() as begun:
+        for _ in range(4):
+            begun.enter_context(producer.begin_group(timeout_s=60))
+        with pytest.raises(shmbridge.NotAdmitted):
+            producer.begin_group(timeout_s=0.0)
+
+
+def test_a_group_within_the_limit_is_not_discarded_for_what_is_written_ahead(
+    make_manager, make_buffer, make_producer, queue
+):
+    manager = make_manager(*LIMIT)
+    with make_producer(lane_bytes="1M") as producer:
+        for number in range(2):
+            producer.put(
+                known_groups(vocabulary=28, version=2)[0].fragments[0], group_id=str(number), policy_version=0
+            )
+        ask(queue, manager, 2, step=3)
+        make_buffer().sample(3, "train", 2)
+    assert manager.stats()["groups_total"] == 2
+
+
+def test_a_limit_below_what_is_written_ahead_is_refused(make_manager):
+    words = "max_off_policy_steps=0.*num_warmup_batches=2 .*num_warmup_batches=0, or .*max_off_policy_steps=2"
+    with pytest.raises(ValueError, match=words):
+        make_manager("trainer.atropos.max_off_policy_steps=0", "trainer.v1.shmbridge.num_warmup_batches=1.5")
+
+
 def test_versions_of_a_resumed_run_are_mapped_onto_verls_steps(
     make_manager, make_buffer, make_producer, queue, bridge
 ):
@@ -332,6 +368,68 @@ def test_too_few_groups_within_the_recipes_limits_end_training(make_manager, mak
     error = error_after(manager, queue, make_buffer())
     assert "0 of the 1 groups" in str(error)
     assert "trainer.atropos.max_wait_time" in str(error)
+
+
+def test_a_step_that_can_never_fit_into_the_lanes_ends_training_with_the_numbers(
+    make_manager, make_buffer, make_producer, queue
+):
+    manager, over = make_manager(), threading.Event()
+    group = {"tokens": [np.arange(1, 3000, dtype=np.int32) % 27] * 2, "score": [0.0, 1.0]}
+
+    def put_on() -> None:
+        with make_producer() as producer:  # 64 KiB
+            while not over.is_set():
+                with contextlib.suppress(shmbridge.LaneFull):
+                    producer.put(group, timeout_s=0.5)
+
+    environment = threading.Thread(target=put_on)
+    environment.start()
+    try:
+        ask(queue, manager, 8)
+        error = error_after(manager, queue, make_buffer())
+    finally:
+        over.set()
+        environment.join()
+    assert isinstance(error, shmbridge.BatchTooBig)
+    assert re.search(r"8 groups cannot be filled.*of 64 KiB.*lane_bytes", str(error))
+    with pytest.raises(shmbridge.BatchTooBig):
+        ask(queue, manager, 1)
+
+
+def test_a_drained_bridge_with_too_few_groups_ends_training(make_manager, make_buffer, make_producer, queue):
+    """Without limits of patience, too: nothing will ever come."""
+    manager = make_manager("trainer.atropos.max_wait_time=null")
+    with make_producer(lane_bytes="1M") as producer:
+        known_groups(vocabulary=28, version=2)[0].put(producer)
+        manager._consumer.drain()
+        ask(queue, manager, 2)
+        error = error_after(manager, queue, make_buffer())
+    assert type(error).__name__ == "NoGroups"
+    assert "has 1 of the 2 groups that a step wants, and is drained" in str(error)
+
+
+def test_a_first_token_without_a_prompt_is_counted_and_not_trained(
+    make_manager, make_buffer, make_producer, queue
+):
+    manager = make_manager()
+    rows = {
+        "tokens": [np.arange(1, 7, dtype=np.int32)] * 4,
+        "prompt_length": [0, 0, 2, 2],
+        "loss_mask": [
+            np.array(mask, np.uint8) for mask in ([1] * 6, [0] + [1] * 5, *[[0, 0, 1, 1, 1, 1]] * 2)
+        ],
+        "advantages": [np.arange(1, 7, dtype=np.float32)] * 4,
+        "score": [0.0, 1.0, 0.0, 1.0],
+    }
+    with make_producer(lane_bytes="1M") as producer:
+        producer.put(rows)
+        ask(queue, manager, 1)
+        batch, _ = make_buffer().sample(1, "train", 1)
+        found = advantages_of(manager.config, batch)
+    assert manager.stats()["first_tokens_untrained_total"] == 1
+    at = {key.split("_")[1]: place for place, key in enumerate(batch.keys)}
+    assert [len(found["prompts"][at[session]]) for session in "0123"] == [1, 1, 2, 2]
+    assert found["advantages"][at["0"]].tolist() == [2, 3, 4, 5, 6]
 
 
 def test_prompts_of_validation_are_refused_with_what_to_set(make_manager):
