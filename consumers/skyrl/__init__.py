@@ -10,5 +10,7 @@
 """
 
 from shmbridge.consumers.skyrl import python_311
+from shmbridge.consumers.tested_versions import warn_if_untested
 
+warn_if_untested("skyrl", "0.3", "0.4")  # first: another release may fail at its import
 python_311.prepare()

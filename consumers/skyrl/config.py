@@ -1,13 +1,20 @@
 """SkyRL's config with a section `bridge`, and what else in it a bridge does not go with."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_policy_correction_enabled
 from skyrl.backends.skyrl_train.utils.ppo_utils import LOSSES_WITHOUT_OLD_LOGPROBS
 from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
 
+from shmbridge.config import check_bridge_name, check_timeout
+from shmbridge.consumers.skyrl.arrange import LongGroups
 from shmbridge.consumers.skyrl.estimator import NAME
+from shmbridge.errors import BadArgument, BadBridgeName
+
+Match = Literal["arrival", "instance"]
+MATCHES: tuple[str, ...] = get_args(Match)
+LONG_GROUPS: tuple[str, ...] = get_args(LongGroups)
 
 
 class ConfigDoesNotFit(ValueError):
@@ -37,12 +44,14 @@ class ShmTrainConfig(SkyRLTrainConfig):  # type: ignore[misc, unused-ignore]
 
 
 def check(cfg: Any) -> None:
-    """Raises ConfigDoesNotFit, with one setting to change, if SkyRL would train on other advantages.
+    """Raises ConfigDoesNotFit, with one setting to change, if SkyRL would train on other advantages, or if
+    the section `bridge` has a value that means nothing.
 
     Never blocks.
     """
     trainer, generator = cfg.trainer, cfg.generator
     algorithm = trainer.algorithm
+    _check_bridge(cfg.bridge)
     if algorithm.advantage_estimator != NAME:
         _refuse(
             f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} makes advantages "
@@ -98,6 +107,23 @@ def needs_logprobs(cfg: Any) -> bool:
         or algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS
         or off_policy_correction_enabled(algorithm.off_policy_correction)
     )
+
+
+def _check_bridge(bridge: Any) -> None:
+    try:
+        check_bridge_name(bridge.name)
+        check_timeout(bridge.timeout_s)
+    except (BadBridgeName, BadArgument) as wrong:
+        _refuse(f"bridge.name={bridge.name} bridge.timeout_s={bridge.timeout_s}: {wrong.message}", wrong.hint)
+    for name, allowed in (("match", MATCHES), ("long_groups", LONG_GROUPS)):
+        if (given := getattr(bridge, name)) not in allowed:
+            _refuse(f"bridge.{name}={given} is none of {', '.join(allowed)}", f"bridge.{name}={allowed[0]}")
+    for name, least in (("max_staleness", 0), ("steps", 1), ("max_token_len", 0)):
+        given = getattr(bridge, name)
+        if not (given is None and name == "max_staleness") and (not isinstance(given, int) or given < least):
+            _refuse(f"bridge.{name}={given} is no whole number of at least {least}", f"bridge.{name}={least}")
+    if isinstance(bridge.engines, str):
+        _refuse(f"bridge.engines={bridge.engines} is no list", f"bridge.engines=[{bridge.engines}]")
 
 
 def _refuse(what: str, action: str) -> None:

@@ -17,13 +17,27 @@ from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils import initialize_ray, validate_cfg
 
 import shmbridge
-from shmbridge.consumers.skyrl.config import ShmTrainConfig, check, max_staleness, needs_logprobs
-from shmbridge.consumers.skyrl.generator import ShmGenerator
+from shmbridge.consumers.advantages.credit import NoAdvantages
+from shmbridge.consumers.skyrl.arrange import GroupDoesNotFit
+from shmbridge.consumers.skyrl.config import (
+    ConfigDoesNotFit,
+    ShmTrainConfig,
+    check,
+    max_staleness,
+    needs_logprobs,
+)
+from shmbridge.consumers.skyrl.generator import NobodyAsks, NoLogprobs, NotEvaluated, ShmGenerator
 from shmbridge.consumers.skyrl.inference_client import ShmInferenceClient
 from shmbridge.consumers.skyrl.prompts import EmptyPrompts
+from shmbridge.consumers.skyrl.take import RolloutsOver
 from shmbridge.consumers.skyrl.trainer import ShmAsyncTrainer, ShmTrainer, ShmTrainerSim
 
 OVERRIDE = "trainer.override_entrypoint="
+# What ends training and is no fault of a program: each says what to change.
+TO_CHANGE = (
+    shmbridge.ShmBridgeError, ConfigDoesNotFit, GroupDoesNotFit, NoAdvantages, NoLogprobs, NobodyAsks,
+    NotEvaluated, RolloutsOver,
+)  # fmt: skip
 
 
 class ShmExp(BasePPOExp):
@@ -112,12 +126,24 @@ def train(cfg: ShmTrainConfig) -> None:
 
 
 def main() -> None:
-    """Parses the command line, starts Ray, and trains. Blocks until training ends."""
-    cfg = ShmTrainConfig.from_cli_overrides([arg for arg in sys.argv[1:] if not arg.startswith(OVERRIDE)])
-    check(cfg)
+    """Parses the command line, starts Ray, and trains. Blocks until training ends.
+
+    Ends with one sentence and exit code 1 for what the user can change; other errors are raised.
+    """
+    words = [arg for arg in sys.argv[1:] if not arg.startswith(OVERRIDE)]
+    try:
+        cfg = ShmTrainConfig.from_cli_overrides(words)
+        check(cfg)
+    except ValueError as wrong:
+        sys.exit(f"error: {wrong}")
     validate_cfg(cfg)
     initialize_ray(cfg)
-    ray.get(ray.remote(num_cpus=1, max_retries=0)(train).remote(cfg))
+    try:
+        ray.get(ray.remote(num_cpus=1, max_retries=0)(train).remote(cfg))
+    except ray.exceptions.RayTaskError as failed:
+        if isinstance(failed.cause, TO_CHANGE):
+            sys.exit(f"error: {failed.cause}")
+        raise
 
 
 if __name__ == "__main__":

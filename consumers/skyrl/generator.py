@@ -29,13 +29,13 @@ from skyrl.train.generators.utils import get_rollout_metrics
 
 import shmbridge
 from shmbridge import Batch
+from shmbridge.config import check_choice
 from shmbridge.consumers.skyrl.arrange import LongGroups, places, rows_left_out
+from shmbridge.consumers.skyrl.config import LONG_GROUPS, MATCHES, Match
 from shmbridge.consumers.skyrl.rows import READ, Row, masked_row, row_of
 from shmbridge.consumers.skyrl.take import GroupTaker, HeldGroups, abandon
-from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored, trajectories
 
-Match = Literal["arrival", "instance"]
 EVAL = "eval"
 
 
@@ -101,7 +101,8 @@ class ShmGenerator(GeneratorInterface):
         prompts_per_step: int | None = None,
         evaluator: GeneratorInterface | None = None,
     ) -> None:
-        warn_if_untested("skyrl", "0.3", "0.4")
+        check_choice("match", match, MATCHES)
+        check_choice("long_groups", long_groups, LONG_GROUPS)
         self.consumer, self.repetitions, self.step_wise = consumer, repetitions, step_wise
         self._long_groups, self._match, self._most_early = long_groups, match, most_early
         self._logprobs, self._credit, self._evaluator = logprobs, credit or Credit(), evaluator

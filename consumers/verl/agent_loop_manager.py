@@ -21,7 +21,6 @@ of the step under way. Under verl's own modes also those of the last finished st
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import traceback
@@ -40,7 +39,7 @@ from shmbridge.consumers.trajectories import columns_ignored, trajectories
 from shmbridge.consumers.verl.folded_groups import Folded, FoldedGroups
 from shmbridge.consumers.verl.metrics import atropos_metrics, summary_of
 from shmbridge.consumers.verl.rows import COLUMNS, rows_of
-from shmbridge.consumers.verl.settings import Settings, form_of
+from shmbridge.consumers.verl.settings import Settings, form_of, steps_until_taken
 from shmbridge.record.groups import Group
 from shmbridge.weights import WeightsReader
 
@@ -96,7 +95,7 @@ class ShmAgentLoopManager:
             max_token_len=_LONGEST_ROW,
             num_steps=int(config.trainer.get("total_training_steps", None) or _NO_LAST_STEP),
         )
-        limit, begun_within = settings.max_off_policy_steps, _steps_until_taken(config, settings)
+        limit, begun_within = settings.max_off_policy_steps, steps_until_taken(config, settings)
         # With a limit the bridge hands out whole steps; verl also asks for single groups, for dropped ones.
         self._at_once = None if limit is None else per_step
         self._consumer = shmbridge.Consumer(
@@ -356,22 +355,6 @@ class ShmAgentLoopManager:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _steps_until_taken(config: Any, settings: Settings) -> int | None:
-    """Returns how many steps later a group may be taken: the limit, less the batches that are written ahead.
-
-    Raises ValueError if more are written ahead than the limit allows.
-    """
-    limit, mode = settings.max_off_policy_steps, config.trainer.v1.trainer_mode
-    ahead = math.ceil((config.trainer.v1.get(mode, None) or {}).get("num_warmup_batches", None) or 0)
-    if limit is None or limit >= ahead:
-        return None if limit is None else limit - ahead
-    raise ValueError(
-        f"trainer.atropos.max_off_policy_steps={limit}, and num_warmup_batches={ahead} writes {ahead} steps "
-        f"ahead -> trainer.v1.{mode}.num_warmup_batches={limit}, or "
-        f"trainer.atropos.max_off_policy_steps={ahead}"
-    )
 
 
 def _weights_reader(config: Any, settings: Settings) -> WeightsReader | None:

@@ -46,7 +46,7 @@ class ShmCheckpointEngine(CheckpointEngine):
         if not bridge:
             raise ValueError(
                 "the checkpoint engine needs a bridge -> "
-                "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.shmbridge.bridge=run1"
+                "++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.shmbridge.bridge=run1"
             )
         self.bridge, self._is_master, self._timeout_s = bridge, is_master, timeout_s
         self._writer: WeightsWriter | None = None

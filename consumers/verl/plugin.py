@@ -23,12 +23,12 @@ def register() -> None:
 
     Raises ValueError if another package has taken one of the estimators' names.
     """
+    warn_if_untested("verl", "0.9.1", "0.10")  # first: another release may fail at the imports
     from verl.trainer.ppo.core_algos import register_adv_est
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     from shmbridge.consumers.verl import estimator
 
-    warn_if_untested("verl", "0.9.1", "0.10")
     for name in estimator.NAMES:
         register_adv_est(name)(estimator.passed_through)
     RolloutReplicaRegistry.register("shmbridge", _replica)

@@ -13,12 +13,13 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from shmbridge.config import check_bridge_name
 from shmbridge.consumers.learner.data.batch_wait import Patience
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.verl import estimator
 from shmbridge.consumers.verl.rows import Form
 
-__all__ = ["Settings", "form_of"]
+__all__ = ["Settings", "form_of", "steps_until_taken"]
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,14 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be."""
         if not self.bridge:
-            raise ValueError("trainer.atropos.bridge is not set -> +trainer.atropos.bridge=run1")
+            raise ValueError("trainer.atropos.bridge is not set -> ++trainer.atropos.bridge=run1")
+        check_bridge_name(self.bridge)
+        for name in ("timeout", "retry_attempts", "retry_delay", "max_wait_time", "max_off_policy_steps"):
+            given = getattr(self, name)
+            if given is not None and not (isinstance(given, (int, float)) and given >= 0):
+                raise ValueError(
+                    f"trainer.atropos.{name}={given!r} is no number of at least 0 -> write one, or null"
+                )
         if self.advantage_normalization not in get_args(Normalise):
             raise ValueError(
                 f"trainer.atropos.advantage_normalization={self.advantage_normalization!r} is none of "
@@ -107,6 +115,22 @@ class Settings:
         }
         given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
         return Patience(**{"max_wait_s": math.inf, **given}) if given else None
+
+
+def steps_until_taken(config: Any, settings: Settings) -> int | None:
+    """Returns how many steps later a group may be taken: the limit, less the batches that are written ahead.
+
+    None without a limit. Raises ValueError if more are written ahead than the limit allows.
+    """
+    limit, mode = settings.max_off_policy_steps, config.trainer.v1.trainer_mode
+    ahead = math.ceil((config.trainer.v1.get(mode, None) or {}).get("num_warmup_batches", None) or 0)
+    if limit is None or limit >= ahead:
+        return None if limit is None else limit - ahead
+    raise ValueError(
+        f"trainer.atropos.max_off_policy_steps={limit}, and num_warmup_batches={ahead} writes {ahead} steps "
+        f"ahead -> trainer.v1.{mode}.num_warmup_batches={limit}, or "
+        f"trainer.atropos.max_off_policy_steps={ahead}"
+    )
 
 
 def form_of(config: Any) -> Form:

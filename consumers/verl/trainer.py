@@ -18,10 +18,12 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 from shmbridge.consumers.verl.metrics import VERSION
+from shmbridge.consumers.verl.settings import Settings, form_of, steps_until_taken
 
 __all__ = ["BridgePPOTrainer"]
 
 MODE = "shmbridge"
+MANAGER = "shmbridge.consumers.verl.agent_loop_manager.ShmAgentLoopManager"
 
 
 @register_trainer(MODE)
@@ -32,18 +34,14 @@ class BridgePPOTrainer(PPOTrainer):
         config: verl's whole configuration.
 
     Raises:
-        ValueError: the checkpoint engine is not `shmbridge`.
+        ValueError: a setting does not go with a bridge; names the key. Before verl starts its actors, which
+            may take minutes.
     """
 
     _enable_hybrid_replicas = False  # verl's word: no engines on the training GPUs
 
     def __init__(self, config: Any) -> None:
-        backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
-        if backend != "shmbridge":
-            raise ValueError(
-                f"trainer mode {MODE} sends weights through the bridge, and checkpoint_engine.backend is "
-                f"{backend!r} -> actor_rollout_ref.rollout.checkpoint_engine.backend=shmbridge"
-            )
+        _check(config)
         super().__init__(config)
         self._trained: list[str] = []
 
@@ -84,3 +82,32 @@ class BridgePPOTrainer(PPOTrainer):
         """
         of_ranks = ray.get(self.actor_rollout_wg.update_weights(global_steps=step, mode=MODE))
         return {name: value for each in of_ranks for name, value in (each or {}).items()}
+
+
+def _check(config: Any) -> None:
+    settings, rollout = Settings.of(config), config.actor_rollout_ref.rollout
+    form_of(config)
+    steps_until_taken(config, settings)
+    engine = rollout.checkpoint_engine
+    if engine.backend != "shmbridge":
+        raise ValueError(
+            f"trainer mode {MODE} sends weights through the bridge, and checkpoint_engine.backend is "
+            f"{engine.backend!r} -> actor_rollout_ref.rollout.checkpoint_engine.backend=shmbridge"
+        )
+    named = (engine.engine_kwargs.get("shmbridge", None) or {}).get("bridge", None)
+    if named != settings.bridge:
+        raise ValueError(
+            f"weights would go to bridge {named!r}, and groups come from {settings.bridge!r}, whose "
+            "environments would never get them -> "
+            f"++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.shmbridge.bridge={settings.bridge}"
+        )
+    if not (rollout.get("agent", None) or {}).get("agent_loop_manager_class", None):
+        raise ValueError(
+            f"trainer mode {MODE} has no engines, and verl's own agent loops would ask them -> "
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}"
+        )
+    if config.trainer.get("val_before_train", True) or config.trainer.test_freq > 0:
+        raise ValueError(
+            "verl validates with prompts of its own, and environments own them here -> "
+            "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
+        )

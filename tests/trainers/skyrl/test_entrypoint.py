@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,70 @@ def test_settings_that_would_train_something_else(example, tiny, setting, says):
     check(example.config(tiny, "run1", 2))
     with pytest.raises(ConfigDoesNotFit, match=f"-> .*{says}"):
         check(example.config(tiny, "run1", 2, setting))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("bridge.match=foo", "none of arrival, instance -> bridge.match=arrival"),
+        ("bridge.long_groups=cut", "none of refuse, trim -> bridge.long_groups=refuse"),
+        ("bridge.name=a/b", "a/b"),
+        ("bridge.timeout_s=soon", "'soon' is no number of seconds"),
+        ("bridge.max_staleness=-1", "at least 0 -> bridge.max_staleness=0"),
+        ("bridge.steps=0", "at least 1 -> bridge.steps=1"),
+        ("bridge.engines=http://127.0.0.1:1", r"-> bridge.engines=\[http://127.0.0.1:1\]"),
+    ],
+)
+def test_values_of_the_bridge_that_mean_nothing(example, tiny, setting, says):
+    from shmbridge.consumers.skyrl.config import ConfigDoesNotFit, check
+
+    with pytest.raises(ConfigDoesNotFit, match=says):
+        check(example.config(tiny, "run1", 2, setting))
+
+
+@pytest.mark.parametrize("choice", [{"match": "foo"}, {"long_groups": "cut"}])
+def test_a_choice_that_is_none_is_refused_by_the_generator_too(make_generator, choice):
+    with pytest.raises(shmbridge.ShmBridgeError, match=next(iter(choice.values()))):
+        make_generator(**choice)
+
+
+@pytest.mark.parametrize("words", [["bridge.nam=run1"], ["bridge.name=run1"]])
+def test_a_users_mistake_ends_the_program_with_a_sentence(example, words, monkeypatch, capsys):
+    """A wrong key; and what SkyRL sets by default, which does not go with a bridge."""
+    example.without_cuda()
+    from shmbridge.consumers.skyrl import entrypoint
+
+    monkeypatch.setattr(sys, "argv", ["skyrl", *words])
+    with pytest.raises(
+        SystemExit, match=r"^error: .*(Invalid fields \{'nam'\}|advantage_estimator=shmbridge)"
+    ):
+        entrypoint.main()
+
+
+def test_a_mistake_that_training_finds_is_a_sentence_too(example, tiny, monkeypatch, bridge, consumer):
+    """A second trainer on the bridge: Ray would show the task's traceback around it."""
+    example.without_cuda()
+    import ray
+
+    from shmbridge.consumers.skyrl import entrypoint
+
+    cfg = example.config(tiny, bridge, 2)
+    monkeypatch.setattr(entrypoint.ShmTrainConfig, "from_cli_overrides", lambda words: cfg)
+    for name in ("validate_cfg", "initialize_ray"):
+        monkeypatch.setattr(entrypoint, name, lambda cfg: None)
+
+    def get(task):
+        try:
+            entrypoint.train(cfg)
+        except Exception as error:
+            raise ray.exceptions.RayTaskError("train", "a long traceback", error) from None
+
+    monkeypatch.setattr(entrypoint.ray, "get", get)
+    monkeypatch.setattr(
+        entrypoint.ray, "remote", lambda **_: lambda call: SimpleNamespace(remote=lambda cfg: None)
+    )
+    with pytest.raises(SystemExit, match=rf"^error: \[SB401\] .*{os.getpid()}"):
+        entrypoint.main()
 
 
 def test_the_staleness_limit_and_the_need_of_log_probabilities(example, tiny):

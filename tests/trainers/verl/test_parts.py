@@ -236,3 +236,40 @@ def test_the_recipes_context_manager_loads_on_entry_and_frees_on_exit(bridge):
         "close",
     ]
     assert shmbridge.list_bridges()
+
+
+KEYS = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.val_before_train=True"], "val_before_train=False"),
+        (["trainer.test_freq=5"], "test_freq=-1"),
+        ([f"{KEYS}.agent.agent_loop_manager_class=null"], "manager_class=shmbridge.*ShmAgentLoopManager"),
+        ([f"{KEYS}.checkpoint_engine.backend=naive"], "checkpoint_engine.backend=shmbridge"),
+        ([f"{KEYS}.checkpoint_engine.engine_kwargs.shmbridge.bridge=run2"], "'run2'.*'run1'.*bridge=run1"),
+        (["trainer.atropos.bridge=a/b"], "a/b"),
+        (["+trainer.atropos.brige=run1"], "trainer.atropos.brige is no key"),
+        (["trainer.atropos.max_wait_time=10min"], "max_wait_time='10min' is no number"),
+        (["trainer.v1.shmbridge.num_warmup_batches=2"], "max_off_policy_steps=1.*num_warmup_batches=1, or"),
+        (["algorithm.use_kl_in_reward=True"], "use_kl_loss"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_with_a_bridge_are_refused_before_verl_starts_anything(overrides, words):
+    from verl_loop import configured
+
+    from shmbridge.consumers.verl.trainer import BridgePPOTrainer
+
+    with pytest.raises(ValueError, match=words):
+        BridgePPOTrainer(configured("run1", "no model", 3, overrides))
+
+
+def test_an_untested_release_is_named_before_its_imports_can_fail(monkeypatch, caplog):
+    from shmbridge.consumers.verl import plugin
+
+    monkeypatch.setattr("shmbridge.consumers.tested_versions.version", lambda package: "0.8.0")
+    monkeypatch.setitem(sys.modules, "verl.workers.rollout.replica", None)
+    with pytest.raises(ImportError):
+        plugin.register()
+    assert "verl 0.8.0 is outside the releases this adapter was tested with" in caplog.text
