@@ -20,7 +20,7 @@ from shmbridge.consumers.transfer_queue.columns import Column, Placed, Stored, p
 from shmbridge.errors import LaneFull, LayoutMismatch, RecordUnreadable, ShmPermission
 from shmbridge.segments import segment, values
 
-_LOOK_AGAIN_S = 0.01
+_LOOK_AGAIN_S, _LOOK_AT_LEAST_S = 0.01, 0.1  # a look lists the bridge, and many puts may wait
 _decode_table = msgspec.msgpack.Decoder(list[Placed]).decode
 
 
@@ -116,10 +116,12 @@ class ValueStore:
         if self.capacity is None:
             return
         size, deadline = sum(column.size for column in columns), time.monotonic() + self.timeout_s
+        pause_s = _LOOK_AGAIN_S
         while (held := values.stored_bytes(self.bridge))[1] + size > self.capacity:
             if size > self.capacity or time.monotonic() > deadline:
                 raise self._full(size, held, self.capacity)
-            yield _LOOK_AGAIN_S
+            yield pause_s
+            pause_s = min(1.5 * pause_s, _LOOK_AT_LEAST_S)
 
     def open(self, name: str) -> OpenSegment:
         """Maps the segment of a put; raises Cleared if its rows were cleared. Copies no values."""
