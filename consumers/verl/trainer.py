@@ -9,6 +9,7 @@ replay buffer, so `trainer.v1.sampler.max_off_policy_threshold` drops stale grou
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import ray
@@ -17,10 +18,13 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
+import shmbridge
 from shmbridge.consumers.verl.metrics import VERSION
 from shmbridge.consumers.verl.settings import Settings, form_of, steps_until_taken
 
 __all__ = ["BridgePPOTrainer"]
+
+log = logging.getLogger(__name__)
 
 MODE = "shmbridge"
 MANAGER = "shmbridge.consumers.verl.agent_loop_manager.ShmAgentLoopManager"
@@ -42,6 +46,7 @@ class BridgePPOTrainer(PPOTrainer):
 
     def __init__(self, config: Any) -> None:
         _check(config)
+        _warn_if_taken(config.trainer.atropos.bridge)
         super().__init__(config)
         self._trained: list[str] = []
 
@@ -110,4 +115,17 @@ def _check(config: Any) -> None:
         raise ValueError(
             "verl validates with prompts of its own, and environments own them here -> "
             "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
+        )
+
+
+def _warn_if_taken(name: str) -> None:
+    """Says early what would end the run once verl's actors are up; it may change until then."""
+    taken = [each.consumer_pid for each in shmbridge.list_bridges() if each.name == name]
+    if taken and taken[0] is not None:
+        log.warning(
+            "bridge %r has a living consumer, pid %d: this trainer will end once its actors are up, unless "
+            "that one ends before -> end it, or trainer.atropos.bridge=%s2",
+            name,
+            taken[0],
+            name,
         )

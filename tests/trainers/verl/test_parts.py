@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import subprocess
 import sys
 from typing import Any
@@ -273,3 +274,22 @@ def test_an_untested_release_is_named_before_its_imports_can_fail(monkeypatch, c
     with pytest.raises(ImportError):
         plugin.register()
     assert "verl 0.8.0 is outside the releases this adapter was tested with" in caplog.text
+
+
+def test_a_second_trainer_on_a_bridge_is_warned_before_verl_starts_anything(bridge, consumer, caplog):
+    from verl_loop import configured
+
+    from shmbridge.consumers.verl import trainer
+
+    class Started(Exception):
+        pass
+
+    class Stopped(trainer.BridgePPOTrainer):
+        def _build_replay_buffer(self):
+            raise Started
+
+    for name, warned in ((bridge, True), (bridge[:40] + "-other", False)):
+        caplog.clear()
+        with pytest.raises(Started):
+            Stopped(configured(name, "no model", 3, []))
+        assert (f"living consumer, pid {os.getpid()}" in caplog.text) == warned
