@@ -64,7 +64,7 @@ LEARNER = """
 import sys, time, shmbridge
 with shmbridge.Consumer(sys.argv[1], run=shmbridge.Run(batch_size=32)) as consumer:
     for step, batch in enumerate(consumer.batches(groups=8)):
-        time.sleep(1.2)
+        time.sleep(0.8)
         batch.release()
         consumer.publish_policy_version(step + 1)
 """
@@ -140,7 +140,7 @@ def top(name: str, bridge: str, *, record: bool) -> None:
         async with view.run_test(size=(110, 24)) as pilot:
             await pilot.pause(4.0)
             if record:
-                await pilot.press("down", "enter")
+                await pilot.press("enter")
                 await pilot.pause(1.5)
             return view.export_screenshot(title=f"shmbridge top {bridge}")
 

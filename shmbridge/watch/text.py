@@ -9,7 +9,7 @@ from shmbridge.watch.rows import Row, rows
 from shmbridge.watch.snapshot import BridgeLook, look
 
 _TITLES = ("environment", "pid", "state", "rec/s", "held", "fill", "last put", "waits", "lag")
-_LABEL = 24  # characters
+_LABEL, _STATE = 24, 8  # characters; a longer state of a sum takes the room of the pid it has not
 
 
 def document(info: BridgeInfo) -> dict[str, object]:
@@ -108,7 +108,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _line(cells: tuple[str, ...]) -> str:
     label, pid, state, *numbers = cells
-    return f"  {label:<{_LABEL}} {pid:>7} {state:<8}" + "".join(
+    who = f"{pid:>7} {state:<8}" if pid or len(state) <= _STATE else f"{state:>16}"
+    return f"  {label:<{_LABEL}} {who}" + "".join(
         f" {number:>{width}}" for number, width in zip(numbers, (6, 5, 4, 8, 5, 3), strict=True)
     )
 
