@@ -144,7 +144,7 @@ class ShmRollouts:
                 f"bridge {self.bridge!r} is drained and has no further batch of {self._groups} groups per "
                 "process -> save the model; a new run needs a bridge that is not drained"
             ) from None
-        except Exception:  # an iteration that raised is over: the next call begins another
+        except BaseException:  # Ctrl-C, too: an iteration that raised is over, the next call begins another
             self._batches = None
             raise
 

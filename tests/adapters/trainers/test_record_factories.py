@@ -143,3 +143,30 @@ def test_temperature_finish_and_row_index_are_the_rows_own(bridge, producer, con
         assert slime_sample(row, 7, 3)["rollout_id"] == 3
         assert slime_sample(row, 7)["weight_versions"] == []
         assert torchtitan_training_sample(row)["rollout_id"]["turn_id"] == 2
+
+
+def test_torchtitan_gets_nan_only_for_tokens_whose_log_probability_is_unknown(bridge, producer, consumer):
+    """1.0 is Atropos' mark for none; the tokens beside it keep what the sampler recorded."""
+    rows = {"tokens": [[1, 2, 3, 4]], "loss_mask": [[0, 1, 1, 1]]}
+    producer.put(rows | {"inference_logprobs": [[1.0, -0.5, 1.0, -0.25]]})
+    with next(consumer.batches(groups=1, timeout_s=10)) as batch:
+        ((row,), _) = trajectories(batch)
+        assert row.logprobs is None
+        first, second, unknown, last = torchtitan_training_sample(row)["logprobs"]
+    assert (first, second, last) == (0.0, -0.5, -0.25)
+    assert math.isnan(unknown)
+
+
+def test_prime_rl_gets_the_temperature_that_atropos_fields_say(bridge, producer, consumer):
+    """Without a column: of the row, else of its group; a greedy one counts as the default."""
+    own = [{"temperature": 0.5}, {}, {"temperature": 0.0}, {"temperature": "hot"}]
+    producer.put(
+        {
+            "tokens": [[1, 2]] * 4, "loss_mask": [[0, 1]] * 4, "inference_logprobs": [[1.0, -1.0]] * 4,
+            "overrides": own, "group_overrides": {"temperature": 0.75},
+        }
+    )  # fmt: skip
+    with next(consumer.batches(groups=1, timeout_s=10)) as batch:
+        rows, _ = trajectories(batch)
+        heats = [prime_rl_training_sample(row, temperature=2.0)["temperatures"] for row in rows]
+    assert heats == [[0.5] * 2, [0.75] * 2, [2.0] * 2, [0.75] * 2]

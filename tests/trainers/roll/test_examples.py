@@ -123,6 +123,9 @@ def test_roll_reads_the_examples(needs_checkout, name, monkeypatch, tmp_path):
     from roll.configs import base_config
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(
+        "ROLL_LOG_DIR", str(tmp_path)
+    )  # ROLL sets a relative one, and later tests start processes
     monkeypatch.setattr(
         type(base_config.current_platform), "device_count", staticmethod(lambda: 2), raising=False
     )

@@ -301,6 +301,20 @@ def test_health_is_about_producers(make_worker, make_producer, known):
         worker.check_health(60.0)
 
 
+def test_a_drained_bridge_ends_when_less_than_a_batch_is_left(make_worker, make_producer, known):
+    worker = make_worker(groups=2, per_token="mean")
+    worker.start()
+    producer = make_producer(lane_bytes="1M")
+    for each in (known[0], known[1], known[3]):
+        each.put(producer)
+    worker.rollout_buffer.get(timeout=5)
+    worker._open().drain()
+    with pytest.raises(queue.Empty):  # what the batch had is handed out; one group is no batch
+        [worker.rollout_buffer.get(timeout=0.1) for _ in range(8)]
+    with pytest.raises(BridgeDrained, match="has 1 of the 2 groups of a batch"):
+        worker.check_health(60.0)
+
+
 def test_unknown_words_are_refused(bridge):
     for options in ({"per_token": "sum"}, {"unscored": "drop"}, {"hold": "step"}):
         with pytest.raises(ValueError, match="is none of"):
