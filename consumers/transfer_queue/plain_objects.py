@@ -37,8 +37,9 @@ def _plain(value: Any) -> Any:
     if kind is list:
         return [_plain(each) for each in value]
     if kind is dict:
-        if wrong := next((key for key in value if type(key) not in (str, int, bool, bytes)), None):
-            raise NotPlain(f"a dict with a key of type {type(wrong).__qualname__}")
+        for key in value:
+            if type(key) not in (str, int, bool, bytes):
+                raise NotPlain(f"a dict with a key of type {type(key).__qualname__}")
         return {key: _plain(each) for key, each in value.items()}
     if kind is tuple:
         return msgspec.msgpack.Ext(_TUPLE, _encode([_plain(each) for each in value]))

@@ -22,7 +22,7 @@ class Screen:
 
     def __call__(self, group: Group) -> bool:
         """Returns whether the group is trained. Never blocks."""
-        if group.records[0].meta.split == "eval":
+        if any(record.meta.split == "eval" for record in group.records):
             self.kept_out["eval"] += 1
             return False
         if self.size is not None and group.rows != self.size:

@@ -199,6 +199,7 @@ class Odd:
 @pytest.mark.parametrize(
     ("value", "named"),
     [(Odd(), "Odd"), ({"deep": [Odd()]}, "Odd"), (1 << 80, "81 bits"), ({(1,): 2}, "key of type tuple"),
+     ({(): 2}, "key of type tuple"), ({None: 2}, "key of type NoneType"), ({0.0: 2}, "key of type float"),
      (torch.eye(2).to_sparse(), "sparse")],
 )  # fmt: skip
 def test_what_has_no_bytes_is_refused_before_anything_is_stored(value, named, queue, partition):
