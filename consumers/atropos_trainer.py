@@ -19,6 +19,7 @@ multiple of 64.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, TracebackType
@@ -29,8 +30,12 @@ import torch
 from torch import Tensor
 
 import shmbridge
+from shmbridge.config import check_bridge_name
 from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge.consumers.long_waits import said
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
+
+log = logging.getLogger(__name__)
 
 # (tokens, labels, advantages, temperatures, sampled log-probabilities), each a list of micro-batches
 Step = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]
@@ -47,7 +52,7 @@ class BridgeData:
         bridge: its name; this process becomes its only consumer when the trainer registers.
         credit: how advantages are computed for rows that have none of their own.
         max_staleness: groups that are more versions behind are discarded and counted; None: no limit.
-        timeout_s: seconds to wait for a batch; None: for ever.
+        timeout_s: seconds to wait for a batch; None: for ever, with a warning for each minute.
         lanes: environments to take from at once, as in Consumer.
     """
 
@@ -60,14 +65,17 @@ class BridgeData:
         timeout_s: float | None = None,
         lanes: int | Literal["auto"] = "auto",
     ) -> None:
-        self.bridge = bridge
-        self.metrics: dict[str, float] = {}  # of the last batch: where its advantages came from
+        self.bridge = check_bridge_name(bridge)
+        self.metrics: dict[
+            str, float
+        ] = {}  # of the last batch: its rows, and where their advantages came from
         self._credit = credit or Credit()
         self._max_staleness, self._timeout_s, self._lanes = max_staleness, timeout_s, lanes
         self._consumer: shmbridge.Consumer | None = None
         self._batches: Iterator[shmbridge.Batch] = iter(())
         self._held: shmbridge.Batch | None = None
         self._rows = 0  # of a step
+        self._said_uneven = False
 
     @contextmanager
     def installed_in(self, trainers: ModuleType) -> Iterator[Self]:
@@ -149,7 +157,8 @@ class BridgeData:
             raise RuntimeError("get_data before register_trainer -> call register_trainer(config) first")
         self._release()
         try:
-            self._held = next(self._batches)
+            with said(self.bridge):
+                self._held = next(self._batches)
         except StopIteration:
             raise RuntimeError(f"bridge {self.bridge!r} is drained, and has no further batch") from None
         except shmbridge.ConsumerEmpty:
@@ -158,6 +167,15 @@ class BridgeData:
         rows, self.metrics = trajectories(self._held, self._credit)
         step = _step(rows, batch_size, extract_inference_logprobs)
         self.metrics["micro_batches_untrained"] = -(-len(rows) // batch_size) - len(step[0])
+        self.metrics["rows"] = len(rows)
+        if len(rows) != self._rows and not self._said_uneven:
+            self._said_uneven = True
+            log.warning(
+                "a step has %d rows where batch_size x gradient_accumulation_steps are %d: groups stay "
+                "whole, and upstream divides by the latter -> groups whose sizes add up to a step; said once",
+                len(rows),
+                self._rows,
+            )
         return [step], None
 
     def publish_policy_version(self, version: int) -> None:

@@ -11,7 +11,7 @@ Letters: B rows (trajectories), N tokens of the whole batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,14 @@ class Credit:
     # normalise the result again over the trained tokens of a rank or of all ranks
     normalise: Literal["none", "batch", "global"] = "none"
     clip: tuple[float, float] | None = None  # smallest and largest advantage
+
+    def __post_init__(self) -> None:
+        """Raises BadArgument if a word is none of its field's."""
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and (word := getattr(self, name)) not in get_args(kind):
+                raise shmbridge.BadArgument(
+                    f"credit: {name}={word!r}", hint=f"one of {', '.join(get_args(kind))}"
+                )
 
 
 def credited(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from shmbridge import BadArgument
+from shmbridge.config import check_bridge_name
 from shmbridge.consumers.trajectories import Credit
 
 
@@ -25,7 +26,7 @@ class Settings:
         credit: fields of `Credit`, which says how advantages are made where a group has none.
 
     Raises:
-        BadArgument: an unknown key, or a value that nothing can be done with.
+        BadArgument, BadBridgeName: an unknown key, or a value that nothing can be done with.
     """
 
     bridge: str
@@ -47,8 +48,16 @@ class Settings:
                 "env_config names no bridge", hint="custom_envs.<tag>.env_config: {bridge: run1}"
             )
         values = dict(given)
+        check_bridge_name(values["bridge"])
         if values.get("rows", "trajectory") not in ("trajectory", "step"):
             raise BadArgument(f"env_config.rows is {values['rows']!r}", hint="rows: trajectory, or step")
+        if not isinstance(wanted := values.get("infer_logprobs", True), bool):
+            raise BadArgument(f"env_config.infer_logprobs is {wanted!r}", hint="true, or false")
+        most = values.get("max_staleness")
+        if most is not None and (type(most) is not int or most < 0):
+            raise BadArgument(
+                f"env_config.max_staleness is {most!r}", hint="steps: 0, 1, ...; or leave it out"
+            )
         try:
             values["credit"] = Credit(**(values.get("credit") or {}))
         except TypeError as wrong:

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shmbridge.consumers.trl.rollouts import BridgeDrained, NotJoined, ShmRollouts, shm_rollout_func
-from shmbridge.consumers.trl.rows import UnevenGroups
+from shmbridge.consumers.trl.rows import UnevenGroups, UnknownTokens
 from shmbridge.consumers.trl.samples import NoLogprobs, PerTokenAdvantages
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ __all__ = [
     "ShmRollouts",
     "ShmWeightTransfer",
     "UnevenGroups",
+    "UnknownTokens",
     "Unsupported",
     "environment_scores",
     "placeholder_prompts",

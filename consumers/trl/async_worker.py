@@ -31,7 +31,7 @@ import shmbridge
 from shmbridge import Batch
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored, trajectories
-from shmbridge.consumers.trl.rollouts import BridgeDrained
+from shmbridge.consumers.trl.rollouts import BridgeDrained, check_options
 from shmbridge.consumers.trl.rows import READ
 from shmbridge.consumers.trl.sample_buffer import SampleBuffer
 from shmbridge.consumers.trl.samples import PerToken, different_advantages, samples_of
@@ -72,7 +72,7 @@ class ShmRolloutWorker:
         consumer: further options of shmbridge.Consumer.
 
     Raises:
-        ValueError: an argument is not one of the allowed values.
+        ValueError: an argument is not one of the allowed values. TypeError: Consumer has no such option.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class ShmRolloutWorker:
         ):
             if value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
+        check_options(bridge, consumer)
         warn_if_untested(*TESTED)
         self.bridge, self.per_token, self.most_parts, self.unscored = bridge, per_token, most_parts, unscored
         self._max_staleness, self._groups, self._credit = max_staleness, groups, credit

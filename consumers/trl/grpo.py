@@ -219,6 +219,10 @@ def _groups_of(args: GRPOConfig, rollouts: Any, options: dict[str, Any]) -> int:
     """Returns the groups in a generation batch of one process; raises Unsupported."""
     if not isinstance(rollouts, ShmRollouts):
         raise Unsupported(f"rollout_func={rollouts!r} -> shm_rollout_func(bridge)")
+    if rollouts.closed:
+        raise Unsupported(
+            "rollout_func= is closed -> make the trainer in the block of `with shm_rollout_func`"
+        )
     if args.use_vllm:
         raise Unsupported("use_vllm=True makes TRL sample; here the environments do -> use_vllm=False")
     for name in ("tools", "environment_factory"):

@@ -9,6 +9,7 @@ are released. Imports no TRL.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from typing import Any, Literal, Self, get_args
 
 import shmbridge
 from shmbridge import Batch
+from shmbridge.config import check_bridge_name
+from shmbridge.consumers.long_waits import said
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.trl.rows import Rows, rows_of
 from shmbridge.consumers.trl.screening import Screen
@@ -51,12 +54,13 @@ class ShmRollouts:
         credit: how advantages are computed for groups without their own; `Credit(fallback=False)` refuses
             these.
         prefetch: batches gathered ahead, still held.
-        timeout_s: seconds that a generation waits for a batch, then ConsumerEmpty; None: for ever.
+        timeout_s: seconds that a generation waits for a batch, then ConsumerEmpty; None: for ever, with a
+            warning for each minute.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
         consumer: further options of shmbridge.Consumer: run, lanes, schema, policy, ...
 
     Raises:
-        ValueError: an argument is not one of the allowed values.
+        ValueError: an argument is not one of the allowed values. TypeError: Consumer has no such option.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class ShmRollouts:
     ) -> None:
         if uneven not in get_args(Uneven):
             raise ValueError(f"uneven={uneven!r} is none of {', '.join(get_args(Uneven))}")
+        check_options(bridge, consumer)
         self.bridge, self.uneven, self._credit = bridge, uneven, credit
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
         self._whole_rows, self._options = whole_rows, consumer
@@ -87,6 +92,7 @@ class ShmRollouts:
         self._ignored: Counter[str] = Counter()
         self._fresh: dict[str, float] = {}
         self.latest: Rows | None = None  # of the last call
+        self.closed = False
 
     # -- opening
 
@@ -123,6 +129,8 @@ class ShmRollouts:
                 )
             self._rank = shmbridge.Rank(self.bridge, rank, world_size)
         self._trainer, self._groups = trainer, groups
+        embedding = trainer.model.get_input_embeddings()
+        self._vocabulary: int | None = getattr(embedding, "num_embeddings", None)
 
     def _next(self) -> Batch:
         if self._batches is None:
@@ -138,7 +146,8 @@ class ShmRollouts:
                     hold="caller",
                 )
         try:
-            return next(self._batches)
+            with said(self.bridge):
+                return next(self._batches)
         except StopIteration:
             raise BridgeDrained(
                 f"bridge {self.bridge!r} is drained and has no further batch of {self._groups} groups per "
@@ -161,7 +170,8 @@ class ShmRollouts:
             trainer: the trainer that joined.
 
         Raises:
-            UnevenGroups, NoAdvantages: of the batch, which stays un-released. BridgeDrained. ConsumerEmpty.
+            UnevenGroups, UnknownTokens, NoAdvantages: of the batch, which stays un-released. BridgeDrained.
+            ConsumerEmpty.
             NotJoined: another trainer calls, or an evaluation.
         """
         if trainer is not self._trainer:
@@ -180,6 +190,7 @@ class ShmRollouts:
             temperature=trainer.temperature,
             fill=self.uneven == "fill",
             whole_rows=self._whole_rows,
+            vocabulary=self._vocabulary,
         )
         every = trainer.args.steps_per_generation * trainer.num_iterations
         self._held.append((self._steps + every, batch))
@@ -279,6 +290,7 @@ class ShmRollouts:
 
     def close(self) -> None:
         """Closes the bridge. Held records, and those not yet taken, come to the next consumer. Idempotent."""
+        self.closed = True
         while self._held:
             for record in self._held.popleft()[1].records:
                 record.abandon()
@@ -296,6 +308,12 @@ class ShmRollouts:
 
     def __repr__(self) -> str:
         return f"<ShmRollouts of {self.bridge!r}: {self._counts['batches']} batches, {len(self._held)} held>"
+
+
+def check_options(bridge: str, consumer: dict[str, Any]) -> None:
+    """Raises BadBridgeName, or TypeError if Consumer has no option of such a name. Never blocks."""
+    check_bridge_name(bridge)
+    inspect.signature(shmbridge.Consumer).bind(bridge, **consumer)
 
 
 def _lags(batch: Batch, version: int) -> list[int]:

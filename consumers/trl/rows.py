@@ -47,6 +47,10 @@ class UnevenGroups(ValueError):
     """A batch from the bridge does not have as many rows as the trainer wants; none of it was released."""
 
 
+class UnknownTokens(ValueError):
+    """A row has a token that the model does not know; nothing of its batch was released."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row, cut in two; the arrays are views, value i belongs to token i."""
@@ -99,6 +103,7 @@ def rows_of(
     temperature: float = 1.0,
     fill: bool = False,
     whole_rows: bool = False,
+    vocabulary: int | None = None,
 ) -> Rows:
     """Returns the rows of a packed batch. Never blocks, releases nothing.
 
@@ -114,9 +119,11 @@ def rows_of(
         temperature: the trainer's; rows sampled at another one are counted.
         fill: adds fully masked rows where the batch has fewer.
         whole_rows: as in `trajectories`.
+        vocabulary: tokens that the model knows; None: not checked.
 
     Raises:
         UnevenGroups: more rows than wanted, or fewer without `fill`.
+        UnknownTokens: a token is not one of the vocabulary.
         NoAdvantages: as in `trajectories`.
     """
     found, metrics = trajectories(batch, credit, whole_rows=whole_rows)
@@ -124,6 +131,8 @@ def rows_of(
     if missing < 0 or (missing and not fill):
         raise UnevenGroups(_uneven(batch, want))
     wide = batch.tokens.astype(np.int64)
+    if vocabulary is not None and wide.size and wide.max() >= vocabulary:
+        raise UnknownTokens(_unknown(found, vocabulary))
     starts = batch.cu_seqlens
     rows = [
         _row(each, wide[starts[each.row] : starts[each.row + 1]])
@@ -173,4 +182,14 @@ def _uneven(batch: Batch, want: int) -> str:
         f"a batch of {len(sizes)} groups has {len(batch)} rows and the trainer wants {want}; group "
         f"{meta.group_id!r} of environment {meta.env_name!r} has {sizes[odd]} -> groups of num_generations "
         'rows, or uneven="fill" (too few rows) or uneven="skip" of shm_rollout_func'
+    )
+
+
+def _unknown(rows: list[Trajectory], vocabulary: int) -> str:
+    row = next(each for each in rows if (each.tokens >= vocabulary).any())
+    at = int((row.tokens >= vocabulary).argmax())
+    return (
+        f"row {row.number} of group {row.meta.group_id!r} of environment {row.meta.env_name!r} has token "
+        f"{row.tokens[at]} at position {at}, and the model's vocabulary ends before {vocabulary} -> give the "
+        "environment the tokenizer of this model"
     )

@@ -102,7 +102,7 @@ def test_step_rewards_can_be_compared_place_by_place(packed_batch):
     )
     rows, _ = credit(batch, estimator="dr_grpo", steps="step", step_weight=1.0)
     np.testing.assert_allclose(rows[0], [0, 4 / 7, -3 / 7], atol=1e-6)
-    with pytest.raises(ValueError, match="over is 'row'"):
+    with pytest.raises(ValueError, match="step_over='row'"):
         credit(batch, steps="step", step_over="row")
 
 
@@ -355,3 +355,14 @@ def test_scores_that_overflow_are_counted_as_none_and_nothing_becomes_infinite(
         "atropos/test/std_score",
     ):
         assert math.isfinite(metrics[name]) or (broken == 4 and ("reward" in name or "score" in name)), name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"estimator": "gpro"}, {"steps": "yes"}, {"step_over": 1}, {"token_rewards": "on"}, {"normalise": None}],
+)
+def test_a_word_that_a_field_does_not_know_is_refused(wrong):
+    """It would have been taken for another one."""
+    (name,) = wrong
+    with pytest.raises(shmbridge.BadArgument, match=f"{name}=.* -> one of"):
+        Credit(**wrong)

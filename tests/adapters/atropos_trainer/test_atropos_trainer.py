@@ -11,6 +11,7 @@ from example_trainer import trainers, training
 from legacy_run import config_of
 
 import shmbridge
+from shmbridge.consumers import long_waits
 from shmbridge.consumers.atropos_trainer import BridgeData
 from shmbridge.testing import wait_until
 from shmbridge.testing.known_groups import known_groups
@@ -48,7 +49,9 @@ def arrived(losses, rows):
         mask = labels[0] != -100
         if mask[:length].tolist() != trained.tolist() or mask[length:].any():
             return False
-        if not np.allclose(advantages[0, :length][trained], row.advantages[1:][trained], rtol=1e-6, atol=0):
+        rounding = 0.0 if row.logprobs is not None else 1e-6  # made of scores where the group has no columns
+        wanted = row.advantages[1:][trained]
+        if not np.allclose(advantages[0, :length][trained], wanted, rtol=rounding, atol=0):
             return False
         if row.logprobs is not None and (logprobs[0, :length][trained] != row.logprobs[1:][trained]).any():
             return False
@@ -65,8 +68,9 @@ def test_the_loss_sees_what_producers_wrote(bridge, tiny, tmp_path, losses, with
             assert (data.metrics["groups_fallback"], data.metrics["micro_batches_untrained"]) == (1, 1)
     rows = [row for group in groups for row in group.rows if row.trained.any()]
     assert arrived(losses, rows)
-    shifted = [[a, b, np.roll(c, 1), d] for a, b, c, d in losses]
-    assert not arrived(shifted, rows)
+    for column in (1, 2, 3):  # labels, advantages, log-probabilities
+        shifted = [[np.roll(each, at == column) for at, each in enumerate(loss)] for loss in losses]
+        assert not arrived(shifted, rows), column
     assert shmbridge.clean(bridge).undelivered == {}
 
 
@@ -188,3 +192,29 @@ def test_waiting_may_be_tried_again_and_a_drained_bridge_says_so(bridge):
         data._consumer.drain()
         with pytest.raises(RuntimeError, match="is drained, and has no further batch"):
             data.get_data(1, 128)
+
+
+def test_a_step_of_other_rows_than_asked_for_is_said_once(bridge, caplog):
+    """Upstream divides by the rows that were asked for; groups are never cut."""
+    with shmbridge.Producer(bridge, lane_bytes="1M") as producer, BridgeData(bridge, timeout_s=10) as data:
+        for rows in (4, 5, 6):
+            producer.put({"tokens": [[1, 2, 3]] * rows, "loss_mask": [[0, 1, 1]] * rows})
+        data.register_trainer(config_of("", "", 1, 4, size=1))
+        for rows, lines in ((4, 0), (5, 1), (6, 1)):
+            data.get_data(1, 128)
+            assert data.metrics["rows"] == rows
+            assert caplog.text.count(f"where batch_size x gradient_accumulation_steps are {4}") == lines
+
+
+def test_a_name_that_no_bridge_can_have_is_refused_at_once():
+    with pytest.raises(shmbridge.BadBridgeName, match="run 1"):
+        BridgeData("run 1")
+
+
+def test_a_wait_without_an_end_is_said(bridge, caplog, monkeypatch):
+    monkeypatch.setattr(long_waits, "EVERY_S", 0.05)
+    with BridgeData(bridge, timeout_s=0.5) as data:
+        data.register_trainer(config_of("", "", 1, 1))
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            data.get_data(1, 128)
+    assert f"shmbridge inspect {bridge}" in caplog.text

@@ -28,7 +28,7 @@ ORDER = {
     """,
     "consumers": """
         __init__ advantages dataset_parts engines gateway
-        dataset device_batch losses policy_server_parts tested_versions trajectories vllm
+        dataset device_batch long_waits losses policy_server_parts tested_versions trajectories vllm
         learner policy_server vllm_weights
         grpo weight_sync
         atropos_trainer record_factories roll skyrl transfer_queue trl verl

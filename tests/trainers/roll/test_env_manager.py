@@ -9,6 +9,7 @@ import torch
 import shmbridge
 from shmbridge.consumers.roll.bridge_reader import BridgeDrained, BridgeReader
 from shmbridge.consumers.roll.rows import roll_rows
+from shmbridge.consumers.roll.settings import Settings
 from shmbridge.consumers.trajectories import trajectories
 from tests.trainers.roll.conftest import Queue
 
@@ -212,11 +213,20 @@ def test_a_row_of_each_step(bridge, make_manager, make_producer, recorded):
         ({"rows": "turn"}, "rows is 'turn'"),
         ({"bridges": "x"}, "env_config has bridges"),
         ({"credit": {"estimators": 1}}, "env_config.credit"),
+        ({"credit": {"estimator": "gpro"}}, "estimator='gpro' -> one of grpo"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"max_staleness": "2"}, "max_staleness is '2'"),
+        ({"infer_logprobs": "false"}, "infer_logprobs is 'false'"),
     ],
 )
 def test_what_is_wrong_in_the_configuration_is_said_before_anything_opens(make_manager, wrong, says):
     with pytest.raises(shmbridge.BadArgument, match=says):
         make_manager(Queue(1), **wrong)
+
+
+def test_a_name_that_no_bridge_can_have_is_refused():
+    with pytest.raises(shmbridge.BadBridgeName, match="run 1"):
+        Settings.of({"bridge": "run 1"})
 
 
 def test_two_workers_of_one_bridge_are_refused(make_manager, bridge):
