@@ -96,7 +96,7 @@ class ShmRolloutWorker:
         ):
             if value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
-        check_options(bridge, consumer)
+        check_options(bridge, credit, consumer)
         warn_if_untested(*TESTED)
         self.bridge, self.per_token, self.most_parts, self.unscored = bridge, per_token, most_parts, unscored
         self._max_staleness, self._groups, self._credit = max_staleness, groups, credit

@@ -97,6 +97,8 @@ class ShmGRPOTrainer(GRPOTrainer):
         if args is None:
             raise Unsupported("args=None -> GRPOConfig(max_steps=..., use_vllm=False, ...)")
         groups = _groups_of(args, rollout_func, options)
+        if not isinstance(weights, WeightSync | None):
+            raise Unsupported(f"weights={weights!r} -> WeightSync(bridge, url), or leave it out")
         if train_dataset is None:
             if args.max_steps <= 0:
                 raise Unsupported(f"max_steps={args.max_steps} without a data set -> max_steps above 0")

@@ -77,7 +77,7 @@ class ShmRollouts:
     ) -> None:
         if uneven not in get_args(Uneven):
             raise ValueError(f"uneven={uneven!r} is none of {', '.join(get_args(Uneven))}")
-        check_options(bridge, consumer)
+        check_options(bridge, credit, consumer)
         self.bridge, self.uneven, self._credit = bridge, uneven, credit
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
         self._whole_rows, self._options = whole_rows, consumer
@@ -310,9 +310,11 @@ class ShmRollouts:
         return f"<ShmRollouts of {self.bridge!r}: {self._counts['batches']} batches, {len(self._held)} held>"
 
 
-def check_options(bridge: str, consumer: dict[str, Any]) -> None:
-    """Raises BadBridgeName, or TypeError if Consumer has no option of such a name. Never blocks."""
+def check_options(bridge: str, credit: Any, consumer: dict[str, Any]) -> None:
+    """Raises BadBridgeName, or TypeError: no Credit, or Consumer has no such option. Never blocks."""
     check_bridge_name(bridge)
+    if not isinstance(credit, Credit):
+        raise TypeError(f"credit={credit!r} -> Credit(estimator=...) of shmbridge.consumers.trajectories")
     inspect.signature(shmbridge.Consumer).bind(bridge, **consumer)
 
 

@@ -51,10 +51,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", help="the file's name, without .yaml")
+    names = sorted(path.stem for path in HERE.glob("*.yaml"))
+    parser.add_argument("name", choices=names, help="a file beside this one, without .yaml")
     parser.add_argument("overrides", nargs="*", help="such as max_steps=10")
     options = parser.parse_args()
-    config, pipeline = configuration(options.name, options.overrides)
+    try:
+        config, pipeline = configuration(options.name, options.overrides)
+    except ModuleNotFoundError as missing:
+        hint = "PYTHONPATH=../ROLL, a checkout of github.com/alibaba/ROLL, and what its requirements list"
+        parser.exit(1, f"{missing} -> {hint}\n")
     start_ray()
     pipeline(pipeline_config=config).run()
 

@@ -1,7 +1,10 @@
 """An Atropos environment in ROLL's own environment manager, and the example's configuration."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,6 +140,21 @@ def test_roll_reads_the_examples(needs_checkout, name, monkeypatch, tmp_path):
     (worker,) = {cfg["env_manager_cls"] for cfg in config.train_env_manager.env_configs[0].values()}
     assert worker.endswith("ShmEnvManager" if name == "shm_grpo" else "TrajEnvManager")
     assert pipeline.__name__ == ("ShmAgenticPipeline" if name == "shm_grpo" else "AgenticPipeline")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("shm_grpo", "-> PYTHONPATH=../ROLL, a checkout"), ("shm", "'atropos_gsm8k_grpo', 'shm_grpo'")],
+)
+def test_the_example_says_what_is_missing(name, says, tmp_path):
+    """No ROLL, or no such file."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train.py"), name],
+        capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_settings_of_the_bridges_example_are_known():
