@@ -8,11 +8,16 @@ import numpy as np
 from shmbridge._ext.blocks import Pool
 from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
 from shmbridge.errors import BatchTooBig, LeaseReleased
+from shmbridge.record.batch_numbers import batch_numbers
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Ragged, RaggedLists, Record, RecordMeta
-from shmbridge.schema import Column, Kind
+from shmbridge.schema import STANDARD, Column, Kind
 
 if TYPE_CHECKING:
+    import polars as pl
+    import pyarrow as pa
+    from torch import Tensor, device
+
     from shmbridge.control.messages import Manifest
 
 Layout = Literal["padded", "packed"]
@@ -117,8 +122,6 @@ class Batch:
         return self._columns[_NAMES.get(name, name)]
 
     def __getattr__(self, name: str) -> Any:
-        from shmbridge.schema import STANDARD
-
         name = _NAMES.get(name, name)
         if name.startswith("_") or not (name in STANDARD or name in self._columns):
             raise AttributeError(f"Batch has no column {name!r}")
@@ -155,6 +158,79 @@ class Batch:
                 (len(self), longest) if self.layout == "padded" else (self.token_count,), np.uint8
             )
         return self._no_mask
+
+    def to_arrow(self, meta: bool = True) -> "pa.RecordBatch":
+        """Returns the batch as a pyarrow.RecordBatch, one row per trajectory. Never blocks.
+
+        Columns have the types of `shmbridge.TRAJECTORY_SCHEMA`; a row that lacks a column, or has another
+        number of values than tokens (`uneven`), is null there. `loss_mask` is never null. The numbers of a
+        packed batch are the batch's own arrays, which must not be written while the result is used; those
+        of a padded batch are cut by `lengths`, a copy. It holds no lease, and may be made after release().
+
+        Args:
+            meta: adds what says where a row came from: `group_index`, and the attributes of `meta`.
+
+        Raises:
+            ValueError: some columns stay in place, or more values than the int32 offsets of a list count.
+            SchemaMismatch: a column has the name of one that `meta` adds.
+        """
+        from shmbridge.record.batch_arrow import batch_rows
+
+        self._check_copied()
+        return batch_rows(self, self._column_types(), meta)
+
+    def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
+        """Returns to_arrow() as capsules of Arrow's C interface: `pa.record_batch(batch)`."""
+        capsules: tuple[object, object] = self.to_arrow().__arrow_c_array__(requested_schema)
+        return capsules
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Returns to_arrow() as a stream of one batch: `pa.table(batch)`, DuckDB."""
+        import pyarrow as pa
+
+        return pa.Table.from_batches([self.to_arrow()]).__arrow_c_stream__(requested_schema)
+
+    def to_polars(self) -> "pl.DataFrame":
+        """Returns to_arrow() as a polars frame. ModuleNotFoundError without polars."""
+        import polars as pl
+
+        return pl.DataFrame(self)
+
+    def to_torch(self, device: "device | str | None" = None) -> "dict[str, Tensor]":
+        """Returns the batch's numbers as tensors of their own memory, by name. Blocks for the copy.
+
+        Always there: `tokens`, `loss_mask`, `lengths`, `cu_seqlens`, `position_ids`, `group_index`,
+        `policy_version` (int64 (B,), when generation began, -1 if unknown) and `redelivered` (bool (B,)).
+        Beside them every column of numbers that some row has, in its own dtype, shaped as in this batch; of
+        lists that are not one value per token the values of all rows, and `NAME_lengths` (B,); of lists of
+        lists also `NAME_inner_lengths`. Where only some rows have a column there is `has_NAME`, bool (B,).
+        Text, bytes and maps are left out. It holds no lease, and may be called after release().
+
+        Args:
+            device: where the tensors are made; None: on the CPU.
+
+        Raises:
+            ValueError: some columns stay in place.
+            SchemaMismatch: a column has the name of another key.
+        """
+        import torch
+
+        self._check_copied()
+        return {name: torch.tensor(array, device=device) for name, array in batch_numbers(self).items()}
+
+    def _check_copied(self) -> None:
+        """Raises ValueError if the batch lacks columns that its records have."""
+        if self._in_place:
+            raise ValueError(
+                f"{', '.join(sorted(self._in_place))} stay in place and are not in this batch -> read them "
+                "in its `records`, or make the batch without in_place"
+            )
+
+    def _column_types(self) -> dict[str, Column]:
+        found = {"loss_mask": STANDARD["loss_mask"]}
+        for record in self._sources:
+            found |= record.lane_columns
+        return found
 
     def release(self) -> None:
         """Ends the leases of the batch's records; its arrays stay. Idempotent."""

@@ -11,6 +11,8 @@ from shmbridge.errors import RecordUnreadable
 from shmbridge.record.columns import RaggedLists, ReadableRecord
 from shmbridge.schema import Column, Kind, arrow_field, arrow_type
 
+MOST_VALUES = 2**31 - 1
+
 
 def record_batch(record: ReadableRecord) -> pa.RecordBatch:
     """Returns the record's RecordBatch: zero-copy for numbers; text, bytes and maps are copied.
@@ -47,11 +49,13 @@ def _rows_of(record: ReadableRecord, column: Column) -> pa.Array:
 def _array(record: ReadableRecord, column: Column) -> pa.Array:
     value = record[column.name]
     if column.kind is Kind.SCALAR:
-        return _with_nulls(_flat(value), record.valid(column.name), column)
+        return _with_nulls(flat_array(value), record.valid(column.name), column)
     if isinstance(value, Ragged):
-        return _list(value.lengths, _flat(value.values), value.valid)
+        return list_array(value.lengths, flat_array(value.values), value.valid)
     if isinstance(value, RaggedLists):
-        return _list(value.lengths, _list(value.inner_lengths, _flat(value.values), None), value.valid)
+        return list_array(
+            value.lengths, list_array(value.inner_lengths, flat_array(value.values), None), value.valid
+        )
     if column.kind is Kind.MAP:
         valid = record.valid(column.name)
         value = [
@@ -60,7 +64,8 @@ def _array(record: ReadableRecord, column: Column) -> pa.Array:
     return pa.array(value, arrow_type(column))
 
 
-def _flat(values: np.ndarray[Any, Any]) -> pa.Array:
+def flat_array(values: np.ndarray[Any, Any]) -> pa.Array:
+    """Returns the values of a one-dimensional array, in place; bools, which Arrow packs, are copied."""
     return (
         pa.array(values)
         if values.dtype == np.bool_ or len(values) == 0
@@ -70,7 +75,15 @@ def _flat(values: np.ndarray[Any, Any]) -> pa.Array:
     )
 
 
-def _list(lengths: np.ndarray[Any, Any], values: pa.Array, valid: np.ndarray[Any, Any] | None) -> pa.Array:
+def list_array(
+    lengths: np.ndarray[Any, Any], values: pa.Array, valid: np.ndarray[Any, Any] | None
+) -> pa.Array:
+    """Returns lists of `values`, null where not `valid`. ValueError for more values than Arrow counts."""
+    if len(values) > MOST_VALUES:
+        raise ValueError(
+            f"{len(values)} values, and the int32 offsets of an Arrow list count {MOST_VALUES} "
+            "-> ask for fewer groups"
+        )
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     mask = None if valid is None else pa.array(~valid)

@@ -17,6 +17,7 @@ from shmbridge.segments import segment
 from shmbridge.segments.one_process import OneProcess
 
 if TYPE_CHECKING:
+    import polars as pl
     import pyarrow as pa
 
 
@@ -112,6 +113,30 @@ class Record(OneProcess, LeasedRecord):
         from shmbridge.record.arrow import record_batch
 
         return record_batch(self)
+
+    def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
+        """Returns to_arrow() as capsules of Arrow's C interface: `pa.record_batch(record)`,
+        `pl.DataFrame(record)`.
+
+        What takes them holds the lease until it is dropped. Errors as to_arrow(); pyarrow's, if
+        `requested_schema` is another one.
+        """
+        capsules: tuple[object, object] = self.to_arrow().__arrow_c_array__(requested_schema)
+        return capsules
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Returns to_arrow() as a stream of one batch: `pa.table(record)`, DuckDB. As __arrow_c_array__."""
+        import pyarrow as pa
+
+        return pa.Table.from_batches([self.to_arrow()]).__arrow_c_stream__(requested_schema)
+
+    def to_polars(self) -> "pl.DataFrame":
+        """Returns to_arrow() as a polars frame; it holds the lease until it and all made of it without a
+        copy are dropped. Errors as to_arrow(), and ModuleNotFoundError without polars.
+        """
+        import polars as pl
+
+        return pl.DataFrame(self)
 
     def to_scored_data(self) -> dict[str, Any]:
         """Returns the Atropos ScoredDataGroup this came from, a new dict; per-token floats are float32."""

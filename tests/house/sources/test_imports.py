@@ -20,9 +20,11 @@ ALLOWED = {
         "shmbridge.consumers",
         "shmbridge.producers",
         "shmbridge.cli",
+        "shmbridge.batch",
         "shmbridge.weights.tensors",
         "shmbridge.bench",
     ),
+    "polars": ("shmbridge.batch", "shmbridge.record.record", "shmbridge.bench"),
     "transformers": (
         "shmbridge.watch.decode",
         "shmbridge.consumers",

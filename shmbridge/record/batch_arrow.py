@@ -1,0 +1,75 @@
+"""A batch as a pyarrow.RecordBatch: one row per trajectory, lists over the batch's own arrays."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from shmbridge._ext.record import Ragged
+from shmbridge.errors import SchemaMismatch
+from shmbridge.record.arrow import flat_array, list_array
+from shmbridge.record.batch_numbers import ReadableBatch, batch_columns
+from shmbridge.record.columns import RaggedLists
+from shmbridge.schema import Column, Kind, arrow_type
+
+# Arrow types of what `meta=True` adds, in this order.
+_OF_ROWS = {
+    "group_index": pa.int32(),
+    "producer_id": pa.utf8(),
+    "sequence": pa.uint64(),
+    "env_name": pa.utf8(),
+    "env_id": pa.int32(),
+    "group_id": pa.utf8(),
+    "group_size": pa.int32(),
+    "min_policy_version": pa.int64(),
+    "max_policy_version": pa.int64(),
+    "t_created_ns": pa.int64(),
+    "t_publish_ns": pa.int64(),
+    "split": pa.utf8(),
+    "redelivered": pa.bool_(),
+    "uneven": pa.bool_(),
+}
+
+
+def batch_rows(batch: ReadableBatch, columns: Mapping[str, Column], meta: bool) -> pa.RecordBatch:
+    """Returns the batch's rows; the types of its columns are those of `columns`."""
+    arrays = {name: _array(batch, columns[name]) for name in batch_columns(batch)}
+    if meta:
+        for name in _OF_ROWS.keys() & arrays.keys():
+            raise SchemaMismatch(
+                f"column {name!r} has the name of what says where a row came from",
+                hint=f"to_arrow(meta=False), or rename the column: 'my_{name}'",
+            )
+        arrays |= _of_rows(batch)
+    return pa.RecordBatch.from_arrays(list(arrays.values()), list(arrays))
+
+
+def _array(batch: ReadableBatch, column: Column) -> pa.Array:
+    value = batch[column.name]
+    has = batch.has(column.name)
+    valid = None if column.name == "loss_mask" or has.all() else has
+    if isinstance(value, RaggedLists):
+        return list_array(
+            value.lengths, list_array(value.inner_lengths, flat_array(value.values), None), valid
+        )
+    if isinstance(value, Ragged):
+        return list_array(value.lengths, flat_array(value.values), valid)
+    if column.kind is Kind.LIST:
+        if batch.layout == "padded":
+            value = value[np.arange(value.shape[1]) < batch.lengths[:, None]]
+        return list_array(batch.lengths, flat_array(value), valid)
+    if column.kind is Kind.SCALAR:
+        return pa.array(value, mask=None if valid is None else ~valid)
+    if column.kind is Kind.MAP:
+        value = [list(row.items()) if there else None for row, there in zip(value, has, strict=True)]
+    return pa.array(value, arrow_type(column))
+
+
+def _of_rows(batch: ReadableBatch) -> dict[str, pa.Array]:
+    rows = batch.meta
+    return {
+        name: pa.array(batch.group_index, kind)
+        if name == "group_index"
+        else pa.array([getattr(row, name) for row in rows], kind)
+        for name, kind in _OF_ROWS.items()
+    }
