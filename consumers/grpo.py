@@ -47,6 +47,7 @@ from shmbridge.consumers.learner.world import (
     say,
     speaks,
 )
+from shmbridge.program import refuse, run_program
 
 UNTRAINABLE = (NoAdvantages, Untrainable)  # errors of a batch that cannot be trained
 REFUSALS = (NoAdvantages, Refusal, shmbridge.ShmBridgeError)
@@ -66,19 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + stopped.signum
         except NoBatch as error:
             if speaks():
-                print(f"grpo: {error}", file=sys.stderr)
+                refuse("grpo", error)
             return GAVE_UP
         except PeerLost as error:
-            print(f"grpo: {error}", file=sys.stderr)
+            refuse("grpo", error)
             return PEER_LOST
         except BrokenStep as error:
-            print(f"{error.details}grpo: {error}", file=sys.stderr)
+            print(error.details, end="", file=sys.stderr)
+            refuse("grpo", error)
             return BROKEN
         except REFUSALS as error:
-            print(
-                f"grpo: {error}{_waits(config.run.bridge) if isinstance(error, UNTRAINABLE) else ''}",
-                file=sys.stderr,
-            )
+            refuse("grpo", error, _waits(config.run.bridge) if isinstance(error, UNTRAINABLE) else "")
             return 1
     return 0
 
@@ -203,10 +202,10 @@ def learn(
 def _waits(bridge: str) -> str:
     """Returns advice about a batch that cannot be trained; the error itself names the option to change."""
     return (
-        "; that batch is not released: with the same options --resume ends at it again, and `shmbridge clean "
+        "that batch is not released: with the same options --resume ends at it again, and `shmbridge clean "
         f"{bridge} --yes`, once the environments have ended, throws away all that waits"
     )
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_program("learner", main))

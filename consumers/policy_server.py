@@ -36,6 +36,7 @@ from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyE
 from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
 from shmbridge.consumers.policy_server_parts.generation import PolicyModel
 from shmbridge.consumers.policy_server_parts.options import parser
+from shmbridge.program import refuse, run_program, tell
 from shmbridge.weights import WeightsReader
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -138,7 +139,7 @@ async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> i
     try:
         await web.TCPSite(runner, host, port).start()
         bound = runner.addresses[0]
-        print(f"policy server: http://{bound[0]}:{bound[1]} serves {api.model_name}", flush=True)
+        tell("policy server", f"http://{bound[0]}:{bound[1]} serves {api.model_name}")
         return await _until_stopped(stopped, engine)
     finally:
         await asyncio.to_thread(engine.close)
@@ -166,7 +167,6 @@ def _stop_on_signals(stopped: asyncio.Future[int]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the server and returns its exit status."""
     options = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     torch.set_num_threads(options.threads)
     try:
         policy, api = _load(options)
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = PolicyEngine(policy, follower, window_s=options.window_ms / 1e3, max_rows=options.max_rows)
         return asyncio.run(serve(engine, api, options.host, options.port))
     except (OSError, ValueError, shmbridge.ShmBridgeError) as error:  # unknown model, port in use, no memory
-        print(f"policy server: {error}", file=sys.stderr)
+        refuse("policy_server", error)
         return 1
 
 
@@ -190,4 +190,4 @@ def _load(options: argparse.Namespace) -> tuple[PolicyModel, PolicyApi]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("policy_server", main))

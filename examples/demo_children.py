@@ -95,7 +95,7 @@ class Child:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 words,
-                env=os.environ | self._surroundings,
+                env=os.environ | self._surroundings | {"SHMBRIDGE_LOG_NAME": self.name},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge.consumers.learner.types import Refusal
+from shmbridge.program import tell
 
 Value = TypeVar("Value")  # JSON-serialisable
 
@@ -222,7 +223,7 @@ def speaks() -> bool:
 def say(text: str) -> None:
     """Prints one line for the user; only rank 0 does."""
     if speaks():
-        print(f"grpo: {text}", flush=True)
+        tell("grpo", text)
 
 
 def _seen(error: RuntimeError) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shmbridge.config import parse_port
+from shmbridge.program import add_debug_flag
 
 _EXAMPLES = """\
 examples:
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_debug_flag(root)
     root.add_argument("--bridge", metavar="NAME", help="bridge to take new weights from [none]")
     root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
     root.add_argument("--model-version", type=int, default=0, help="version of the weights in --model [0]")

@@ -6,7 +6,6 @@ Called as `python -m shmbridge.producers.atropos`.
 from __future__ import annotations
 
 import argparse
-import logging
 import runpy
 import sys
 import traceback
@@ -16,6 +15,9 @@ from shmbridge import ShmBridgeError
 from shmbridge.producers.atropos import attach, detach, upstream_workarounds
 from shmbridge.producers.atropos.attribute_swaps import Changes
 from shmbridge.producers.rollout.stop import EXIT_CODE, orderly_sigterm
+from shmbridge.program import add_debug_flag, refuse, run_program
+
+_PROGRAM = "shmbridge.producers.atropos"
 
 EXAMPLES = """\
 examples:
@@ -40,7 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(
             f"there is no environment script {options.script}", "give the path of the env's .py file"
         )
-    _log_to_stderr()
     with orderly_sigterm() as stopped:
         try:
             return _serve(options, script)
@@ -66,16 +67,16 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
     except ImportError as missing:
         return _refuse(f"atroposlib cannot be imported: {missing}", "pip install 'shmbridge[atropos]'")
     except ValueError as wrong:
-        return _refuse(str(wrong), "see --help")
+        return _refuse(wrong, "see --help")
     try:
         _run_as_main(script, options.arguments)
     except ShmBridgeError as error:
-        return _refuse(str(error), "")
+        return _refuse(error, "")
     except Exception as error:
         if not (hint := upstream_workarounds.hint_for(error)):
             raise
         traceback.print_exc()
-        print(f"hint: {hint}", file=sys.stderr)
+        refuse(_PROGRAM, "the environment's script has ended with the error above", hint)
         return 1
     finally:
         detach()
@@ -129,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let a worker begin only when the consumer has room: its max_off_policy_steps",
     )
+    add_debug_flag(parser)
     parser.add_argument("script", help="the environment's script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, such as: serve ...")
     return parser
@@ -143,22 +145,10 @@ def _run_as_main(script: Path, arguments: list[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _log_to_stderr() -> None:
-    """Sends the bridge's log to stderr: this is a program, so its messages must be seen, whatever the script
-    logs.
-    """
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s shmbridge %(levelname)s %(message)s"))
-    logger = logging.getLogger("shmbridge")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
-def _refuse(message: str, hint: str) -> int:
-    print(f"error: {message}" + (f"\nhint: {hint}" if hint else ""), file=sys.stderr)
+def _refuse(message: BaseException | str, hint: str) -> int:
+    refuse(_PROGRAM, message, hint)
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("environment", main, log_others=False))

@@ -6,8 +6,6 @@ import argparse
 import asyncio
 import importlib
 import json
-import logging
-import sys
 from itertools import islice
 from typing import Any
 
@@ -22,7 +20,9 @@ from shmbridge.producers.rollout import (
     orderly_sigterm,
     rollout_of,
 )
+from shmbridge.program import add_debug_flag, refuse, run_program
 
+_PROGRAM = "shmbridge.producers.gem"
 EXAMPLES = """\
 examples:
   python -m shmbridge.producers.gem --bridge run1 --server http://127.0.0.1:9004 --tokenizer DIR \\
@@ -43,17 +43,16 @@ def main(argv: list[str] | None = None) -> int:
     all; 2 if it could not start or was refused; 143 after SIGTERM, 130 after Ctrl-C.
     """
     options = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with orderly_sigterm() as stopped:
         try:
             return _play(options)
         except ShmBridgeError as error:
             code = 1 if isinstance(error, TooManyFailures) else 2
-            return _refuse(error.message, error.hint or "see --help", code)
+            return _refuse(error, "see --help", code)
         except ModuleNotFoundError as missing:
-            return _refuse(str(missing), "install it; gem itself: pip install 'shmbridge[gem]'")
+            return _refuse(missing, "install it; gem itself: pip install 'shmbridge[gem]'")
         except (ValueError, TypeError, OSError) as wrong:
-            return _refuse(str(wrong), "see --help")
+            return _refuse(wrong, "see --help")
         except KeyboardInterrupt:
             return EXIT_CODE if stopped.by_sigterm else 130
 
@@ -97,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_debug_flag(parser)
     add_rollout_flags(parser)
     add = parser.add_argument
     add("--env", required=True, metavar="NAME", help="gem's name of the environment; atropos: any of Atropos")
@@ -129,10 +129,10 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _refuse(message: str, hint: str, code: int = 2) -> int:
-    print(f"error: {message}\nhint: {hint}", file=sys.stderr)
+def _refuse(message: Exception, hint: str, code: int = 2) -> int:
+    refuse(_PROGRAM, message, hint)
     return code
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run_program("gem", main))

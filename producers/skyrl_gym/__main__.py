@@ -9,8 +9,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import logging
-import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,7 +27,9 @@ from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
 from shmbridge.producers.skyrl_gym.play import Make, SkyRLPlay
 from shmbridge.producers.skyrl_gym.tasks import SkyRLTasks
 from shmbridge.producers.skyrl_gym.traces import THINK, TagPair
+from shmbridge.program import add_debug_flag, refuse, run_program
 
+_PROGRAM = "shmbridge.producers.skyrl_gym"
 EXAMPLES = """\
 examples:
   python -m shmbridge.producers.skyrl_gym --bridge run1 --server http://127.0.0.1:9004 --tokenizer DIR \\
@@ -52,7 +52,6 @@ Exit code 1: groups failed, too many in a row or all. 2: it could not start, or 
 def main(argv: list[str] | None = None) -> int:
     """Runs environments until the bridge drains, or as long as the flags say; returns the exit code."""
     options = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s shmbridge %(levelname)s %(message)s")
     with orderly_sigterm() as stopped:
         try:
             return asyncio.run(_run(options))
@@ -108,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_debug_flag(parser)
     add_rollout_flags(parser)
     add = parser.add_argument_group("SkyRL-Gym").add_argument
     add("--repo-id", required=True, metavar="PATH_OR_NAME",
@@ -151,10 +151,9 @@ def _value(said: str) -> Any:
 
 
 def _refuse(error: Exception, code: int) -> int:
-    message, hint = getattr(error, "message", str(error)), getattr(error, "hint", "") or "see --help"
-    print(f"error: {message}\nhint: {hint}", file=sys.stderr)
+    refuse(_PROGRAM, error, "see --help")
     return code
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run_program("skyrl_gym", main))

@@ -1,12 +1,12 @@
 """The `shmbridge` command: one file per subcommand, each with `prepare_parser` and `run`."""
 
 import argparse
-import sys
 from typing import Protocol
 
 from shmbridge import __version__
-from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, report, tail, top
+from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, logs, report, tail, top
 from shmbridge.errors import ShmBridgeError
+from shmbridge.program import add_debug_flag, refuse
 
 
 class Command(Protocol):
@@ -29,10 +29,14 @@ _COMMANDS: dict[str, Command] = {
     "gateway": gateway,
     "inspect": inspect,
     "launch": launch,
+    "logs": logs,
     "report": report,
     "tail": tail,
     "top": top,
 }
+
+
+_EXTRAS = {"gateway": "gateway", "launch": "launch", "report": "learner"}  # what each needs beyond the core
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,12 +57,18 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        add_debug_flag(sub)
         command.prepare_parser(sub)
     arguments = parser.parse_args(argv)
     try:
         return _COMMANDS[arguments.command].run(arguments)
     except ShmBridgeError as error:
-        print(f"shmbridge: {error}", file=sys.stderr)
+        refuse(f"shmbridge {arguments.command}", error)
+        return 1
+    except ModuleNotFoundError as missing:
+        if not (missing.name and (extra := _EXTRAS.get(arguments.command))):
+            raise
+        refuse(f"shmbridge {arguments.command}", missing, f"pip install 'shmbridge[{extra}]'")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shmbridge
+from shmbridge.program import refuse
 
 if TYPE_CHECKING:
     from shmbridge.bench.contract import Plan
@@ -117,7 +118,7 @@ def _chosen(only: str | None, contenders: Collection[str]) -> list[str]:
     names = list(contenders) if only is None else [name for name in only.split(",") if name]
     unknown = [name for name in names if name not in contenders]
     if unknown or not names:
-        print(f"shmbridge bench: --only {only!r}: choose from {', '.join(contenders)}", file=sys.stderr)
+        refuse("shmbridge bench", f"--only {only!r}: choose from {', '.join(contenders)}")
         raise SystemExit(2)
     return names
 
@@ -125,11 +126,9 @@ def _chosen(only: str | None, contenders: Collection[str]) -> list[str]:
 def _can_draw(path: Path) -> bool:
     """Returns whether a picture can be written there; prints the reason if not."""
     if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
-        print(
-            f"shmbridge bench: --plot {path}: a .png, .svg or .pdf in a folder that is there", file=sys.stderr
-        )
+        refuse("shmbridge bench", f"--plot {path}: a .png, .svg or .pdf in a folder that is there")
     elif find_spec("matplotlib") is None:
-        print("shmbridge bench: --plot needs matplotlib -> pip install matplotlib", file=sys.stderr)
+        refuse("shmbridge bench", "--plot needs matplotlib", "pip install matplotlib")
     else:
         return True
     return False

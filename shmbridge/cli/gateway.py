@@ -2,11 +2,11 @@
 
 import argparse
 import json
-import logging
 import os
-import sys
 
 from shmbridge.config import check_bridge_name, parse_port, parse_size
+from shmbridge.log_format import log_to_stderr, stamp_files
+from shmbridge.program import refuse
 
 HELP = (
     "serve the Atropos HTTP API over a bridge: remote environments post into it, trainers poll /batch from it"
@@ -72,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     from shmbridge.consumers.gateway import listen, serve
     from shmbridge.consumers.gateway.options import GatewayOptions
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if not arguments.json:
+        stamp_files("gateway")
+    log_to_stderr("gateway")
     try:
         options = GatewayOptions(
             bridge=check_bridge_name(arguments.bridge),
@@ -89,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         listener = listen(arguments.host, arguments.port)
     except (ValueError, OSError) as wrong:
-        print(f"shmbridge gateway: {wrong}", file=sys.stderr)
+        refuse("shmbridge gateway", wrong)
         return 2
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

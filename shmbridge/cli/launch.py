@@ -1,8 +1,9 @@
 """`shmbridge launch`: a run from one YAML file: inference server, learner or gateway, environments."""
 
 import argparse
-import sys
 from pathlib import Path
+
+from shmbridge.program import refuse
 
 HELP = (
     "start a whole run from a YAML file: inference server, learner or gateway, environments; stop it as one"
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         wanted = config.load(arguments.config)
         plan = services.plan(wanted, _gateway_parser())
     except (BadConfig, ImportError) as error:
-        print(f"shmbridge: {error}", file=sys.stderr)
+        refuse("shmbridge launch", error)
         return 2
     if arguments.dry_run:
         print(start.as_json(plan) if arguments.json else start.as_text(plan))

@@ -1,11 +1,12 @@
 """`shmbridge report`: one or several runs of the learner in words, and as a page or a picture."""
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+
+from shmbridge.program import refuse
 
 HELP = "summarise runs of the learner, and make one HTML page: curves, lanes, groups with their tokens"
 EXAMPLES = """examples:
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         runs = [read_run(folder) for folder in folders]
     except NoRun as error:
-        print(f"shmbridge report: {error}", file=sys.stderr)
+        refuse("shmbridge report", error)
         return 1
     if len({each.name for each in runs}) < len(runs):  # folders of the same name
         runs = [replace(each, name=str(folder)) for each, folder in zip(runs, folders, strict=True)]
@@ -69,5 +70,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(map(as_text, found)) + ("" if file is None else f"\n{what}: {file}"))
     if wrong:
-        print(f"shmbridge report: {wrong}", file=sys.stderr)
+        refuse("shmbridge report", wrong)
     return 1 if wrong else 0

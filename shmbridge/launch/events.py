@@ -24,6 +24,8 @@ class Events:
         self._file = path.open("ab", buffering=0)
         self._as_json = as_json
         self._began = time.monotonic()
+        self._in_place = not as_json and os.isatty(2)
+        self._drawn = False
 
     def say(self, event: str, text: str, **facts: Any) -> None:
         """Reports one event: its kind, the text for a reader, and facts for a program."""
@@ -33,7 +35,22 @@ class Events:
         if self._as_json:
             _write(1, line)
         else:
-            _write(2, f"[{time.monotonic() - self._began:7.1f} s] {text}\n".encode())
+            clear = "\r\x1b[K" if self._drawn else ""
+            self._drawn = False
+            _write(2, f"{clear}{self._line(text)}\n".encode())
+
+    def step(self, text: str, *, is_due: bool, **facts: Any) -> None:
+        """Shows the newest step: on a terminal in one line, drawn over the last step's; else reports it if a
+        line `is_due`.
+        """
+        if self._in_place:
+            self._drawn = True
+            _write(2, f"\r{self._line(text)}\x1b[K".encode())
+        elif is_due:
+            self.say("step", text, **facts)
+
+    def _line(self, text: str) -> str:
+        return f"[{time.monotonic() - self._began:7.1f} s] {text}"
 
 
 def _write(descriptor: int, data: bytes) -> None:

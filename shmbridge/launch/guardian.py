@@ -25,6 +25,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Collection, Sequence
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -145,7 +146,7 @@ def _start(command: list[str], folder: str, death_signal: int) -> int:
     with os.fdopen(running) as pipe:
         if why := pipe.read():  # a successful exec closes the pipe
             os.waitpid(pid, 0)
-            print(why, end="", file=sys.stderr)
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}.000 ERROR launch: {why}", end="", file=sys.stderr)
             return 0
     return pid
 

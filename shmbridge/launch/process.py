@@ -10,6 +10,7 @@ from shmbridge.launch import guardian
 from shmbridge.launch.backoff import Backoff
 from shmbridge.launch.config import Restart
 from shmbridge.launch.plan import Service
+from shmbridge.log_format import LOG_NAME, lines
 
 _LAST_BYTES, _LAST_LINES = 16 << 10, 15
 
@@ -54,7 +55,7 @@ class Process:
         self.started, self.due, self.status, self.up = time.monotonic(), None, None, False
         self._log_begins = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("a") as log:
-            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} start {self.starts} of {self.name} ---\n")
+            log.write(lines(self.name, f"start {self.starts} of {self.name}") + "\n")
             log.flush()
             self.pid = os.posix_spawn(
                 sys.executable,
@@ -65,7 +66,7 @@ class Process:
                     self.name,
                     self.service.command,
                 ),
-                os.environ | self.service.env,
+                os.environ | self.service.env | {LOG_NAME: self.name},
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_DUP2, log.fileno(), 1),

@@ -21,7 +21,9 @@ from shmbridge.launch.events import Events
 from shmbridge.launch.health import is_up, look_around
 from shmbridge.launch.plan import Plan
 from shmbridge.launch.process import Process
+from shmbridge.launch.step_lines import NewSteps, step_line, steps_of
 
+_STEP_S = 1.0  # between two looks at the learner's metrics
 _TICK_S = 0.1  # between two checks of services that are coming up
 _SAME_SIGNAL_S = 0.3  # a service manager signals the command and this process, which so gets the signal twice
 _REFUSED = 2  # exit status of a program for wrong arguments: a restart will not help
@@ -48,6 +50,8 @@ class Supervisor:
         self._events = events
         self._stages = [[Process(service, plan.log(service)) for service in stage] for stage in plan.stages]
         self._done = False  # the hub has ended in order
+        learner = next((service for service in plan.services if service.name == "learner"), None)
+        self._steps = learner and NewSteps(Path(plan.run_dir) / "metrics.jsonl", steps_of(learner.command))
         self._stopping_since: float | None = None
         self._hurry = False
         self._awaited: set[signal.Signals] = set()
@@ -150,7 +154,9 @@ class Supervisor:
     def _watch(self) -> None:
         """Waits for the next event and handles it."""
         due = [process.due for process in self._processes() if process.due is not None]
+        due += [time.monotonic() + _STEP_S] if self._steps else []
         self._wait(min(due) - time.monotonic() if due else None)
+        self._show_step()
         self._look_at_ends()
         for process in self._processes():
             if process.due is not None and process.due <= time.monotonic():
@@ -167,6 +173,14 @@ class Supervisor:
                 self._events.say("done", f"{process.name}: done", service=process.name)
             else:
                 raise _failed(process, "ended")
+
+    def _show_step(self) -> None:
+        """Shows the learner's newest step, at most one a second."""
+        if self._steps and (metrics := self._steps.newest()):
+            text, step = step_line(metrics, self._steps.steps), metrics["step"]
+            self._events.step(
+                f"learner: {text}", is_due=self._steps.is_due(step), service="learner", step=step
+            )
 
     def _environment_ended(self, process: Process, status: int) -> None:
         rule, how = process.service.restart or Restart(), f"{process.name}: ended with {process.how()}"

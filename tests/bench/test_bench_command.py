@@ -52,7 +52,7 @@ def test_wrong_arguments_are_said_before_anything_is_measured(capsys, wrong):
     said = capsys.readouterr()
     assert code == 2
     assert said.out == ""
-    assert "shmbridge bench: --" in said.err
+    assert "shmbridge bench: error: --" in said.err
 
 
 def test_a_contender_that_fails_costs_no_other_figures(capsys, monkeypatch):

@@ -14,6 +14,7 @@ from msgspec import Meta
 from shmbridge.consumers.learner.config.file import BadConfigFile, read
 from shmbridge.consumers.learner.config.option import Option, described
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
+from shmbridge.program import add_debug_flag, refuse
 
 _EXAMPLES = """\
 examples:
@@ -63,7 +64,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        refuse("grpo", message)
+        self.exit(2)
 
 
 def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
@@ -113,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
         "into its run directory. Flags win over the file: --no-SWITCH turns off what the file turns on, "
         "and one --engine or --schedule-option replaces all of the file's",
     )
+    add_debug_flag(root)
     for section, kind in SECTIONS.items():
         group = root.add_argument_group(section, (kind.__doc__ or "").split("\n")[0])
         for each in OPTIONS.values():

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.log_format import stamp_of
 
 # Several processes start and learn in one test: the timeout for hangs is longer than elsewhere.
 pytestmark = pytest.mark.timeout(300)
@@ -100,6 +101,8 @@ def test_an_environment_waits_for_a_run_and_then_delivers_what_it_records(
 
         env.until(twenty_items)
         assert env.end(signal.SIGINT) != 0
+        assert "Traceback" not in env.output
+        assert all(map(stamp_of, env.output.splitlines())), env.output
         assert not take(consumer, groups)
         assert sorted(groups) == sorted(recorded(truth))
         assert {(meta.env_name, meta.env_id, meta.split) for meta in metas} == {("seeded", 0, "train")}

@@ -184,7 +184,8 @@ def test_a_broken_script_ends_with_upstreams_error_and_one_hint(
     assert run(monkeypatch, bridge, path) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback")
-    assert said[-1].startswith("hint: ")
+    assert said[-1].startswith("shmbridge.producers.atropos: error: ")
+    assert " -> " in said[-1]
     assert hint in said[-1]
 
 

@@ -47,7 +47,7 @@ def refused(capsys):
             parse(argv)
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        return line.removeprefix("python -m shmbridge.consumers.grpo: error: ")
+        return line.removeprefix("grpo: error: ")
 
     return refused
 

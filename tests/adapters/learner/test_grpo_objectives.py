@@ -265,4 +265,4 @@ def test_options_that_do_not_go_together_end_the_learner_before_anything_is_load
         str(tmp_path),
     ]
     assert grpo.main([*flags, "--loss", "gspo", "--tis-cap", "2"]) == 1
-    assert capsys.readouterr().err.startswith("grpo: --tis-cap beside --loss gspo")
+    assert capsys.readouterr().err.startswith("grpo: error: --tis-cap beside --loss gspo")

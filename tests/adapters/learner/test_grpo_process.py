@@ -315,21 +315,22 @@ BREAKING = Path(__file__).with_name("breaking_learner.py")
         (
             "memory",
             3,
-            r"grpo: out of memory in forward or backward of step 4: CUDA out of memory\. Tried .* GiB\.; "
+            r"grpo: error: out of memory in forward or backward of step 4: "
+            r"CUDA out of memory\. Tried .* GiB\.; "
             r"step 3 is saved -> lower --micro-tokens \(8192 now\), .*, then --resume\n",
         ),
         pytest.param(
             "bug",
             3,
-            r"(?s)Traceback .*grpo: step 4 broke off: IndexError: too many indices; step 3 is saved -> .* "
-            r"--resume\n",
+            r"(?s)Traceback .*grpo: error: step 4 broke off: IndexError: too many indices; "
+            r"step 3 is saved -> .* --resume\n",
             marks=pytest.mark.long,
         ),
         pytest.param(
             "update",
             2,
-            r"grpo: out of memory in the update of step 4: .* broke off, so nothing of it is saved: step 2 "
-            r"is the "
+            r"grpo: error: out of memory in the update of step 4: .* broke off, so nothing of it "
+            r"is saved: step 2 is the "
             r"newest checkpoint -> --param-dtype bfloat16, .*\n",
             marks=pytest.mark.long,
         ),

@@ -355,7 +355,7 @@ def test_a_killed_rank_takes_no_group_with_it_and_nobody_hangs(start, bridge, tm
         assert status == {dead: -signal.SIGKILL, 1 - dead: GONE}, job.said(1 - dead, "err")
         assert took < 15.0  # the kernel closes its connections: no need to wait for the limit
         said = job.said(1 - dead, "err")
-        ends = f"grpo: rank {1 - dead} of 2 ends, since another one is gone or was silent for 20 s: "
+        ends = f"grpo: error: rank {1 - dead} of 2 ends, since another one is gone or was silent for 20 s: "
         assert re.fullmatch(
             ends + r".*Connection (closed|reset) .* -> see that rank's output; .* --resume\n", said
         ), said
@@ -424,7 +424,7 @@ def test_a_batch_that_one_rank_cannot_train_ends_all_and_is_left(start, bridge, 
         said = [job.said(rank, "err") for rank in range(2)]
         assert all("of environment 'countdown' has 4 trajectories" in text for text in said), said
         assert all(len(text.splitlines()) == 1 for text in said), said
-        assert sorted(text.startswith("grpo: rank ") for text in said) == [False, True]
+        assert sorted(text.startswith("grpo: error: rank ") for text in said) == [False, True]
         assert len(left_over(bridge)) == GROUPS
 
 

@@ -37,7 +37,7 @@ def refused(tiny_model, tmp_path, capsys):
             "3",
         ]
         assert grpo.main([*fixed, "--device", "cpu", "--threads", "1", "--max-wait-time", "0.1", *flags]) == 1
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grpo: ")]
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grpo: error: ")]
         assert len(lines) == 1
         return lines[0]
 

@@ -132,14 +132,16 @@ def test_command_plays_an_atropos_environment(command, make_consumer, policy_tok
         (["--env", "test:Echo", "--import", "no_such_module"], "no_such_module"),
     ],
 )
-def test_command_says_what_was_wrong_in_two_lines(bridge, capsys, arguments, says):
+def test_command_says_what_was_wrong_in_one_line(bridge, capsys, arguments, says):
     """In this process: what can be wrong is found before anything is asked."""
     needed = ["--bridge", bridge, "--server", "http://127.0.0.1:9", "--tokenizer", "none"]
     assert main([*needed, *arguments]) == 2
-    error, hint = capsys.readouterr().err.splitlines()[-2:]
-    assert error.startswith("error: ")
+    said = capsys.readouterr().err
+    error = said.splitlines()[-1]
+    assert error.startswith("shmbridge.producers.gem: error: ")
     assert says in error
-    assert hint.startswith("hint: ")
+    assert " -> " in error
+    assert "Traceback" not in said
 
 
 def test_command_that_cannot_start_exits_with_two(command, tmp_path):

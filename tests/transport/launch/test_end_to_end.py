@@ -14,6 +14,7 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.learner.config import flags
+from shmbridge.log_format import stamp_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -70,6 +71,12 @@ def test_a_launch_goes_from_a_file_to_a_trained_model(launch, config, bridge):
         "learner.log",
         "policy_server.log",
     ]
+    for log in (launch.run_dir / "logs").iterdir():
+        text = log.read_text()
+        assert "Traceback" not in text, text
+        assert [line for line in text.splitlines() if not stamp_of(line)] == [], log.name
+        assert {stamp_of(line)["role"] for line in text.splitlines()} == {log.stem}
+    assert launch.said("step")[-1]["text"].startswith("learner: step 4/4  reward ")
     assert (launch.run_dir / "checkpoints").is_dir()
     assert json.loads((launch.run_dir / "config.json").read_text())["learner"]["steps"] == STEPS
     launch.until_nothing_lives()
