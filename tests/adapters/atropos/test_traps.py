@@ -90,7 +90,6 @@ def test_chat_templates_of_a_scripts_own_tokenizers_are_tokens_on_the_command_li
 def run(monkeypatch: pytest.MonkeyPatch, bridge: str, script: Path) -> int:
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(command_line, "_log_to_stderr", lambda: None)
     return command_line.main(["--bridge", bridge, str(script), "serve"])
 
 

@@ -52,6 +52,7 @@ ORDER = {
 }
 # Base classes with a single subclass of ours that are complete by themselves.
 ONE_SUBCLASS = {
+    "Action": "argparse's; gem's own of that name has none",
     "Batch": "a DeviceBatch, of another package, has tensors besides",
     "Parallel": "one process; both ways of many share a base of their own",
     "Server": "uvicorn's",
