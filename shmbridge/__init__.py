@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from shmbridge.batch import Batch as Batch
     from shmbridge.config import Run as Run
     from shmbridge.consumer import Consumer as Consumer
+    from shmbridge.errors import ArchiveFull as ArchiveFull
+    from shmbridge.errors import ArchiveTaken as ArchiveTaken
+    from shmbridge.errors import ArchiveUnreadable as ArchiveUnreadable
     from shmbridge.errors import BadArgument as BadArgument
     from shmbridge.errors import BadBridgeName as BadBridgeName
     from shmbridge.errors import BadConfig as BadConfig
@@ -81,6 +84,9 @@ _HOMES = {
     "list_bridges": "segments.inventory",
     **dict.fromkeys(
         [
+            "ArchiveFull",
+            "ArchiveTaken",
+            "ArchiveUnreadable",
             "BadArgument",
             "BadBridgeName",
             "BadConfig",

@@ -29,6 +29,7 @@ from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.latency import RecentLatency
 from shmbridge.hub.promises import Admission
 from shmbridge.hub.state import HubState, become_hub
+from shmbridge.hub.tap import Tap
 from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
@@ -81,6 +82,8 @@ class Consumer(OneProcess):
         groups_per_step: groups of a batch, for the off-policy limit.
         outside: for a program that takes all records at once and queues their groups itself; see
             OutsideQueue.
+        tap: gets every record before it is handed out, such as a shmbridge.archive.recorder.Recorder; closed
+            with the consumer. Records that resume="discard" drops are handed out to nobody, the tap included.
 
     Raises:
         BadArgument: `lanes` is not a number from 1, or `run` is not a shmbridge.Run.
@@ -101,10 +104,11 @@ class Consumer(OneProcess):
         max_off_policy_steps: int | None = None,
         groups_per_step: int | None = None,
         outside: OutsideQueue | None = None,
+        tap: Tap | None = None,
     ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
-        self.columns, self.bridge = columns_of(schema), bridge
+        self.columns, self.bridge, self._tap = columns_of(schema), bridge, tap
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         run, words = check_run(run), become_hub(check_bridge_name(bridge))
         try:
@@ -140,7 +144,7 @@ class Consumer(OneProcess):
         """Starts all parts. A death or failure in here leaves the bridge unchanged."""
         state, closing, (policy, group_timeout_s, allocation_wait_s) = self._state, self._closing, scheduling
         most = os_limits.lanes_at_most() if lanes is None else lanes
-        self._lanes = LaneSet(self.bridge, words, self.columns, most, closing)
+        self._lanes = LaneSet(self.bridge, words, self.columns, most, closing, self._tap)
         self._turns = self._lanes.turns
         try:
             self._lanes.adopt(strict=True)
@@ -537,6 +541,7 @@ class Consumer(OneProcess):
             "policy_version": self.policy_version,
             **self._admission.stats(),
             **(self._ranks.stats() if self._ranks else {}),
+            **(self._lanes.tapped.stats() if self._lanes.tapped else {}),
         }
 
     # -- the end
@@ -592,7 +597,15 @@ class Consumer(OneProcess):
         self._waiting.close()
         if self._lanes.close() == 0:
             membership.leave(self._state.control_fd, self.bridge)
+        self._close_tap()
         self._state.let_words_go()
+
+    def _close_tap(self) -> None:
+        try:
+            if self._tap is not None:
+                self._tap.close()
+        except Exception:  # the bridge is to be free again whatever the tap does
+            log.exception("the tap of bridge %r failed at its end", self.bridge)
 
     def __enter__(self) -> Self:
         return self

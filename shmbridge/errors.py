@@ -245,3 +245,21 @@ class LaunchFailed(ShmBridgeError, RuntimeError):
     """A launched run cannot start, or cannot go on; the message names the process and its log."""
 
     code = "SB602"
+
+
+class ArchiveFull(ShmBridgeError, OSError):
+    """The disk of an archive has no room; the records that were to be written stay un-released."""
+
+    code = "SB701"
+
+
+class ArchiveTaken(ShmBridgeError, RuntimeError):
+    """A living recorder writes to the folder."""
+
+    code = "SB702"
+
+
+class ArchiveUnreadable(ShmBridgeError, ValueError):
+    """A folder holds no archive, or a file in it is none of ours."""
+
+    code = "SB703"

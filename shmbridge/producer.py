@@ -37,6 +37,7 @@ from shmbridge.errors import (
 from shmbridge.put import producer_errors
 from shmbridge.put.claim import Slot
 from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp
+from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.still_linked import LOOK_S, OwnNames
 from shmbridge.schema import Columns, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement, segment
@@ -160,7 +161,7 @@ class Producer(OneProcess):
 
     def put(
         self,
-        group: "Mapping[str, Any] | pa.RecordBatch",
+        group: "Mapping[str, Any] | pa.RecordBatch | RecordedGroup",
         *,
         group_id: str | int | None = None,
         group_size: int | None = None,
@@ -175,7 +176,8 @@ class Producer(OneProcess):
         under on_full="block".
 
         Args:
-            group: an Atropos ScoredDataGroup, a mapping from column to rows, or a pyarrow.RecordBatch. Rows
+            group: an Atropos ScoredDataGroup, a mapping from column to rows, a pyarrow.RecordBatch, or a
+                RecordedGroup of an archive. Rows
                 are lists, 1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
                 are sequences or arrays. Copied before this returns. A tuple of a 1-D array and whole numbers
                 is always (flat array, lengths): `(np.array([1, 2, 3]), np.array([1, 2]))` is the rows [1] and
@@ -546,6 +548,7 @@ class Producer(OneProcess):
             "wait_s": counters["wait_ns"] / 1e9,
             "late_wakes_total": counters["late_wakes"],
             "held": self._writer.outstanding if not self._closed else 0,
+            "waiting": counters["tail"] - counters["head"],
             "lane_bytes": self.lane_bytes,
             **self._memory.of([self._lane]),
             "lane_free_bytes": self._writer.free_bytes if not self._closed else self.lane_bytes,

@@ -17,6 +17,7 @@ from shmbridge._ext.lane_poller import LanePoller
 from shmbridge._ext.mapping import Mapping
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
 from shmbridge.hub.lane import HubLane
+from shmbridge.hub.tap import Tap, TappedPoller
 from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
@@ -49,7 +50,13 @@ class LaneSet:
     """All adopted lanes of a bridge."""
 
     def __init__(
-        self, bridge: str, control: header.Control, columns: Columns, limit: int, closing: Closing
+        self,
+        bridge: str,
+        control: header.Control,
+        columns: Columns,
+        limit: int,
+        closing: Closing,
+        tap: Tap | None = None,
     ) -> None:
         os_limits.raise_descriptors()
         os_limits.check_descriptors(
@@ -62,7 +69,11 @@ class LaneSet:
         # Just opened: with the producer's pid and pid namespace.
         self._unsettled: dict[str, tuple[HubLane, int, int]] = {}
         on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
-        self.turns = LanePoller(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
+        poller = LanePoller if tap is None else TappedPoller
+        self.turns = poller(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
+        self.tapped = self.turns if isinstance(self.turns, TappedPoller) else None
+        if tap is not None and self.tapped is not None:
+            self.tapped.begin(tap)
         self.refused: set[str] = set()
         self._taken: set[str] = set()  # the refused lanes that another consumer reads; tried again
         self._gone: Counter[str] = Counter()  # counters of removed lanes

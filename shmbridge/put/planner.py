@@ -21,6 +21,7 @@ from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.put.convert import Converter, checked_lengths
 from shmbridge.put.group_errors import as_invalid as as_invalid
 from shmbridge.put.group_errors import as_written
+from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
@@ -109,6 +110,11 @@ class RecordPlanner:
 
     def plan(self, group: Any, stamp: Stamp, foreign: bool) -> Plan:
         """Returns a group's plan. Raises InvalidRecord, RecordTooBig."""
+        if isinstance(group, RecordedGroup):
+            try:
+                return self._fitting(group.plan(self.table, stamp, self.sampler))
+            except BeyondLayout as wrong:
+                raise _beyond_the_layout(wrong) from None
         if (
             not self._knows_tensors
             and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None

@@ -252,7 +252,7 @@ def test_the_page_names_what_is_there(stats):
     found = {
         **rollout_metrics(["math"], [0], [1.0], advantages=[0.0], response_lengths=[1]),
         **window.metrics(),
-        **bridge_metrics(stats),
+        **bridge_metrics({**stats, "tap_wait_s": 0.0}),
         **batch_metrics([1], [1.0]),
     }
     waiting_for = WaitingFor()

@@ -23,7 +23,7 @@ ORDER = {
         rank consumer
         __init__
         testing launch doctor watch
-        tui
+        tui archive
         cli
     """,
     "consumers": """
@@ -44,7 +44,7 @@ ORDER = {
     """,
     "producers": """
         __init__
-        rollout
+        replay rollout
         rewards
         atropos
         gem skyrl_gym

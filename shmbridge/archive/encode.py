@@ -1,0 +1,239 @@
+"""Records to Arrow: copies the columns of several records into one RecordBatch of an archive."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from shmbridge.archive.layout import Layout, file_type
+from shmbridge.put.recorded import FlatColumn
+from shmbridge.record.columns import ReadableRecord
+from shmbridge.record.record import RecordMeta
+from shmbridge.schema import Column, Columns, Kind, Tag
+
+Array = np.ndarray[Any, Any]
+MOST_BYTES = 4 << 20  # of one message with several records: what caches hold is copied fastest
+_SAID = {Tag.VALUES: "values", Tag.NULL: "null", Tag.EMPTY_LIST: "[]", Tag.EMPTY_MAP: "{}"}
+TAGS = {said: tag for tag, said in _SAID.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRecord:
+    """A record's columns, flat and in place: views of the lane are kept until it is encoded."""
+
+    meta: RecordMeta
+    rows: int
+    table: Columns
+    values: dict[str, FlatColumn]
+    tags: tuple[tuple[str, Tag], ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all values."""
+        return sum(column.values.nbytes for column in self.values.values())
+
+
+def flat_record(record: ReadableRecord) -> FlatRecord:
+    """Returns a record's columns, flat. Raises RecordUnreadable."""
+    table, names = record.lane_columns, record.columns
+    values = {name: _flat(record, table[name]) for name in names}
+    tags = tuple(
+        (name, tag) for name in table if name not in values and (tag := record.tag(name)) is not None
+    )
+    return FlatRecord(record.meta, len(record), table, values, tags)
+
+
+def in_messages(records: Sequence[FlatRecord]) -> Iterator[list[FlatRecord]]:
+    """Yields the records in order, as many at a time as belong into one message."""
+    message: list[FlatRecord] = []
+    size = 0
+    for record in records:
+        if message and size + record.bytes > MOST_BYTES:
+            yield message
+            message, size = [], 0
+        message.append(record)
+        size += record.bytes
+    if message:
+        yield message
+
+
+def batch_of(records: Sequence[FlatRecord], layout: Layout) -> pa.RecordBatch:
+    """Returns the records as a RecordBatch with the layout's schema, one row a trajectory; a copy."""
+    rows = [record.rows for record in records]
+    total = sum(rows)
+    present = set().union(*(record.values for record in records))
+    odd = [_odd(record) for record in records]
+    arrays = [*_of_records(records, rows, odd)]
+    for name, column in layout.columns.items():
+        if name not in present:
+            arrays.append(layout.nulls(name, total))
+            continue
+        flat = [
+            None if skipped is not None and name in skipped[0] else record.values.get(name)
+            for record, skipped in zip(records, odd, strict=True)
+        ]
+        if column.per_record:
+            row_of = pa.array(np.repeat(np.arange(len(rows), dtype=np.int32), rows))
+            arrays.append(array_of(column, flat, [1] * len(records)).take(row_of))
+        else:
+            arrays.append(array_of(column, flat, rows))
+    return pa.RecordBatch.from_arrays(arrays, schema=layout.schema)
+
+
+def _of_records(records: Sequence[FlatRecord], rows: list[int], odd: Sequence[Any]) -> Iterator[pa.Array]:
+    """Yields the columns of layout.OF_RECORD, in that order."""
+    metas = [record.meta for record in records]
+
+    def each(values: list[Any], kind: pa.DataType) -> pa.Array:
+        of_rows = [value for value, count in zip(values, rows, strict=True) for _ in range(count)]
+        return pa.array(of_rows, kind)
+
+    def number(name: str, dtype: type) -> pa.Array:
+        return _plain(np.repeat(np.array([getattr(meta, name) for meta in metas], dtype), rows))
+
+    yield each([meta.producer_id for meta in metas], pa.utf8())
+    yield number("sequence", np.int64)
+    yield _plain(np.concatenate([np.arange(count, dtype=np.int32) for count in rows]))
+    yield each([meta.env_name for meta in metas], pa.utf8())
+    yield each([meta.env_id for meta in metas], pa.int32())
+    yield each([meta.group_id for meta in metas], pa.utf8())
+    yield number("group_size", np.int32)
+    for name in ("min_policy_version", "max_policy_version", "t_created_ns", "t_publish_ns"):
+        yield number(name, np.int64)
+    yield each([meta.split for meta in metas], pa.utf8())
+    yield number("redelivered", np.bool_)
+    yield each([_columns_said(record) for record in records], pa.utf8())
+    yield number("uneven", np.bool_)
+    first = [
+        None if skipped is None or row else skipped[1]
+        for skipped, count in zip(odd, rows, strict=True)
+        for row in range(count)
+    ]
+    yield pa.array(first, pa.binary())
+
+
+def _columns_said(record: FlatRecord) -> str:
+    said = dict.fromkeys(record.values, "values") | {name: _SAID[tag] for name, tag in record.tags}
+    return msgspec.json.encode(said).decode()
+
+
+def _odd(record: FlatRecord) -> tuple[set[str], bytes] | None:
+    """Returns the columns that have not one entry a row, and an Arrow stream of each; None without any."""
+    if not record.meta.uneven:
+        return None
+    names = [
+        name
+        for name, flat in record.values.items()
+        if not record.table[name].per_record and flat.entries != record.rows
+    ]
+    if not names:
+        return None
+    streams = []
+    for name in names:
+        array = array_of(record.table[name], [record.values[name]], [record.values[name].entries])
+        batch = pa.RecordBatch.from_arrays([array], names=[name])
+        streams.append(bytes(batch.schema.serialize()) + bytes(batch.serialize()) + b"\0" * 8)
+    return set(names), msgspec.msgpack.encode(streams)
+
+
+# -- one column
+
+
+def array_of(column: Column, flat: Sequence[FlatColumn | None], rows: Sequence[int]) -> pa.Array:
+    """Returns one column of several records, one after the other; null rows where a record has it not."""
+    total = sum(rows)
+    bitmap = _bitmap(flat, rows)
+    found = [each for each in flat if each is not None]
+    values = _joined([each.values for each in found], column.dtype)
+    kind = file_type(column)
+    if column.kind is Kind.SCALAR:
+        if len(found) != len(flat):
+            nothing = [np.zeros(count, column.dtype) for count in rows]
+            values = np.concatenate(
+                [nothing[at] if each is None else each.values for at, each in enumerate(flat)]
+            )
+        return pa.Array.from_buffers(kind, total, [bitmap, _buffer(values)])
+    lengths = np.concatenate(
+        [
+            np.zeros(count, np.uint32) if each is None else each.lengths
+            for each, count in zip(flat, rows, strict=True)
+        ]
+    )
+    offsets = _offsets(lengths)
+    if column.kind is Kind.BYTES:
+        return pa.Array.from_buffers(kind, total, [bitmap, offsets, pa.py_buffer(values)])
+    child = _plain(values)
+    if column.kind is Kind.LIST_LIST:
+        inner = _joined([each.inner for each in found], np.dtype(np.uint32))
+        child = pa.Array.from_buffers(kind.value_type, len(inner), [None, _offsets(inner)], children=[child])
+    elif column.kind is Kind.MAP:
+        inner = _joined([each.inner for each in found], np.dtype(np.uint32))
+        raw = pa.py_buffer(b"".join(each.keys for each in found))
+        keys = pa.Array.from_buffers(pa.utf8(), len(inner), [None, _offsets(inner), raw])
+        child = pa.StructArray.from_arrays([keys, child], fields=list(kind.value_type))
+    return pa.Array.from_buffers(kind, total, [bitmap, offsets], children=[child])
+
+
+def _flat(record: ReadableRecord, column: Column) -> FlatColumn:
+    """Returns a column as it lies in the lane; text, bytes and maps are copies."""
+    name, value = column.name, record[column.name]
+    if column.kind is Kind.SCALAR:
+        return FlatColumn(len(value), value, valid=record.valid(name))
+    if column.kind is Kind.LIST:
+        return FlatColumn(len(value), value.values, value.lengths, valid=value.valid)
+    if column.kind is Kind.LIST_LIST:
+        return FlatColumn(len(value), value.values, value.lengths, value.inner_lengths, valid=value.valid)
+    if column.kind is Kind.MAP:
+        keys = [key.encode() for row in value for key in row]
+        numbers = np.array([number for row in value for number in row.values()], column.dtype)
+        return FlatColumn(
+            len(value), numbers, _lengths(value), _lengths(keys), b"".join(keys), record.valid(name)
+        )
+    rows = [b"" if row is None else row.encode() if isinstance(row, str) else row for row in value]
+    raw = np.frombuffer(b"".join(rows), np.uint8)
+    return FlatColumn(len(rows), raw, _lengths(rows), valid=record.valid(name))
+
+
+def _lengths(rows: Sequence[Any]) -> Array:
+    return np.fromiter(map(len, rows), np.uint32, len(rows))
+
+
+def _joined(parts: Sequence[Any], dtype: np.dtype[Any]) -> Array:
+    if len(parts) == 1:
+        return np.ascontiguousarray(parts[0])
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _offsets(lengths: Array) -> pa.Buffer:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise OverflowError(f"{offsets[-1]} values in one column of one record; an archive has 2**31 - 1")
+    return pa.py_buffer(offsets.astype(np.int32))
+
+
+def _buffer(values: Array) -> pa.Buffer:
+    packed = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else values
+    return pa.py_buffer(np.ascontiguousarray(packed))
+
+
+def _plain(values: Array) -> pa.Array:
+    kind = pa.bool_() if values.dtype == np.bool_ else pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [None, _buffer(values)])
+
+
+def _bitmap(flat: Sequence[FlatColumn | None], rows: Sequence[int]) -> pa.Buffer | None:
+    if all(each is not None and each.valid is None for each in flat):
+        return None
+    valid = [
+        np.zeros(count, np.bool_)
+        if each is None
+        else np.ones(count, np.bool_)
+        if each.valid is None
+        else each.valid
+        for each, count in zip(flat, rows, strict=True)
+    ]
+    return pa.py_buffer(np.packbits(np.concatenate(valid), bitorder="little"))

@@ -1,0 +1,109 @@
+"""Finishes what a killed recorder left in a folder, and copies a folder into one file: each record once."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from shmbridge.archive import parts
+from shmbridge.archive.keys import SeenKeys
+from shmbridge.archive.layout import Layout
+from shmbridge.archive.parts import FinishedFile, Format
+from shmbridge.archive.reading import batches_of, layout_of
+from shmbridge.errors import ArchiveUnreadable
+
+
+@dataclass
+class Exported:
+    """What a folder holds: records, and the last sequence of each producer; what was finished in it."""
+
+    records: int = 0
+    rows: int = 0
+    again: int = 0  # records that were there twice, left out of a copy
+    reached: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # records of each producer
+    finished: list[str] = field(default_factory=list)
+    out: str | None = None
+
+
+def finish_folder(folder: str | Path, kind: Format = "parquet") -> Exported:
+    """Finishes the streams in a folder whose recorder is gone, and says what it holds. Blocks for the disk.
+
+    Raises ArchiveTaken while a recorder writes to it, ArchiveUnreadable, OSError.
+    """
+    folder = Path(folder)
+    if not parts.parts_of(folder):
+        raise ArchiveUnreadable(
+            f"{folder} holds no part-*.parquet, .arrow or .arrows",
+            hint="name a folder that `shmbridge record` or a Recorder wrote",
+        )
+    with parts.recording(folder):
+        finished = [str(path) for path in parts.finish_left(folder, kind)]
+    seen = parts.keys_of(folder)
+    counts = seen.counts()
+    return Exported(sum(counts.values()), reached=seen.reached(), counts=counts, finished=finished)
+
+
+def copy_folder(folder: str | Path, out: str | Path, kind: Format = "parquet") -> Exported:
+    """Copies a folder into one file with the columns of all its parts. Beside a living recorder too.
+
+    Blocks for the disk. The file appears when it is whole; one of that name is replaced.
+
+    Raises ArchiveUnreadable, OSError.
+    """
+    out, seen, done = Path(out), SeenKeys(), Exported(out=str(out))
+    layout = layout_of(folder)
+    writing = out.with_name(out.name + parts.WRITING)
+    try:
+        with FinishedFile(writing, layout.schema, kind) as file:
+            for _, batches in batches_of(folder):
+                for batch in batches:
+                    new = _new_rows(batch, seen, done)
+                    if new.num_rows:
+                        done.rows += new.num_rows
+                        file.write(_with_columns(new, layout))
+        os.replace(writing, out)
+    except BaseException:
+        with suppress(OSError):
+            writing.unlink(missing_ok=True)
+        raise
+    done.reached, done.counts = seen.reached(), seen.counts()
+    done.records = sum(done.counts.values())
+    return done
+
+
+def _new_rows(batch: pa.RecordBatch, seen: SeenKeys, done: Exported) -> pa.RecordBatch:
+    """Returns the rows of the records that were not seen before."""
+    row = batch.column("record_row").to_numpy(zero_copy_only=False)
+    starts = np.flatnonzero(row == 0)
+    firsts = batch.select(["producer_id", "sequence"]).take(pa.array(starts)).to_pydict()
+    new = [
+        seen.add(producer_id, sequence)
+        for producer_id, sequence in zip(firsts["producer_id"], firsts["sequence"], strict=True)
+    ]
+    done.again += len(new) - sum(new)
+    if all(new):
+        return batch
+    rows = np.diff(np.append(starts, len(row)))
+    return batch.filter(pa.array(np.repeat(np.array(new, np.bool_), rows)))
+
+
+def _with_columns(batch: pa.RecordBatch, layout: Layout) -> pa.RecordBatch:
+    """Returns the batch with the columns of the layout, in its order."""
+    there = set(batch.schema.names)
+    try:
+        arrays = [
+            batch.column(each.name).cast(each.type)
+            if each.name in there
+            else pa.nulls(batch.num_rows, each.type)
+            for each in layout.schema
+        ]
+    except pa.ArrowException as wrong:
+        raise ArchiveUnreadable(
+            f"a column has two types in the parts of this folder: {wrong}",
+            hint="export the parts of each type from a folder of their own",
+        ) from wrong
+    return pa.RecordBatch.from_arrays(arrays, schema=layout.schema)

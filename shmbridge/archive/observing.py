@@ -1,0 +1,75 @@
+"""Records a bridge from outside, beside its consumer: slows nobody, and says what it came too late for."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shmbridge.archive.recorder import Recorder
+from shmbridge.watch.observer import Observer
+
+_LOOK_S = 0.2
+
+
+@dataclass
+class Observed:
+    """What became of the records of a bridge while it was observed."""
+
+    recorded: int = 0
+    missed: int = 0  # released before their copy was whole
+    skipped: int = 0  # for want of room on the disk
+    again: int = 0  # in the folder already
+    unreadable: int = 0
+    reached: dict[str, int] = field(default_factory=dict)  # last sequence of each producer in the folder
+    unreadable_lanes: dict[str, str] = field(default_factory=dict)  # and why
+    finished_left: list[str] = field(default_factory=list)  # parts that a killed recorder had left
+
+
+def observe(
+    bridge: str,
+    recorder: Recorder,
+    *,
+    limit: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    seconds: float | None = None,
+) -> Observed:
+    """Records copies of a bridge's records until `stopped()`, and closes the recorder.
+
+    Waits for a bridge that does not exist yet.
+
+    Args:
+        bridge: name of the bridge.
+        recorder: where they are written; closed at the end.
+        limit: end after so many records; None: no limit.
+        stopped: asked several times a second.
+        seconds: end after this time.
+
+    Raises:
+        BadBridgeName; as Recorder.take.
+    """
+    until_s = float("inf") if seconds is None else time.monotonic() + seconds
+    with recorder, Observer(bridge) as observer:
+        while not stopped() and time.monotonic() < until_s:
+            left = 256 if limit is None else min(256, limit - int(recorder.stats()["recorded_total"]))
+            if left <= 0:
+                break
+            records = observer.poll(left)
+            if records:
+                recorder.take(records)
+                for record in records:
+                    record.release()
+                del records
+            else:
+                observer.wait(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
+        stats, missed = recorder.stats(), observer.missed
+        unreadable_lanes = dict(observer.unreadable)
+    return Observed(
+        int(stats["recorded_total"]),
+        missed,
+        int(stats["skipped_total"]),
+        int(stats["again_total"]),
+        int(stats["unreadable_total"]),
+        recorder.reached,
+        unreadable_lanes,
+        [str(path) for path in map(Path, recorder.finished_left)],
+    )

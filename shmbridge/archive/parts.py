@@ -1,0 +1,220 @@
+"""The parts of a folder: `part-000000.arrows` while it is written, then `.parquet` or `.arrow`.
+
+A finished file is written beside the stream and renamed, and only then is the stream removed: whoever is
+killed, one of them is whole.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shmbridge.archive.keys import SeenKeys
+from shmbridge.archive.stream import read_stream
+from shmbridge.errors import ArchiveTaken
+
+Format = Literal["parquet", "arrow"]
+STREAM, WRITING = ".arrows", ".writing"
+_NAME = re.compile(r"part-(\d{6,})\.(arrows|parquet|arrow)")
+_ROW_GROUP_BYTES = 32 << 20
+_LOCK = ".recording"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a folder; `is_stream` while it is not finished."""
+
+    number: int
+    path: Path
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is still a stream, of a living recorder or of a killed one."""
+        return self.path.suffix == STREAM
+
+    def schema_and_batches(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]] | None:
+        """Returns its schema and its batches, each of whole records; None for a stream with no beginning."""
+        if self.is_stream:
+            return read_stream(self.path)
+        if self.path.suffix == ".arrow":
+            return _read_file(self.path)
+        return _read_parquet(self.path)
+
+
+def parts_of(folder: Path) -> list[Part]:
+    """Returns the parts of a folder in order; of a part that is there twice, the finished file."""
+    found: dict[int, Part] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if match := _NAME.fullmatch(path.name):
+            part = Part(int(match[1]), path)
+            if part.number not in found or found[part.number].is_stream:
+                found[part.number] = part
+    return [found[number] for number in sorted(found)]
+
+
+def path_of(folder: Path, number: int, suffix: str) -> Path:
+    """Returns the path of a part."""
+    return folder / f"part-{number:06d}{suffix}"
+
+
+@contextmanager
+def recording(folder: Path) -> Iterator[None]:
+    """Holds a folder for one recorder; the kernel lets it go when the process ends. Raises ArchiveTaken."""
+    fd = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArchiveTaken(
+                f"another recorder writes to {folder}", hint="end it, or give another folder"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def finish_left(folder: Path, kind: Format) -> list[Path]:
+    """Finishes the streams that killed recorders left in a folder; returns the finished files.
+
+    For the holder of `recording`. Raises OSError; the streams are kept then.
+    """
+    for left in folder.glob(f"*{WRITING}"):
+        left.unlink()
+    finished = {part.number for part in parts_of(folder) if not part.is_stream}
+    for number in finished:  # killed between the rename and the removal
+        path_of(folder, number, STREAM).unlink(missing_ok=True)
+    found = [finish(part, kind) for part in parts_of(folder) if part.is_stream]
+    return [path for path in found if path is not None]
+
+
+def finish(part: Part, kind: Format) -> Path | None:
+    """Turns a stream into a finished file; None, and no stream any more, if it holds nothing.
+
+    Blocks for the disk. Raises OSError; the stream is kept then.
+    """
+    opened = part.schema_and_batches()
+    first = None if opened is None else next(opened[1], None)
+    if opened is None or first is None:
+        part.path.unlink()
+        return None
+    done = part.path.with_suffix(f".{kind}")
+    writing = done.with_name(done.name + WRITING)
+    try:
+        with FinishedFile(writing, opened[0], kind) as file:
+            file.write(first)
+            for batch in opened[1]:
+                file.write(batch)
+        os.replace(writing, done)
+    except BaseException:
+        with suppress(OSError):
+            writing.unlink(missing_ok=True)
+        raise
+    _sync(done.parent)
+    part.path.unlink()
+    return done
+
+
+def keys_of(folder: Path) -> SeenKeys:
+    """Returns the keys of all records of a folder; reads two columns of each part."""
+    seen = SeenKeys()
+    for part in parts_of(folder):
+        for producer_id, sequence in _keys(part):
+            seen.add(producer_id, sequence)
+    return seen
+
+
+def _keys(part: Part) -> Iterator[tuple[str, int]]:
+    names = ["producer_id", "sequence", "record_row"]
+    if part.path.suffix == ".parquet":
+        batches: Iterator[pa.RecordBatch] = iter(pq.read_table(part.path, columns=names).to_batches())
+    else:
+        opened = part.schema_and_batches()
+        batches = iter(()) if opened is None else (batch.select(names) for batch in opened[1])
+    for batch in batches:
+        columns = batch.to_pydict()
+        for producer_id, sequence, row in zip(*(columns[name] for name in names), strict=True):
+            if row == 0:
+                yield producer_id, sequence
+
+
+class _Writer(Protocol):
+    def write_table(self, table: pa.Table) -> object: ...
+    def close(self) -> None: ...
+
+
+class FinishedFile:
+    """A Parquet or Arrow file under way, in groups of whole records; on disk when its `with` block ends."""
+
+    def __init__(self, path: Path, schema: pa.Schema, kind: Format) -> None:
+        self._path, self._schema = path, schema
+        self._held: list[pa.RecordBatch] = []
+        self._bytes = 0
+        self._writer: _Writer = (
+            pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=_dictionaries(schema))
+            if kind == "parquet"
+            else pa.ipc.new_file(path, schema)
+        )
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Adds a batch of whole records."""
+        self._held.append(batch)
+        self._bytes += batch.nbytes
+        if self._bytes >= _ROW_GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._held:
+            table = pa.Table.from_batches(self._held, self._schema).combine_chunks()
+            self._held, self._bytes = [], 0
+            if isinstance(self._writer, pq.ParquetWriter):
+                self._writer.write_table(table, row_group_size=max(table.num_rows, 1))
+            else:
+                self._writer.write_table(table)
+
+    def __enter__(self) -> "FinishedFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+        finally:
+            self._writer.close()
+        if kind is None:
+            _sync(self._path)
+
+
+def _dictionaries(schema: pa.Schema) -> list[str]:
+    """Returns the columns to encode by dictionary: text, which repeats; of floats it could merge NaNs."""
+    return [field.name for field in schema if pa.types.is_string(field.type)]
+
+
+def _read_parquet(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    file = pq.ParquetFile(path)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with file:
+            for group in range(file.num_row_groups):
+                yield from file.read_row_group(group).combine_chunks().to_batches()
+
+    return file.schema_arrow, batches()
+
+
+def _read_file(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

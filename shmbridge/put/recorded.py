@@ -1,0 +1,91 @@
+"""A recorded group: columns flat, as a lane held them, which `put` copies back bit by bit.
+
+A group that went through a lane once was checked then; the checks across columns are made again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shmbridge._ext.column import Form, PackedColumn
+from shmbridge._ext.plan import Plan, RowSampler, Stamp
+from shmbridge.errors import InvalidRecord, SchemaMismatch
+from shmbridge.schema import Column, Columns, Kind, Tag
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatColumn:
+    """One column of one record.
+
+    Args:
+        entries: rows that it has; 1 where it has one value per record.
+        values: all values, flat, of the column's dtype; text and bytes as uint8.
+        lengths: uint32 (entries,), values of each row; None for scalars.
+        inner: uint32, values of each inner list, or bytes of each key; None otherwise.
+        keys: the bytes of all keys of a map.
+        valid: bool (entries,), False where a row is null; None where none is.
+    """
+
+    entries: int
+    values: Array
+    lengths: Array | None = None
+    inner: Array | None = None
+    keys: bytes = b""
+    valid: Array | None = None
+
+    def packed(self, form: Form, kind: Kind) -> PackedColumn:
+        """Returns it in the form that is written into a lane."""
+        return PackedColumn(
+            form,
+            entries=self.entries,
+            count=len(self.values),
+            lengths=self.lengths,
+            inner=self.inner,
+            keys=self.keys if kind is Kind.MAP else None,
+            validity=None if self.valid is None else self.valid.astype(np.uint8),
+            rows=self.values.tobytes() if kind is Kind.BYTES else [self.values],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """What `Producer.put` takes for a group that was recorded; its columns in the order of the record.
+
+    Args:
+        columns: the column table of the lane it came from.
+        values: the columns that were put, by name: a FlatColumn, or the Tag of one without values.
+        env_id: the number under which its environment had registered; None if it had none.
+        uneven: whether it was put as `foreign`, with rows that do not fit its tokens.
+    """
+
+    columns: Columns
+    values: Mapping[str, FlatColumn | Tag]
+    env_id: int | None = None
+    uneven: bool = False
+
+    def plan(self, table: Columns, stamp: Stamp, sampler: RowSampler) -> Plan:
+        """Returns the plan of its record in a lane with the columns of `table`.
+
+        Raises InvalidRecord without tokens, SchemaMismatch for a column that the lane has not.
+        """
+        tokens = self.values.get("tokens")
+        if not isinstance(tokens, FlatColumn) or not tokens.entries:
+            raise InvalidRecord("a recorded group has no tokens", column="tokens")
+        packed = [self._packed(table, name, value) for name, value in self.values.items()]
+        env_id = -1 if self.env_id is None else self.env_id
+        return Plan(packed, stamp, tokens.entries, len(tokens.values), self.uneven, env_id, None, sampler)
+
+    def _packed(self, table: Columns, name: str, value: FlatColumn | Tag) -> PackedColumn:
+        column: Column | None = table.get(name)
+        if column is None or not column.same_type(self.columns[name]):
+            has = "has none" if column is None else f"has {column.type_name}"
+            raise SchemaMismatch(
+                f"recorded column {name!r} is {self.columns[name].type_name}, and the lane {has}",
+                hint="open the producer with the schema of the archive",
+            )
+        form = table.forms[name]
+        return PackedColumn(form, tag=value) if isinstance(value, Tag) else value.packed(form, column.kind)

@@ -1,0 +1,102 @@
+"""A full disk: recording stops with an error and nothing is lost, or ends and counts what it leaves out."""
+
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import shmbridge
+from shmbridge.archive.reading import read_archive
+from shmbridge.archive.recorder import Recorder
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond so many bytes: a write there ends early, or with EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def put_nine(make_producer):
+    """Nine records of 20 KB."""
+    producer = make_producer(lane_bytes="1M")
+    for number in range(9):
+        producer.put({"tokens": [[number] * 5000], "loss_mask": [[1] * 5000]})
+    return producer
+
+
+def take(consumer: shmbridge.Consumer) -> list[int]:
+    found = []
+    for record in consumer:
+        found.append(record.meta.sequence)
+        record.release()
+        if len(found) == 9:
+            break
+    return found
+
+
+def stream_of(folder: Path) -> int:
+    """Rows of the part in progress, as any reader sees it."""
+    (path,) = folder.glob("*.arrows")
+    return pa.ipc.open_stream(path).read_all().num_rows
+
+
+def test_stop_is_an_error_and_what_was_not_written_is_unreleased(make_consumer, put_nine, tmp_path):
+    consumer = make_consumer(tap=Recorder(tmp_path))
+    with consumer.get(5):
+        pass
+    with files_of_at_most(120_000):
+        with pytest.raises(shmbridge.ArchiveFull, match="no room for 1 records") as caught:
+            take(consumer)
+        assert str(tmp_path) in str(caught.value)
+        assert "nothing is lost" in caught.value.hint
+        with pytest.raises(shmbridge.ArchiveFull):
+            consumer.get(1)
+    recorded = stream_of(tmp_path)
+    assert 1 < recorded < 9
+    assert put_nine.stats()["held"] >= 9 - recorded
+    consumer.take_back_dropped()  # of the iteration that the error ended
+    while consumer.stats()["held"]:
+        consumer.get(5).release()
+    consumer.close()
+    assert [record.sequence for record in read_archive(tmp_path)] == list(range(9))
+
+
+def test_skip_ends_the_recording_and_counts(make_consumer, put_nine, tmp_path, caplog):
+    recorder = Recorder(tmp_path, on_full_disk="skip")
+    consumer = make_consumer(tap=recorder)
+    with files_of_at_most(120_000):
+        assert take(consumer) == list(range(9))
+    stats = recorder.stats()
+    assert stats["recorded_total"] == stream_of(tmp_path)
+    assert stats["recorded_total"] + stats["skipped_total"] == 9
+    assert stats["skipped_total"] > 0
+    assert "recording has ended" in caplog.text
+    consumer.close()
+    assert len(list(read_archive(tmp_path))) == stats["recorded_total"]
+
+
+def test_no_room_for_the_finished_file(make_consumer, put_nine, tmp_path, caplog, monkeypatch):
+    consumer = make_consumer(tap=Recorder(tmp_path))
+    take(consumer)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shmbridge.archive.parts.FinishedFile.write", full)
+        consumer.close()
+    assert "stays a stream" in caplog.text
+    assert [path.name for path in tmp_path.glob("part-*")] == ["part-000000.arrows"]
+    assert len(list(read_archive(tmp_path))) == 9
