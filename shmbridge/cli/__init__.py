@@ -4,7 +4,21 @@ import argparse
 from typing import Protocol
 
 from shmbridge import __version__
-from shmbridge.cli import bench, clean, doctor, gateway, inspect, launch, logs, report, tail, top
+from shmbridge.cli import (
+    bench,
+    clean,
+    doctor,
+    export,
+    gateway,
+    inspect,
+    launch,
+    logs,
+    record,
+    replay,
+    report,
+    tail,
+    top,
+)
 from shmbridge.errors import ShmBridgeError
 from shmbridge.program import add_debug_flag, refuse
 
@@ -26,10 +40,13 @@ _COMMANDS: dict[str, Command] = {
     "bench": bench,
     "clean": clean,
     "doctor": doctor,
+    "export": export,
     "gateway": gateway,
     "inspect": inspect,
     "launch": launch,
     "logs": logs,
+    "record": record,
+    "replay": replay,
     "report": report,
     "tail": tail,
     "top": top,

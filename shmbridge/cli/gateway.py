@@ -59,6 +59,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--post-deadline", type=float, default=240.0, metavar="S", help="longest wait of a post for room"
     )
     parser.add_argument(
+        "--record", metavar="DIR", help="write every record into Parquet files there before it is handed out"
+    )
+    parser.add_argument(
         "--env-timeout",
         type=float,
         default=60.0,
@@ -88,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             held_bytes=parse_size(arguments.held_bytes),
             post_deadline_s=arguments.post_deadline,
             env_timeout_s=arguments.env_timeout,
+            record=arguments.record,
         )
         listener = listen(arguments.host, arguments.port)
     except (ValueError, OSError) as wrong:

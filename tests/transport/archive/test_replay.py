@@ -1,0 +1,98 @@
+"""A replay puts every producer's records again, in the recorded order, at the recorded pace."""
+
+import threading
+
+import pytest
+
+import shmbridge
+from shmbridge.archive.recorder import Recorder
+from shmbridge.producers import replay
+from tests.transport.archive import recorded_groups as known
+
+
+@pytest.fixture
+def recording(tmp_path, make_consumer, make_producer):
+    """A folder with nine records of three producers, and their contents in the order of hand-out."""
+    consumer = make_consumer(tap=Recorder(tmp_path, rotate_bytes=30_000))
+    producers = [make_producer(env_name=f"env{n}", producer_id=f"p{n}") for n in range(3)]
+    for number in range(9):
+        producers[number * 7 % 3].put(
+            {"tokens": [[number] * (number + 1)], "loss_mask": [[1] * (number + 1)]}, policy_version=number
+        )
+    records = consumer.poll()
+    wanted = [(record.meta.producer_id[:2], known.contents(record)) for record in records]
+    for record in records:
+        record.release()
+    del records, record
+    consumer.close()
+    for producer in producers:
+        producer.close()
+    return tmp_path, wanted
+
+
+@pytest.fixture
+def other_bridge():
+    name = known.fresh("replayed")
+    yield name
+    shmbridge.clean(name, dry_run=False)
+
+
+def test_the_hub_hands_out_in_the_recorded_order(recording, other_bridge):
+    folder, wanted = recording
+    with shmbridge.Consumer(other_bridge) as consumer:
+        done: list[replay.Replayed] = []
+        putting = threading.Thread(
+            target=lambda: done.append(replay.replay(folder, other_bridge, speed="max", timeout_s=20))
+        )
+        putting.start()
+        found = []
+        while len(found) < len(wanted):
+            with consumer.get(timeout_s=20) as record:
+                found.append((record.meta.producer_id[:2], known.contents(record)))
+        putting.join()
+    assert found == wanted
+    assert done[0].records == 9
+    assert sorted(done[0].reached.values()) == [2, 2, 2]
+
+
+def test_without_a_hub_it_says_who_did_not_take(recording, other_bridge):
+    folder, _ = recording
+    with pytest.raises(shmbridge.LaneFull, match="no consumer of bridge"):
+        replay.replay(folder, other_bridge, speed="max", timeout_s=0.05)
+
+
+def test_any_order_needs_no_hub(recording, other_bridge, capsys):
+    folder, wanted = recording
+    assert replay.main([str(folder), "--bridge", other_bridge, "--speed", "max", "--any-order"]) == 0
+    assert "9 records, 9 trajectories" in capsys.readouterr().out
+    with shmbridge.Consumer(other_bridge) as consumer:
+        records = consumer.poll()
+        found = [(record.meta.producer_id[:2], known.contents(record)) for record in records]
+        for record in records:
+            record.release()
+    assert sorted(map(repr, found)) == sorted(map(repr, wanted))
+
+
+def test_pace_is_that_of_the_commits(recording):
+    from dataclasses import replace
+
+    from shmbridge.archive.reading import read_archive
+
+    folder, _ = recording
+    records = list(read_archive(folder))
+    times = [5_000, 7_000, 6_000, 10_000, 1, 2, 3, 4, 5]  # in ms; the last five are of another session
+    sessions = ["a"] * 4 + ["b"] * 5
+    records = [
+        replace(record, t_publish_ns=at * 10**6, session=session)
+        for record, at, session in zip(records, times, sessions, strict=True)
+    ]
+    due = [at for _, at in replay.paced(iter(records), 2.0)]
+    assert due == pytest.approx([0.0, 1.0, 1.0, 2.5, 2.5, 2.5005, 2.501, 2.5015, 2.502])
+    assert {at for _, at in replay.paced(iter(records), "max")} == {0.0}
+
+
+def test_speeds():
+    assert [replay.parse_speed(text) for text in ("original", "2.0", "max")] == [1.0, 2.0, "max"]
+    for text in ("0", "-1", "fast", "inf", "nan"):
+        with pytest.raises(Exception, match="above 0"):
+            replay.parse_speed(text)
