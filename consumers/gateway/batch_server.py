@@ -17,6 +17,7 @@ import msgspec
 
 from shmbridge import Consumer, ConsumerTaken, Run, ShmBridgeError, list_bridges
 from shmbridge.consumers.gateway.encode import encoded_batch, served
+from shmbridge.consumers.gateway.hub import open_hub
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.record.groups import Group
@@ -101,9 +102,7 @@ class Taker:
         return self.consumer
 
     def _open(self, run: Run | None, resume: Any) -> Consumer:
-        return Consumer(
-            self._options.bridge, run, lanes=self._options.lanes, resume=resume, policy=self._options.policy
-        )
+        return open_hub(self._options, run, resume=resume, policy=self._options.policy)
 
     def step(self) -> int:
         """Returns the trainer's step: batches handed out since the run's first step."""

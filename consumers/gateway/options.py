@@ -29,3 +29,4 @@ class GatewayOptions:
     # silence after which an environment loses weight and lane until its next request; after 60 times that,
     # its number
     env_timeout_s: float = 60.0
+    record: str | None = None  # folder that every record is written to before a trainer gets it

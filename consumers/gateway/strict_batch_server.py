@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from shmbridge import Consumer, Run
 from shmbridge.batching.queue import OutsideQueue
 from shmbridge.consumers.gateway.batch_server import Batch, NotRegistered, Taker
+from shmbridge.consumers.gateway.hub import open_hub
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_state import Upstream
@@ -60,7 +61,7 @@ class StrictTaker(Taker):
 
     def _open(self, run: Run | None, resume: Any) -> Consumer:
         outside = OutsideQueue(self._waiting, _FIRST_ATTACHED)
-        return Consumer(self._options.bridge, run, lanes=self._options.lanes, resume=resume, outside=outside)
+        return open_hub(self._options, run, resume=resume, outside=outside)
 
     def register(self, run: Run) -> None:
         """As the original, the first run stays; but an earlier gateway's run gives way to another.

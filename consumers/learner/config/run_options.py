@@ -64,6 +64,9 @@ class CheckpointConfig:
     keep: how many of the newest checkpoints to keep
     hold_until_saved: hold every group until a checkpoint contains it: a killed run loses none, and lanes must
         have room for the groups of --save-every steps
+    record (DIR): write every record into Parquet files there before it is trained with, for replay and for
+        analysis
+    on_full_disk: of --record: end with an error, or stop recording and train on
     """
 
     run_dir: str | None = None
@@ -71,6 +74,8 @@ class CheckpointConfig:
     save_every: Positive = 50
     keep: Positive = 2
     hold_until_saved: bool = False
+    record: str | None = None
+    on_full_disk: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from shmbridge.consumers.learner.stopping import StopSignals
 from shmbridge.consumers.learner.world import device_kind, say
 
 if TYPE_CHECKING:
+    from shmbridge.archive.recorder import Recorder
     from shmbridge.batch import MakeBatch
     from shmbridge.consumers.device_batch import DeviceCopies
 
@@ -104,17 +105,33 @@ def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies 
 def hub(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]) -> shmbridge.Consumer:
     """Returns the hub of the configured bridge; it calls `screen` for each group. Raises as Consumer."""
     limit = config.staleness.max_off_policy_steps
-    consumer = shmbridge.Consumer(
-        config.run.bridge,
-        run=run,
-        lanes=config.batch.lanes or "auto",
-        allocation_wait_s=config.batch.allocation_wait,
-        policy=config.staleness.scheduler,
-        max_off_policy_steps=limit,
-        groups_per_step=None if limit is None else config.batch.groups,
-    )
+    tap = recorder(config)
+    try:
+        consumer = shmbridge.Consumer(
+            config.run.bridge,
+            run=run,
+            lanes=config.batch.lanes or "auto",
+            allocation_wait_s=config.batch.allocation_wait,
+            policy=config.staleness.scheduler,
+            max_off_policy_steps=limit,
+            groups_per_step=None if limit is None else config.batch.groups,
+            tap=tap,
+        )
+    except BaseException:
+        if tap is not None:
+            tap.close()
+        raise
     consumer.screen(screen)
     return consumer
+
+
+def recorder(config: LearnerConfig) -> Recorder | None:
+    """Returns the recorder of `--record`, or None without it. Raises ArchiveTaken, OSError."""
+    if config.checkpoints.record is None:
+        return None
+    from shmbridge.archive.recorder import Recorder
+
+    return Recorder(config.checkpoints.record, on_full_disk=config.checkpoints.on_full_disk)
 
 
 def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:

@@ -280,7 +280,7 @@ def test_file_that_is_not_there_is_named(refused, tmp_path):
         ("--max-staleness-steps 3", "unrecognized: --max-staleness-steps; did you mean --max-staleness?"),
         ("--no-use-advantags", "unrecognized: --no-use-advantags; did you mean --no-use-advantages?"),
         ("--xyzzy", "unrecognized: --xyzzy; --help lists all flags"),
-        ("word", "unrecognized: word; --help lists all flags"),
+        ("zzz", "unrecognized: zzz; --help lists all flags"),
         ("--lr fast", "argument --lr: invalid rate value: 'fast'"),
         ("--lr -1", "argument --lr: -1.0 is not a finite number, 0 or above"),
         ("--groups 0", "argument --groups: 0 is not a whole number above 0"),
