@@ -23,16 +23,16 @@ from shmbridge.tui.top import Top
 from shmbridge.watch.snapshot import look
 
 HERE = Path(__file__).parent
-WORDS = (
-    "Q: a train goes 60 km an hour for 3 hours. How far? A: Per hour it goes 60 km. In 3 hours 3 * 60 = 180 km. "
-    "So it goes 180 km. 63 20 no, that is wrong"
-).split()
+TEXT = """Q: a train goes 60 km an hour for 3 hours. How far? A: Per hour it goes 60 km.
+In 3 hours 3 * 60 = 180 km. So it goes 180 km. 63"""
+WORDS = TEXT.split()
 STOPPED_S = 6.0  # longer than what inspect calls a trouble
 ENVIRONMENT = """
 import random, sys, time, numpy as np, shmbridge
-bridge, name, pace_s, seed, words = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+bridge, name = sys.argv[1:3]
+pace_s, seed, words = map(float, sys.argv[3:])
 chance = random.Random(seed)
-prompt, steps = 13, (6, 8, 5)
+prompt, steps = 14, (6, 9, 5)
 with shmbridge.Producer(bridge, env_name=name, lane_bytes="1M") as producer:
     while True:
         rows = range(4)
@@ -40,7 +40,7 @@ with shmbridge.Producer(bridge, env_name=name, lane_bytes="1M") as producer:
         tokens = [np.arange(prompt + sum(steps), dtype=np.int32) for _ in rows]
         for row, ok in zip(tokens, right):
             if not ok:
-                row[-3] = words - 7
+                row[-2] = words - 1
         mean = sum(right) / len(right)
         spread = (mean * (1 - mean)) ** 0.5 + 1e-4
         mask = np.repeat(np.array([0, 1], np.uint8), [prompt, sum(steps)])
@@ -76,8 +76,7 @@ def main() -> None:
     started = [start(LEARNER, bridge)]
     paces = [("gsm8k", 0.35), ("gsm8k", 0.4), ("gsm8k", 0.45), ("code", 0.8)]
     started += [
-        start(ENVIRONMENT, bridge, name, pace, seed, len(WORDS))
-        for seed, (name, pace) in enumerate(paces)
+        start(ENVIRONMENT, bridge, name, pace, seed, len(WORDS)) for seed, (name, pace) in enumerate(paces)
     ]
     try:
         wait_for_records(bridge, len(paces))

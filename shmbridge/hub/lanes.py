@@ -73,7 +73,7 @@ class LaneSet:
         self.turns = poller(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.tapped = self.turns if isinstance(self.turns, TappedPoller) else None
         if tap is not None and self.tapped is not None:
-            self.tapped.begin(tap)
+            self.tapped.begin(tap, control.note_tap_wait)
         self.refused: set[str] = set()
         self._taken: set[str] = set()  # the refused lanes that another consumer reads; tried again
         self._gone: Counter[str] = Counter()  # counters of removed lanes

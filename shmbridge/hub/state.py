@@ -189,11 +189,6 @@ class HubState:
         if (words := self._words) is not None and not words.mapping.forked:
             words.note_asking(waits)
 
-    def note_tap_wait(self, waited_s: float) -> None:
-        """Adds to the time that a tap which records kept this hub waiting. Never blocks."""
-        if (words := self._words) is not None and not words.mapping.forked:
-            words.note_tap_wait(int(waited_s * 1e9))
-
     def waits(self) -> dict[str, float]:
         """Returns, in seconds since this hub began, how long somebody waited for a batch, also now, and for a
         tap. Never blocks; any thread.

@@ -1,7 +1,7 @@
 """A tap: gets every record of a hub before anybody else sees it, so that what is released has passed it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from shmbridge._ext.lane_poller import LanePoller
@@ -32,9 +32,9 @@ class TappedPoller(_Poller):
 
     tap: Tap
 
-    def begin(self, tap: Tap) -> None:
-        """Sets the tap, once, before anything is taken."""
-        self.tap = tap
+    def begin(self, tap: Tap, note_wait: Callable[[int], None]) -> None:
+        """Sets the tap, once, before anything is taken; `note_wait` is told the nanoseconds of each call."""
+        self.tap, self._note_wait = tap, note_wait
         self._untapped: list[Record] = []
         self._wait_s, self._since_s = 0.0, 0.0
 
@@ -59,8 +59,9 @@ class TappedPoller(_Poller):
         try:
             self.tap.take(records)
         finally:
-            self._wait_s += time.monotonic() - self._since_s
-            self._since_s = 0.0
+            took_s = time.monotonic() - self._since_s
+            self._wait_s, self._since_s = self._wait_s + took_s, 0.0
+            self._note_wait(int(took_s * 1e9))
             for record in records:  # a tap's look is not the user's
                 record.looked_at, record.handed_out_by = False, by
         del self._untapped[:most]

@@ -118,12 +118,14 @@ def test_time_in_it_is_counted_and_seen_from_another_thread(make_consumer, make_
     stats = consumer.stats()
     assert stats["tap_busy"] == 0
     assert bridge_metrics(stats)["bridge/wait_tap_s"] == stats["tap_wait_s"] > 0
+    assert abs(consumer._state.waits()["tap_wait_s"] - stats["tap_wait_s"]) < 1e-6, "what observers see"
 
 
 def test_without_a_tap_there_is_none(make_consumer):
     consumer = make_consumer()
     assert type(consumer._turns).__name__ == "LanePoller"
-    assert "tap_wait_s" not in consumer.stats()
+    assert "tap_busy" not in consumer.stats()
+    assert consumer.stats()["tap_wait_s"] == 0
 
 
 def test_a_recorder_as_tap(make_consumer, make_producer, tmp_path):
