@@ -24,10 +24,12 @@ def lane(env_name, pid, *, records=100, held=3, **changes) -> LaneLook:
         "records": records,
         "tokens": records * 4096,
         "bytes": records * 80_000,
+        "released": records - held,
         "held": held,
         "held_bytes": held * 80_000,
         "data_bytes": 64 << 20,
         "slot_count": 64,
+        "segment_bytes": 65 << 20,
         "newest_age_s": 0.2,
         "oldest_age_s": 1.5,
         "newest_version": 40,
@@ -41,9 +43,13 @@ def lane(env_name, pid, *, records=100, held=3, **changes) -> LaneLook:
     return LaneLook(**fields | changes)
 
 
+def consumer(state, handed_age_s, asking_s, paused=False, draining=False) -> ConsumerLook:
+    return ConsumerLook(88, state, handed_age_s, asking_s, paused, draining, 0.0, 0.0, [0] * 30, 0.0)
+
+
 def bridge_look(lanes, *, at_s=1000.0, **changes) -> BridgeLook:
     fields = {
-        "consumer": ConsumerLook(88, State.RUNNING, 2.0, None, False, False),
+        "consumer": consumer(State.RUNNING, 2.0, None, False, False),
         "policy_version": 41,
         "published_age_s": 14.0,
         "mount_free": 61 << 30,
@@ -84,7 +90,7 @@ def stopped() -> list[BridgeLook]:
         else each
         for each in now.lanes
     ]
-    waiting = ConsumerLook(88, State.RUNNING, 14.0, 12.0, False, False)
+    waiting = consumer(State.RUNNING, 14.0, 12.0, False, False)
     return [
         before,
         bridge_look(lanes, at_s=1010.0, consumer=waiting),
