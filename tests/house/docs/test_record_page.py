@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from own_bridges import clean_own_bridges, with_own_bridges
 
 import shmbridge
 from shmbridge.cli import main
@@ -16,14 +17,18 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def test_the_examples_run_as_written(bridge, tmp_path, monkeypatch):
+def test_the_examples_run_as_written(tmp_path, monkeypatch):
     for package in ("datasets", "duckdb", "polars"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     names: dict[str, object] = {}
-    for block in blocks("python"):
-        exec(compile(block.replace('"run1"', repr(bridge)), str(PAGE), "exec"), names)
+    try:
+        for block in blocks("python"):
+            exec(compile(with_own_bridges(block), str(PAGE), "exec"), names)
+    finally:
+        names.clear()
+        clean_own_bridges()
     assert [path.suffix for path in (tmp_path / "records").glob("part-*")] == [".parquet"]
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import shmbridge
+from own_bridges import clean_own_bridges, with_own_bridges
 
 pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
-BRIDGES = ("run1", "run2")
 PAGE = Path(__file__).parents[3] / "docs/how-to/rewards.md"
 SPECIAL = ["<|pad|>", "<|end|>", "<extra_0>", "<|unk|>"]
 
@@ -56,10 +54,6 @@ def prm_folder(tokenizer: Any, tmp_path: Path) -> str:
 def test_the_examples_run_as_written(
     tokenizer: Any, prm_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for bridge in BRIDGES:
-        assert not [info for info in shmbridge.list_bridges() if info.name == bridge], (
-            f"bridge {bridge} is in use on this machine"
-        )
     rows = [("1+1?", "<think>two</think>\n\n\\boxed{2}"), ("2+2?", "five")]
     encoded = [[tokenizer.encode(text) for text in row] for row in rows]
     scope: dict[str, Any] = {
@@ -70,12 +64,11 @@ def test_the_examples_run_as_written(
     }
     try:
         for block in blocks("python"):
-            exec(compile(block, str(PAGE), "exec"), scope)
+            exec(compile(with_own_bridges(block), str(PAGE), "exec"), scope)
         assert scope["both"]["step_ends"] == [[len(row)] for row in scope["tokens"]]
     finally:
         scope.clear()
-        for bridge in BRIDGES:
-            shmbridge.clean(bridge, dry_run=False)
+        clean_own_bridges()
     said = capsys.readouterr().out
     assert "[2 1] [2 1]" in said
     assert "[1.5, 0.004] [1.0, -1.0]" in said
