@@ -53,6 +53,7 @@ class Flow:
         self, how: How, length: int, form: Form = "lists", window: int = 0, lane_bytes: int = LANE_BYTES
     ) -> None:
         self.how, self.length, self.form, self.window, self.lane_bytes = how, length, form, window, lane_bytes
+        self.bridge = f"bench-{os.getpid()}-{secrets.token_hex(3)}"  # unused over HTTP
         self.stalls: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -62,13 +63,13 @@ class Flow:
                 name: getattr(self, name) for name in ("how", "length", "form", "window", "lane_bytes")
             }
             self._pids: dict[str, int] = {}
-            ends = {"bridge": f"bench-{os.getpid()}-{secrets.token_hex(3)}"}
+            ends = {"bridge": self.bridge}
             if self.how == "http":
                 server = stack.enter_context(Server(where["server"]))
                 ends, order["how"] = {"url": server.url}, "base_env"
                 self._pids["server"] = server.pid
             else:
-                stack.callback(shmbridge.clean, ends["bridge"], dry_run=False)
+                stack.callback(shmbridge.clean, self.bridge, dry_run=False)
             if order["how"] == "base_env":
                 order["tokenizer"] = tokenizer_folder(
                     Path(stack.enter_context(tempfile.TemporaryDirectory()))

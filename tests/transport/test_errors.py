@@ -15,6 +15,9 @@ ALL = [
     if isinstance(each, type) and issubclass(each, errors.ShmBridgeError)
 ]
 BUILTIN = {
+    "ArchiveFull": OSError,
+    "ArchiveTaken": RuntimeError,
+    "ArchiveUnreadable": ValueError,
     "BadArgument": ValueError,
     "BadBridgeName": ValueError,
     "ShmTooSmall": MemoryError,

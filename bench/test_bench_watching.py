@@ -1,0 +1,79 @@
+"""What watching costs a run: its throughput, and the CPU time of its two ends, with `shmbridge top` and with
+`shmbridge record` beside it, and with neither.
+
+One environment that puts groups of lists as fast as it can, one trainer that reads every byte in place, in
+windows of some seconds, in turn within each round: nobody watches, `top` looks once a second, `record` copies
+what it can into files. Each end has a core; a watcher shares the trainer's, which is the less busy one, so on
+a machine with two cores `record` also takes time from it: then the CPU time per token is what counts.
+Method: bench/README.md.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from shmbridge.bench.flow import Flow, cores, end
+
+LENGTH = 2048
+START_S = 3.0  # until a watcher has imported what it needs, at most; its import is not the run's cost
+
+
+@contextlib.contextmanager
+def watcher(who: str, bridge: str, folder: Path) -> Iterator[None]:
+    """Runs `top` or `record` beside the block; nothing for "nobody"."""
+    if who == "nobody":
+        yield
+        return
+    flags = {"top": ["--json", "--interval", "1s"], "record": ["--out", str(folder)]}[who]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shmbridge.cli", who, bridge, *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    os.sched_setaffinity(process.pid, {cores()["trainer"]})
+    time.sleep(START_S)
+    assert process.poll() is None, f"{who} has ended"
+    try:
+        yield
+    finally:
+        end(process)
+
+
+def ends_cpu(window: dict[str, Any]) -> float:
+    spent: dict[str, float] = window["cpu_s_per_million_tokens"]
+    return spent["environment"] + spent["trainer"]
+
+
+@pytest.mark.benchmark(group="watching")
+def test_cost_of_watching(benchmark: Any, quick: bool, tmp_path: Path) -> None:
+    windows: dict[str, list[dict[str, Any]]] = {"nobody": [], "top": [], "record": []}
+
+    def measure() -> None:
+        with Flow("put", LENGTH, window=64) as flow:
+            groups = flow.warm(500, 1.0 if quick else 3.0)
+            for number in range(3 if quick else 9):
+                for who, found in windows.items():
+                    with watcher(who, flow.bridge, tmp_path / f"{who}-{number}"):
+                        found.append(flow.go(groups=groups))
+
+    benchmark.pedantic(measure, rounds=1)
+    rate = {who: median(each["tokens_per_s"] for each in found) for who, found in windows.items()}
+    cpu = {who: median(map(ends_cpu, found)) for who, found in windows.items()}
+    for who in ("top", "record"):
+        benchmark.extra_info[who] = {
+            "throughput_ratio": rate[who] / rate["nobody"],
+            "cpu_ratio": cpu[who] / cpu["nobody"],
+        }
+        print(
+            f"\n{who} beside a run: {rate[who] / rate['nobody']:.3f} of its throughput, "
+            f"{cpu[who] / cpu['nobody']:.3f} of the CPU time of its ends"
+        )
