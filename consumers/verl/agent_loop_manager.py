@@ -312,7 +312,7 @@ class ShmAgentLoopManager:
 
     def _is_for_training(self, group: Group) -> bool:
         """Screens the groups of evaluations out; the consumer releases and counts them."""
-        train = group.records[0].meta.split != "eval"
+        train = all(record.meta.split != "eval" for record in group.records)
         if not train:
             self._folded.count("groups_of_evaluation")
         return train

@@ -265,12 +265,14 @@ def test_stale_groups_are_dropped_by_verls_own_rule(make_manager, make_buffer, m
 def test_groups_of_evaluations_are_not_trained(make_manager, make_buffer, make_producer, queue):
     manager = make_manager()
     with make_producer(lane_bytes="1M") as producer:
-        group = known_groups(vocabulary=28, version=2)[0]
-        producer.put(group.fragments[0], split="eval")
-        producer.put(group.fragments[0], group_id="train")
+        known = known_groups(vocabulary=28, version=2)
+        producer.put(known[0].fragments[0], split="eval")
+        for fragment, split in zip(known[3].fragments, ("train", "eval"), strict=True):
+            producer.put(fragment, group_id="mixed", group_size=4, split=split)
+        producer.put(known[0].fragments[0], group_id="train")
         ask(queue, manager, 1)
         make_buffer().sample(1, "train", 1)
-    assert manager.stats()["groups_of_evaluation_total"] == 1
+    assert manager.stats()["groups_of_evaluation_total"] == 2
 
 
 def test_a_group_without_any_response_is_a_failed_prompt_that_verl_replaces(
