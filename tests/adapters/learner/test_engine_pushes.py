@@ -268,7 +268,7 @@ def test_an_engine_that_does_not_come_is_said_and_the_training_goes_on(bridge, s
         learner = start_learner("--steps", "9", "--resume", "--engine", url, "--engine-patience", "0.001")
         out, err = learner.communicate(timeout=90)
         assert learner.returncode == 1
-        assert re.search(rf"grpo: \[SB505\] {url} has taken none of the last 2 versions", err)
+        assert re.search(rf"grpo: error: \[SB505\] {url} has taken none of the last 2 versions", err)
     steps = [line["step"] for line in metrics(tmp_path)]
     assert steps == [1, 2, 3, 4]
     with shmbridge.Consumer(bridge) as consumer:  # the batch that was not trained is there
