@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import shmbridge
+from shmbridge.program import refuse
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace, prog: str) -> int:
             timeout_s=arguments.timeout,
         )
     except (shmbridge.ShmBridgeError, ValueError, OSError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        refuse(prog, error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,12 +1,13 @@
 """`shmbridge export`: finishes a recorded folder, or copies it into one file."""
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from shmbridge.program import refuse
 
 HELP = "finish what a killed recorder left in a folder, or copy a folder into one Parquet or Arrow file"
 EXAMPLES = """examples:
@@ -31,6 +32,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Finishes or copies; prints the key that each lane reached."""
     from shmbridge.archive.export import copy_folder, finish_folder
+    from shmbridge.watch.text import printable
 
     is_arrow = arguments.out is not None and arguments.out.suffix == ".arrow"
     kind: Literal["parquet", "arrow"] = arguments.format or ("arrow" if is_arrow else "parquet")
@@ -41,14 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
             else copy_folder(arguments.folder, arguments.out, kind)
         )
     except OSError as wrong:
-        print(f"shmbridge export: {wrong}", file=sys.stderr)
+        refuse("shmbridge export", wrong)
         return 1
     if arguments.json:
         print(msgspec.json.encode(asdict(done)).decode())
         return 0
     print(f"{done.records} records" + (f", {done.rows} rows in {done.out}" if done.out else ""))
     for producer_id, sequence in done.reached.items():
-        print(f"  {producer_id}: {done.counts[producer_id]} records, up to sequence {sequence}")
+        print(f"  {printable(producer_id)}: {done.counts[producer_id]} records, up to sequence {sequence}")
     for path in done.finished:
         print(f"  finished {path}")
     return 0

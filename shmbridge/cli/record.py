@@ -2,11 +2,12 @@
 
 import argparse
 import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
+
+from shmbridge.program import refuse
 
 HELP = "write the records of a bridge into Parquet or Arrow files; slows nobody, says what it missed"
 EXAMPLES = """examples:
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Records until it is stopped; prints what was recorded and what was missed."""
     from shmbridge.archive.observing import observe
     from shmbridge.archive.recorder import Recorder
+    from shmbridge.watch.text import printable
 
     signals: list[int] = []
     before = {
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             stopped=lambda: bool(signals),
         )
     except (OSError, ValueError) as wrong:
-        print(f"shmbridge record: {wrong}", file=sys.stderr)
+        refuse("shmbridge record", wrong)
         return 1
     finally:
         for number, handler in before.items():
@@ -84,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{done.unreadable} unreadable, {done.again} there already"
     )
     for producer_id, sequence in done.reached.items():
-        print(f"  {producer_id} up to sequence {sequence}")
+        print(f"  {printable(producer_id)} up to sequence {sequence}")
     for lane, why in done.unreadable_lanes.items():
-        print(f"  lane {lane} is not recorded: {why}")
+        print(f"  lane {lane} is not recorded: {printable(why)}")
     return 0

@@ -173,3 +173,21 @@ def test_replay_command(killed, bridge, capsys):
                 record.release()
     finally:
         shmbridge.clean(again, dry_run=False)
+
+
+def test_names_cannot_write_to_the_terminal(make_consumer, make_producer, tmp_path, capsys):
+    """Any process may have chosen them."""
+    with make_consumer(tap=Recorder(tmp_path)) as consumer, make_producer(env_name="a\x1b[31mb") as producer:
+        producer.put({"tokens": [[1]]})
+        consumer.get(5).release()
+    assert main(["export", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "\\x1b[31mb" in said
+    assert "\x1b" not in said
+
+
+def test_an_error_is_one_line(tmp_path, capsys):
+    for words in (["export", str(tmp_path / "none")], ["record", "no", "--out", "/proc/no"]):
+        assert main(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"shmbridge {words[0]}: error: ") or "shmbridge: error: " in line
