@@ -67,8 +67,10 @@ def read_stream(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]] | None
     source = pa.OSFile(str(path))
     try:
         reader = pa.ipc.open_stream(source)
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError) as wrong:
         source.close()
+        if not _is_torn(wrong):
+            raise
         return None
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -77,8 +79,17 @@ def read_stream(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]] | None
                 try:
                     batch = reader.read_next_batch()
                     batch.validate()
-                except (StopIteration, pa.ArrowException, OSError):
+                except StopIteration:
+                    return
+                except (pa.ArrowException, OSError) as wrong:
+                    if not _is_torn(wrong):
+                        raise
                     return
                 yield batch
 
     return reader.schema, batches()
+
+
+def _is_torn(wrong: BaseException) -> bool:
+    """Returns whether the file ends there; what the machine refuses says nothing of the file."""
+    return not isinstance(wrong, MemoryError) and getattr(wrong, "errno", None) is None
