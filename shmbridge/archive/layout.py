@@ -39,9 +39,11 @@ OF_RECORD: dict[str, pa.DataType] = {
 class Layout:
     """The columns of one file: `names` gives the file's name of each column of trajectories."""
 
-    def __init__(self, columns: Columns, about: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, columns: Columns, about: dict[str, str] | None = None, names: dict[str, str] | None = None
+    ) -> None:
         self.columns = columns
-        self.names = {name: _free(name) for name in columns}
+        self.names = names or {name: _free(name) for name in columns}
         self.about = dict(about or {})
         self._nulls: dict[tuple[str, int], pa.Array] = {}
         said = [[file_name, columns[name].encode().hex()] for name, file_name in self.names.items()]
@@ -81,7 +83,9 @@ class Layout:
             for key, value in metadata.items()
             if key.startswith(b"shmbridge.") and key not in (_VERSION, _COLUMNS)
         }
-        return cls(Columns(Column.decode(bytes.fromhex(raw)) for _, raw in said), about)
+        columns = Columns(Column.decode(bytes.fromhex(raw)) for _, raw in said)
+        names = {name: file_name for name, (file_name, _) in zip(columns, said, strict=True)}
+        return cls(columns, about, names)
 
     def with_columns(self, more: Columns) -> "Layout":
         """Returns a layout that has the columns of `more` too, in their types; itself if it has them."""
@@ -101,4 +105,11 @@ def file_type(column: Column) -> pa.DataType:
 
 def _free(name: str) -> str:
     """Returns the file's name of a column: its own, unless what a record says of itself has that name."""
-    return f"column_{name}" if name in OF_RECORD else name
+    return f"column_{name}" if _bare(name) in OF_RECORD else name
+
+
+def _bare(name: str) -> str:
+    """Returns a name without what `_free` puts before it, so that two columns never get one name."""
+    while name.startswith("column_"):
+        name = name.removeprefix("column_")
+    return name
