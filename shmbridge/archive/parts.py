@@ -86,7 +86,8 @@ def finish_left(folder: Path, kind: Format) -> list[Path]:
     For the holder of `recording`. Raises OSError; the streams are kept then.
     """
     for left in folder.glob(f"*{WRITING}"):
-        left.unlink()
+        if _NAME.fullmatch(left.name.removesuffix(WRITING)):
+            left.unlink()
     finished = {part.number for part in parts_of(folder) if not part.is_stream}
     for number in finished:  # killed between the rename and the removal
         path_of(folder, number, STREAM).unlink(missing_ok=True)
