@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Speed = float | Literal["max"]
 _LOOK_S = 0.001
+_SLOWEST = 1e-6  # a second takes twelve days; sleep has a limit
 
 
 @dataclass
@@ -160,8 +161,10 @@ def parse_speed(text: str) -> Speed:
         speed = 1.0 if text == "original" else float(text)
     except ValueError:
         speed = 0.0
-    if not 0 < speed < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not original, max, or a number above 0")
+    if not _SLOWEST <= speed < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not original, max, or a number above 0, from {_SLOWEST} on"
+        )
     return speed
 
 

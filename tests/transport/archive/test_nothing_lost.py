@@ -1,0 +1,74 @@
+"""What a recorder must not lose: records, columns with odd names, files of others."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from shmbridge.archive import parts
+from shmbridge.archive.layout import OF_RECORD, Layout
+from shmbridge.archive.recorder import Recorder
+from shmbridge.archive.stream import StreamFile
+from shmbridge.producers.replay import parse_speed
+from shmbridge.schema import columns_of
+
+
+def _three_batches(path: Path) -> None:
+    layout = Layout(columns_of(None))
+    stream = StreamFile(path, layout.schema)
+    for sequence in range(3):
+        values: dict[str, Any] = {"producer_id": ["a-1"], "sequence": [sequence], "record_row": [0]}
+        arrays = [pa.array(values.get(each.name, [None]), each.type) for each in layout.schema]
+        stream.append(pa.RecordBatch.from_arrays(arrays, schema=layout.schema))
+    stream.close()
+
+
+class _ShortOfMemory:
+    """A reader of a stream that has memory for one batch."""
+
+    def __init__(self, reader: Any) -> None:
+        self.schema, self._reader, self._reads = reader.schema, reader, 0
+
+    def read_next_batch(self) -> pa.RecordBatch:
+        self._reads += 1
+        if self._reads > 1:
+            raise pa.ArrowMemoryError("malloc failed")
+        return self._reader.read_next_batch()
+
+
+def test_want_of_memory_while_a_stream_is_finished_keeps_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _three_batches(tmp_path / "part-000000.arrows")
+    open_stream = pa.ipc.open_stream
+    with monkeypatch.context() as short:
+        short.setattr(pa.ipc, "open_stream", lambda source: _ShortOfMemory(open_stream(source)))
+        with pytest.raises(MemoryError):
+            parts.finish_left(tmp_path, "parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["part-000000.arrows"]
+    parts.finish_left(tmp_path, "parquet")
+    assert parts.keys_of(tmp_path).counts() == {"a-1": 3}
+
+
+def test_two_columns_never_get_one_name_in_a_file() -> None:
+    ours = ("sequence", "record_row", "producer_id")
+    assert set(ours) <= OF_RECORD.keys()
+    own = [pa.field(f"{before}{name}", pa.int32()) for name in ours for before in ("", "column_")]
+    layout = Layout(columns_of(pa.schema(own)))
+    names = np.array(layout.schema.names)
+    assert len(names) == len(np.unique(names))
+    assert Layout.of_schema(layout.schema, "here").names == layout.names
+
+
+def test_a_recorder_removes_only_its_own_files(tmp_path: Path) -> None:
+    (tmp_path / "novel.writing").write_text("mine")
+    (tmp_path / "part-000000.parquet.writing").write_text("left by a killed recorder")
+    Recorder(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".recording", "novel.writing"]
+
+
+def test_a_speed_that_no_clock_can_wait_for_is_refused() -> None:
+    with pytest.raises(Exception, match="from 1e-06 on"):
+        parse_speed("1e-310")
