@@ -2,7 +2,7 @@
 
     python -m shmbridge.producers.replay runs/run1/records --bridge run2 --speed max
 
-One producer for each that was recorded, with its name; sequences begin anew. A hub that takes from several
+One producer for each that was recorded, with its name; sequences count from 0 again. A hub of several
 lanes takes them in turn, so before the next record is put into another lane, those of the last lane must have
 been taken: the hub hands out in the recorded order, and a learner forms the batches that it formed then.
 """

@@ -33,7 +33,7 @@ def begin_queue(conf: Any) -> Queue:
         QueueTaken: a living process has a queue on that bridge.
         BadConfig, BadBridgeName: a setting is none, or has no such value.
 
-    After an error the controller, which `init()` has made before, is gone: a later `init()` begins anew,
+    An error also ends the controller that `init()` made before it: a later `init()` makes another,
     instead of waiting for ever for that controller's configuration.
     """
     try:

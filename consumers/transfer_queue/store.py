@@ -103,7 +103,7 @@ class ValueStore:
         return self.write(owners, columns)
 
     def write(self, owners: Sequence[int], columns: Sequence[Column]) -> str:
-        """As `put`, at once: whoever calls it has waited for room. Blocks while it copies."""
+        """As `put`, but does not wait for room: the caller has done that. Blocks while it copies."""
         placed, parts = place(columns)
         table = msgspec.msgpack.encode(placed)
         return values.write(self.bridge, np.array(owners, np.int64), table, parts)

@@ -133,18 +133,18 @@ class Recorder:
             self._failed(failed, left)
 
     def _write(self, message: list[encode.FlatRecord]) -> None:
-        layout = self._layout
+        layout, table = self._layout, self._table
         for record in message:
-            if record.table is not self._table:  # one a lane
-                self._table = record.table
-                layout = layout.with_columns(record.table)
+            if record.table is not table:  # one a lane
+                table = record.table
+                layout = layout.with_columns(table)
         if self._stream is not None and (
             layout is not self._layout
             or self._stream.bytes >= self._rotate_bytes
             or time.monotonic() - self._began_s >= self._rotate_seconds
         ):
             self._rotate()
-        self._layout = layout
+        self._layout, self._table = layout, table  # not before: a rotation that fails is tried again
         batch = encode.batch_of(message, layout)
         if self._stream is None:
             path = parts.path_of(self.folder, self._next, parts.STREAM)

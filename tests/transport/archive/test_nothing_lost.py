@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from shmbridge.archive import parts
@@ -72,3 +73,28 @@ def test_a_recorder_removes_only_its_own_files(tmp_path: Path) -> None:
 def test_a_speed_that_no_clock_can_wait_for_is_refused() -> None:
     with pytest.raises(Exception, match="from 1e-06 on"):
         parse_speed("1e-310")
+
+
+def test_a_rotation_that_fails_loses_no_new_column(
+    make_producer: Any, make_consumer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane with a column of its own begins another part; the disk fails just then."""
+    consumer = make_consumer()
+    make_producer().put({"tokens": [[1]]})
+    make_producer(schema=pa.schema([pa.field("own", pa.int32())])).put({"tokens": [[2]], "own": [7]})
+    first, second = sorted(consumer.poll(), key=lambda record: int(record["tokens"].values[0]))
+    with Recorder(tmp_path) as recorder:
+        recorder.take([first])
+        with monkeypatch.context() as failing:
+            failing.setattr(recorder, "_rotate", _fail)
+            with pytest.raises(OSError, match="no such disk"):
+                recorder.take([second])
+        recorder.take([second])
+    rows = pa.concat_tables(
+        [pq.read_table(path) for path in sorted(tmp_path.glob("part-*.parquet"))], promote_options="default"
+    )
+    assert rows["own"].to_pylist() == [None, 7]
+
+
+def _fail() -> None:
+    raise OSError("no such disk")
