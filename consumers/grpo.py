@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from shmbridge.extras import explain_missing
+
+if __name__ == "__main__":
+    explain_missing("grpo", "learner")
+
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.learner.config.checks import refuse_idle, refuse_unreachable_limits

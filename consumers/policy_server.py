@@ -25,6 +25,11 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from shmbridge.extras import explain_missing
+
+if __name__ == "__main__":
+    explain_missing("policy_server", "learner")
+
 import msgspec
 import torch
 from aiohttp import web
@@ -35,7 +40,7 @@ from shmbridge.consumers.policy_server_parts.api import BadRequest, Json, Policy
 from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
 from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
 from shmbridge.consumers.policy_server_parts.generation import PolicyModel
-from shmbridge.consumers.policy_server_parts.options import parser
+from shmbridge.consumers.policy_server_parts.options import parse
 from shmbridge.program import refuse, run_program, tell
 from shmbridge.weights import WeightsReader
 
@@ -166,7 +171,7 @@ def _stop_on_signals(stopped: asyncio.Future[int]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the server and returns its exit status."""
-    options = parser().parse_args(argv)
+    options = parse(argv)
     torch.set_num_threads(options.threads)
     try:
         policy, api = _load(options)

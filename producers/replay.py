@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import shmbridge
+from shmbridge.parser import Parser, bridge_name, size
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
@@ -131,10 +132,12 @@ def _schema(columns: Columns) -> pa.Schema | None:
     return pa.schema(own) if own else None
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of a replay."""
     parser.add_argument("folder", metavar="DIR", help="folder that a recorder wrote")
-    parser.add_argument("--bridge", required=True, help="bridge to put into")
+    parser.add_argument(
+        "--bridge", required=True, type=bridge_name, metavar="NAME", help="bridge to put into"
+    )
     parser.add_argument(
         "--speed",
         type=parse_speed,
@@ -142,7 +145,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         metavar="original|X|max",
         help="the recorded gaps, those divided by X, or none (original)",
     )
-    parser.add_argument("--lane-bytes", default="64M", help="memory of each lane (%(default)s)")
+    parser.add_argument(
+        "--lane-bytes", type=size, default="64M", metavar="SIZE", help="memory of each lane (%(default)s)"
+    )
     parser.add_argument(
         "--any-order",
         action="store_true",
@@ -196,7 +201,7 @@ def run(arguments: argparse.Namespace, prog: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Replays as a command line says; returns the exit code."""
     prog = "python -m shmbridge.producers.replay"
-    parser = argparse.ArgumentParser(prog=prog, description="Put a recorded folder into a bridge again.")
+    parser = Parser(prog, description="Put a recorded folder into a bridge again.")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     prepare_parser(parser)
     return run(parser.parse_args(argv), prog)

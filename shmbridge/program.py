@@ -1,17 +1,27 @@
 """What all programs of ours share: their log, how they tell something, and how they refuse."""
 
-import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 from shmbridge import log_format
 from shmbridge.errors import ShmBridgeError
 
-_DEBUG = "SHMBRIDGE_DEBUG"
+DEBUG = "SHMBRIDGE_DEBUG"
+_called = ""
+
+
+def call_as(name: str) -> None:
+    """Names this process as its user called it, such as `shmbridge train`, for all it says from now on."""
+    global _called
+    _called = name
+
+
+def called(program: str) -> str:
+    """Returns the program as the user called it, else as given."""
+    return _called or program
 
 
 def run_program(role: str, main: Callable[[], int], *, log_others: bool = True) -> int:
@@ -54,34 +64,12 @@ def refuse(program: str, error: BaseException | str, hint: str = "") -> None:
     if isinstance(sys.stderr, log_format.StampedLines):
         sys.stderr.say("ERROR", text)
     else:
-        print(f"{program}: error: {text}", file=sys.stderr, flush=True)
+        print(f"{called(program)}: error: {text}", file=sys.stderr, flush=True)
 
 
 def debugging() -> bool:
     """Returns whether errors of users show their traceback: `--debug`, or SHMBRIDGE_DEBUG=1."""
-    return os.environ.get(_DEBUG, "0") not in ("", "0")
-
-
-def add_debug_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--debug`, which also holds for processes that this one starts."""
-    parser.add_argument(
-        "--debug",
-        action=_Debug,
-        nargs=0,
-        default=argparse.SUPPRESS,
-        help="show the traceback of every error, as SHMBRIDGE_DEBUG=1 does",
-    )
-
-
-class _Debug(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        os.environ[_DEBUG] = "1"
+    return os.environ.get(DEBUG, "0") not in ("", "0")
 
 
 def _without_interrupts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shmbridge.config import parse_port
-from shmbridge.program import add_debug_flag
+from shmbridge.parser import Parser, bridge_name
 
 _EXAMPLES = """\
 examples:
@@ -20,16 +20,21 @@ exit status: 1 refused to start, or the engine failed; 130 or 143 stopped by SIG
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `python -m shmbridge.consumers.policy_server`."""
-    root = argparse.ArgumentParser(
-        prog="python -m shmbridge.consumers.policy_server",
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Returns the options of a command line; None: this process's. Exits the process on an error."""
+    return parser().parse_args(argv)
+
+
+def parser(prog: str = "python -m shmbridge.consumers.policy_server") -> Parser:
+    """Returns the parser of the policy server."""
+    root = Parser(
+        prog,
         description="Serve a causal language model to environments; it follows the learner of a bridge.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
-    add_debug_flag(root)
-    root.add_argument("--bridge", metavar="NAME", help="bridge to take new weights from [none]")
+    root.add_argument(
+        "--bridge", type=bridge_name, metavar="NAME", help="bridge to take new weights from [none]"
+    )
     root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
     root.add_argument("--model-version", type=int, default=0, help="version of the weights in --model [0]")
     root.add_argument("--host", default="127.0.0.1", help="address to bind [127.0.0.1]")

@@ -6,37 +6,30 @@ Called as `python -m shmbridge.producers.atropos`.
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from shmbridge import ShmBridgeError
+from shmbridge.extras import install, is_of, refuse_missing
 from shmbridge.producers.atropos import attach, detach, upstream_workarounds
 from shmbridge.producers.atropos.attribute_swaps import Changes
+from shmbridge.producers.atropos.options import parse
 from shmbridge.producers.rollout.stop import EXIT_CODE, orderly_sigterm
-from shmbridge.program import add_debug_flag, refuse, run_program
+from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.atropos"
-
-EXAMPLES = """\
-examples:
-  python -m shmbridge.producers.atropos --bridge run1 gsm8k_server.py serve --env.group_size 8
-  python -m shmbridge.producers.atropos --bridge run1 --lane-bytes 256M env.py serve --config env.yaml
-
-The environment waits until a consumer has announced its run:
-  shmbridge.Consumer("run1", run=shmbridge.Run(batch_size=64, num_steps=100))
-
-SIGTERM and Ctrl-C end it in order: what waits for room gets two seconds, exit code 143 or upstream's. A
-second one ends it at once.
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs an environment script on a bridge; returns the exit code: 2 if it could not start or was refused,
     143 after SIGTERM.
     """
-    options = _parser().parse_args(argv)
+    options = parse(argv)
     script = Path(options.script)
     if not script.is_file():
         return _refuse(
@@ -54,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, script: Path) -> int:
     changes = Changes()
     try:
+        begun = _environments_begun(changes)
         attach(
             bridge=options.bridge,
             lane_bytes=options.lane_bytes,
@@ -64,8 +58,13 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
             rewards=options.rewards,
         )
         _mend_chat_templates(changes)
-    except ImportError as missing:
-        return _refuse(f"atroposlib cannot be imported: {missing}", "pip install 'shmbridge[atropos]'")
+    except ModuleNotFoundError as missing:
+        if not is_of(missing, "atropos"):
+            raise
+        refuse_missing(_PROGRAM, missing, "atropos")
+        return 2
+    except ImportError as broken:
+        return _refuse(f"atroposlib cannot be imported: {broken}", install("atropos"))
     except ValueError as wrong:
         return _refuse(wrong, "see --help")
     try:
@@ -81,7 +80,31 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
     finally:
         detach()
         changes.undo()
-    return 0
+    return 0 if begun else _refuse(f"{script} has ended, and began no environment", _cure(script))
+
+
+def _environments_begun(changes: Changes) -> list[str]:
+    """Returns a list that gets the name of each environment that is made from now on."""
+    from atroposlib.envs.base import BaseEnv
+
+    begun: list[str] = []
+    original = BaseEnv.__init__
+
+    @functools.wraps(original)
+    def begin(env: Any, *args: Any, **kwargs: Any) -> None:
+        begun.append(type(env).__name__)
+        original(env, *args, **kwargs)
+
+    changes.replace(BaseEnv, "__init__", begin)
+    return begun
+
+
+def _cure(script: Path) -> str:
+    """Returns what to do about a script that began no environment."""
+    classes = re.findall(r"^class (\w+)\(.*Env\b", script.read_text(errors="replace"), re.MULTILINE)
+    if not classes:
+        return "give the script of an Atropos environment, a subclass of BaseEnv"
+    return f'end it with: if __name__ == "__main__": {classes[-1]}.cli()'
 
 
 def _mend_chat_templates(changes: Changes) -> None:
@@ -92,48 +115,6 @@ def _mend_chat_templates(changes: Changes) -> None:
 
     mended = upstream_workarounds.with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
     changes.replace(PreTrainedTokenizerBase, "apply_chat_template", mended)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m shmbridge.producers.atropos",
-        description="Run an Atropos environment, unedited, with its groups going into shared memory.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--bridge", required=True, help="name of the bridge, the same as the consumer's")
-    parser.add_argument("--lane-bytes", default="64M", metavar="SIZE", help="size of the lane (default: 64M)")
-    parser.add_argument(
-        "--on-full",
-        choices=("block", "raise", "drop"),
-        default="block",
-        help="when the lane is full: wait (default), or count the group and go on",
-    )
-    parser.add_argument(
-        "--step-rewards", action="store_true", help="carry rewards of steps in columns of their own, too"
-    )
-    parser.add_argument(
-        "--rewards",
-        metavar="FILE.yaml",
-        help="make other scores of the environment's: markers, length, scale (docs/how-to/rewards.md)",
-    )
-    parser.add_argument(
-        "--stop-after-refusals",
-        type=int,
-        default=20,
-        metavar="N",
-        help="end after N groups in a row that were refused for one reason (default: 20; 0: never)",
-    )
-    parser.add_argument(
-        "--tickets",
-        action="store_true",
-        help="let a worker begin only when the consumer has room: its max_off_policy_steps",
-    )
-    add_debug_flag(parser)
-    parser.add_argument("script", help="the environment's script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, such as: serve ...")
-    return parser
 
 
 def _run_as_main(script: Path, arguments: list[str]) -> None:

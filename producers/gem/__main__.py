@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from shmbridge import ShmBridgeError
+from shmbridge.parser import Parser
 from shmbridge.producers.gem.game import GemGame
 from shmbridge.producers.gem.registration import NAME, register
 from shmbridge.producers.rollout import (
@@ -20,7 +21,7 @@ from shmbridge.producers.rollout import (
     orderly_sigterm,
     rollout_of,
 )
-from shmbridge.program import add_debug_flag, refuse, run_program
+from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.gem"
 EXAMPLES = """\
@@ -88,15 +89,12 @@ async def _run(options: argparse.Namespace, game: GemGame) -> int:
         return int(put == 0 and rollout.failed.total() > 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m shmbridge.producers.gem",
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m shmbridge.producers.gem",
         description="Play a gem environment with a model, with its groups going into shared memory.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=EXAMPLES,
     )
-    add_debug_flag(parser)
     add_rollout_flags(parser)
     add = parser.add_argument
     add("--env", required=True, metavar="NAME", help="gem's name of the environment; atropos: any of Atropos")

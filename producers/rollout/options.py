@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from shmbridge.parser import Parser, bridge_name, size
 from shmbridge.producers.rollout.apis import APIS
 from shmbridge.producers.rollout.rollout import Rollout
 from shmbridge.producers.rollout.sampling import Sampling
 
 
-def add_rollout_flags(parser: argparse.ArgumentParser) -> None:
+def add_rollout_flags(parser: Parser) -> None:
     """Adds the flags of bridge, server and sampling to `parser`."""
     add = parser.add_argument
-    add("--bridge", required=True, help="name of the bridge, the same as the consumer's")
+    add("--bridge", required=True, type=bridge_name, metavar="NAME", help="the same as the consumer's")
     add("--server", required=True, metavar="URL", help="inference server, such as http://127.0.0.1:9004")
     add("--api", choices=("auto", *APIS), default="auto", help="what the server speaks [auto: ask it]")
     add("--model", help="name of the model in requests [the first that the server lists]")
@@ -34,7 +35,7 @@ def add_rollout_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="text that ends an answer; may be repeated",
     )
-    add("--lane-bytes", default="64M", metavar="SIZE", help="size of the lane [64M]")
+    add("--lane-bytes", type=size, default="64M", metavar="SIZE", help="size of the lane [64M]")
     add(
         "--on-full", choices=("block", "raise", "drop"), default="block", help="when the lane is full [block]"
     )

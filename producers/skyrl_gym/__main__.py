@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from shmbridge import ShmBridgeError
+from shmbridge.parser import Parser
 from shmbridge.producers.rollout import (
     EXIT_CODE,
     TooManyFailures,
@@ -27,7 +28,7 @@ from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
 from shmbridge.producers.skyrl_gym.play import Make, SkyRLPlay
 from shmbridge.producers.skyrl_gym.tasks import SkyRLTasks
 from shmbridge.producers.skyrl_gym.traces import THINK, TagPair
-from shmbridge.program import add_debug_flag, refuse, run_program
+from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.skyrl_gym"
 EXAMPLES = """\
@@ -99,15 +100,12 @@ async def _run(options: argparse.Namespace) -> int:
         return int(put == 0 and rollout.failed.total() > 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m shmbridge.producers.skyrl_gym",
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m shmbridge.producers.skyrl_gym",
         description="Play SkyRL-Gym environments; their groups go into shared memory.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=EXAMPLES,
     )
-    add_debug_flag(parser)
     add_rollout_flags(parser)
     add = parser.add_argument_group("SkyRL-Gym").add_argument
     add("--repo-id", required=True, metavar="PATH_OR_NAME",

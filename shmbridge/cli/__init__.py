@@ -1,91 +1,129 @@
-"""The `shmbridge` command: one file per subcommand, each with `prepare_parser` and `run`."""
+"""The `shmbridge` command: one file per command, each with `prepare_parser` and `run`."""
 
-import argparse
-from typing import Protocol
+import difflib
+import errno
+import os
+import runpy
+import shutil
+import sys
+from importlib import import_module
 
 from shmbridge import __version__
-from shmbridge.cli import (
-    bench,
-    clean,
-    doctor,
-    export,
-    gateway,
-    inspect,
-    launch,
-    logs,
-    record,
-    replay,
-    report,
-    tail,
-    top,
-)
-from shmbridge.errors import ShmBridgeError
-from shmbridge.program import add_debug_flag, refuse
+from shmbridge.cli.commands import COMMANDS, Entry, help_text, module_of, parser_of
+from shmbridge.cli.no_bridge import refuse_unknown_bridge
+from shmbridge.errors import BadBridgeName, ShmBridgeError
+from shmbridge.extras import is_of, refuse_missing
+from shmbridge.program import call_as, refuse
 
-
-class Command(Protocol):
-    """The interface of a subcommand's module."""
-
-    HELP: str
-    EXAMPLES: str
-
-    def prepare_parser(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the subcommand's own arguments."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Runs the subcommand; returns the exit code."""
-
-
-_COMMANDS: dict[str, Command] = {
-    "bench": bench,
-    "clean": clean,
-    "doctor": doctor,
-    "export": export,
-    "gateway": gateway,
-    "inspect": inspect,
-    "launch": launch,
-    "logs": logs,
-    "record": record,
-    "replay": replay,
-    "report": report,
-    "tail": tail,
-    "top": top,
+NO_BRIDGE = 3  # exit code
+# Words that people try -> the command.
+_ALSO = {
+    "learner": "train",
+    "learn": "train",
+    "grpo": "train",
+    "server": "serve",
+    "environment": "env",
+    "atropos": "env",
+    "list": "inspect",
+    "status": "inspect",
+    "ls": "inspect",
+    "ps": "inspect",
+    "watch": "top",
+    "run": "launch",
+    "up": "launch",
+    "log": "logs",
+    "rm": "clean",
+    "check": "doctor",
+    "benchmark": "bench",
 }
-
-
-_EXTRAS = {"gateway": "gateway", "launch": "launch", "report": "learner"}  # what each needs beyond the core
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `shmbridge` command; returns the exit code: 2 for a usage error, 1 for an error of
-    shmbridge.
+    shmbridge, 130 after Ctrl-C.
     """
-    parser = argparse.ArgumentParser(
-        prog="shmbridge", description="Run, look at, clean up after and measure bridges in shared memory."
-    )
-    parser.add_argument("--version", action="version", version=f"shmbridge {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in _COMMANDS.items():
-        sub = commands.add_parser(
-            name,
-            help=command.HELP,
-            description=command.HELP,
-            epilog=command.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.add_argument("--json", action="store_true", help="one JSON document on standard output")
-        add_debug_flag(sub)
-        command.prepare_parser(sub)
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _COMMANDS[arguments.command].run(arguments)
-    except ShmBridgeError as error:
-        refuse(f"shmbridge {arguments.command}", error)
-        return 1
-    except ModuleNotFoundError as missing:
-        if not (missing.name and (extra := _EXTRAS.get(arguments.command))):
+        code = _run(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: nobody reads on, not even what the interpreter flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        refuse(f"shmbridge {arguments.command}", missing, f"pip install 'shmbridge[{extra}]'")
+        sys.stdout = None  # the interpreter would try to flush it once more
+        refuse("shmbridge", f"standard output: {error.strerror}")
         return 1
     except KeyboardInterrupt:
         return 130
+    return code
+
+
+def _run(words: list[str]) -> int:
+    """Runs the command that the first word names."""
+    if words[:1] == ["help"]:  # `shmbridge help inspect`
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help"):
+        print(help_text(shutil.get_terminal_size().columns))
+        return 0
+    name, *rest = words
+    if name in ("-V", "--version"):
+        print(f"shmbridge {__version__}")
+        return 0
+    if name not in COMMANDS:
+        return _unknown(name)
+    entry = COMMANDS[name]
+    try:
+        return _run_program(name, entry, rest) if entry.program else _run_command(name, entry, rest)
+    except BadBridgeName as error:
+        refuse(f"shmbridge {name}", error)
+        return 2
+    except ShmBridgeError as error:
+        refuse(f"shmbridge {name}", error)
+        return 1
+    except ModuleNotFoundError as missing:
+        if not is_of(missing, *entry.extras):
+            raise
+        refuse_missing(f"shmbridge {name}", missing, *entry.extras)
+        return 1
+
+
+def _run_command(name: str, entry: Entry, words: list[str]) -> int:
+    arguments = parser_of(name).parse_args(words)
+    bridge = arguments.bridge if entry.on_a_bridge else None
+    if bridge is not None and refuse_unknown_bridge(f"shmbridge {name}", bridge):
+        return NO_BRIDGE
+    return module_of(name).run(arguments)
+
+
+def _run_program(name: str, entry: Entry, words: list[str]) -> int:
+    """Runs a program of producers or consumers in this process, as `python -m` would; exits with its code.
+
+    Wrong words are refused first: the program itself imports torch, which takes seconds.
+    """
+    call_as(f"shmbridge {name}")
+    try:
+        import_module(entry.options).parse(words)
+        sys.argv = [f"shmbridge {name}", *words]
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd()
+        runpy.run_module(entry.program, run_name="__main__", alter_sys=True)
+    finally:
+        call_as("")
+    return 0
+
+
+def _unknown(word: str) -> int:
+    """Says which command was probably meant."""
+    if word.startswith("-"):
+        near = difflib.get_close_matches(word, ["--help", "--version"], n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else f"flags follow the command: shmbridge COMMAND {word}"
+        refuse("shmbridge", f"no command before {word}", hint)
+        return 2
+    known = {each: each for each in COMMANDS} | {"help": "--help", "version": "--version"} | _ALSO
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    hint = f"did you mean {known[near[0]]}?" if near else "shmbridge --help lists all"
+    refuse("shmbridge", f"no command {word!r}", hint)
+    return 2

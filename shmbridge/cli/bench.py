@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shmbridge
+from shmbridge.parser import Parser
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ QUICK_AT_ONE_SIZE = ("mp_queue", "torch_queue")  # --quick measures them with th
 LONG_S, QUICK_S = 0.4, 0.08  # length of a round
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `bench`."""
     parser.add_argument("--quick", action="store_true", help="short rounds, and only what starts quickly")
     parser.add_argument(

@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 import msgspec
 
+from shmbridge.parser import Parser
+
 HELP = "check this host: shared memory, limits, leaks, versions, kernel, GPU; a fix for what is wrong"
 EXAMPLES = """examples:
   shmbridge doctor          a line per check
@@ -16,7 +18,7 @@ docs/how-to/doctor.md explains each line. Nothing is changed; what a check makes
 exit codes: 0 all is well; 1 warnings; 2 something cannot run here"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `doctor`."""
     parser.add_argument("--gpu", action="store_true", help="fail if no GPU can be used")
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from shmbridge.parser import Parser
 from shmbridge.program import refuse
 
 HELP = "finish what a killed recorder left in a folder, or copy a folder into one Parquet or Arrow file"
@@ -18,7 +19,7 @@ EXAMPLES = """examples:
 exit codes: 0 done; 1 no archive, a recorder is at work (without --out), or the disk failed"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `export`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder that a recorder wrote")
     parser.add_argument("--out", type=Path, metavar="FILE", help="copy everything into this one file")

@@ -4,8 +4,9 @@ import argparse
 import json
 import os
 
-from shmbridge.config import check_bridge_name, parse_port, parse_size
+from shmbridge.config import parse_port
 from shmbridge.log_format import log_to_stderr, stamp_files
+from shmbridge.parser import Parser, bridge_name, size
 from shmbridge.program import refuse
 
 HELP = (
@@ -19,9 +20,11 @@ EXAMPLES = """examples:
 exit codes: 0 ended by a signal; 1 an error of shmbridge; 2 wrong arguments, or the address is taken"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `gateway`."""
-    parser.add_argument("--bridge", required=True, help="name of the bridge")
+    parser.add_argument(
+        "--bridge", required=True, type=bridge_name, metavar="NAME", help="name of the bridge"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
     parser.add_argument(
         "--port", type=parse_port, default=8000, help="port to bind to; 0: a free one (default: %(default)s)"
@@ -46,14 +49,28 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="host name with a dot under which clients reach the gateway; may be repeated",
     )
     parser.add_argument(
-        "--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)"
+        "--lane-bytes",
+        type=size,
+        default="64M",
+        metavar="SIZE",
+        help="memory of each remote environment's lane (default: %(default)s)",
     )
     parser.add_argument(
         "--lanes", type=int, default=256, help="most lanes to take from at once (default: %(default)s)"
     )
-    parser.add_argument("--max-body", default="256M", help="largest body, gunzipped (default: %(default)s)")
     parser.add_argument(
-        "--held-bytes", default="512M", help="most memory for posts that wait for room (default: %(default)s)"
+        "--max-body",
+        type=size,
+        default="256M",
+        metavar="SIZE",
+        help="largest body, gunzipped (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--held-bytes",
+        type=size,
+        default="512M",
+        metavar="SIZE",
+        help="most memory for posts that wait for room (default: %(default)s)",
     )
     parser.add_argument(
         "--post-deadline", type=float, default=240.0, metavar="S", help="longest wait of a post for room"
@@ -80,15 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
     log_to_stderr("gateway")
     try:
         options = GatewayOptions(
-            bridge=check_bridge_name(arguments.bridge),
+            bridge=arguments.bridge,
             compat=arguments.compat,
             policy=arguments.policy,
-            lane_bytes=parse_size(arguments.lane_bytes),
+            lane_bytes=arguments.lane_bytes,
             lanes=arguments.lanes,
             token=(arguments.token or os.environ.get("SHMBRIDGE_GATEWAY_TOKEN", "")).strip(),
             host_names=(arguments.host, *arguments.host_name),
-            max_body_bytes=parse_size(arguments.max_body),
-            held_bytes=parse_size(arguments.held_bytes),
+            max_body_bytes=arguments.max_body,
+            held_bytes=arguments.held_bytes,
             post_deadline_s=arguments.post_deadline,
             env_timeout_s=arguments.env_timeout,
             record=arguments.record,

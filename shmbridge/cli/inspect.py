@@ -7,6 +7,8 @@ import time
 
 import msgspec
 
+from shmbridge.parser import Parser, bridge_name
+
 HELP = "say what each bridge does and what is wrong with it, and list its lanes and weights"
 EXAMPLES = """examples:
   shmbridge inspect                 all bridges
@@ -20,9 +22,11 @@ EXAMPLES = """examples:
 exit codes: 0 shown; 1 cannot listen there; 3 no such bridge"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `inspect`."""
-    parser.add_argument("bridge", nargs="?", help="one bridge; default: all")
+    parser.add_argument(
+        "bridge", nargs="?", type=bridge_name, metavar="BRIDGE", help="one bridge; default: all"
+    )
     parser.add_argument("--lanes", action="store_true", help="every lane, not only sums and troubles")
     parser.add_argument(
         "--seconds", type=float, default=0.5, help="time between the two looks that rates come from (0.5)"

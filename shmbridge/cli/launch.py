@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from shmbridge.cli.commands import parser_of
+from shmbridge.parser import Parser
 from shmbridge.program import refuse
 
 HELP = (
@@ -21,7 +23,7 @@ exit codes: 0 the learner has done all its steps; 1 a process failed, its log's 
 wrong; 128 + signal stopped"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `launch`."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         wanted = config.load(arguments.config)
-        plan = services.plan(wanted, _gateway_parser())
+        plan = services.plan(wanted, parser_of("gateway"))
     except (BadConfig, ImportError) as error:
         refuse("shmbridge launch", error)
         return 2
@@ -44,12 +46,3 @@ def run(arguments: argparse.Namespace) -> int:
     return start.become_guardian(
         wanted, plan, label=f"shmbridge launch {arguments.config}", as_json=arguments.json
     )
-
-
-def _gateway_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags of `shmbridge gateway`."""
-    from shmbridge.cli import gateway
-
-    parser = argparse.ArgumentParser(prog="shmbridge gateway")
-    gateway.prepare_parser(parser)
-    return parser

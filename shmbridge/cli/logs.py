@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from shmbridge.parser import Parser
 from shmbridge.program import refuse
 
 HELP = "show the logs of a launch: one process', or all of them merged in the order of time"
@@ -26,7 +27,7 @@ exit codes: 0 done; 2 there is no such run or log; 130 Ctrl-C"""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `logs`."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a process, such as learner [all]")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from shmbridge.parser import Parser, bridge_name
 from shmbridge.program import refuse
 
 HELP = "write the records of a bridge into Parquet or Arrow files; slows nobody, says what it missed"
@@ -21,9 +22,11 @@ misses nothing is made inside the learner: python -m shmbridge.consumers.grpo --
 exit codes: 0 ended by a signal, --limit or --seconds; 1 an error, such as a full disk"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `record`."""
-    parser.add_argument("bridge", help="name of the bridge; it may begin later")
+    parser.add_argument(
+        "bridge", type=bridge_name, metavar="BRIDGE", help="name of the bridge; it may begin later"
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the files")
     parser.add_argument(
         "--format", choices=("parquet", "arrow"), default="parquet", help="of finished parts (%(default)s)"

@@ -3,6 +3,8 @@
 import argparse
 from importlib import import_module
 
+from shmbridge.parser import Parser
+
 HELP = "put a recorded folder into a bridge again, bit by bit, in the recorded order"
 EXAMPLES = """examples:
   shmbridge replay runs/run1/records --bridge run2                 at the recorded pace
@@ -15,7 +17,7 @@ in the recorded order; --any-order does not.
 exit codes: 0 all is put; 1 no archive, or a wait was longer than --timeout; 130 Ctrl-C"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `replay`."""
     import_module("shmbridge.producers.replay").prepare_parser(parser)
 

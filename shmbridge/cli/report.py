@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from shmbridge.parser import Parser
 from shmbridge.program import refuse
 
 HELP = "summarise runs of the learner, and make one HTML page: curves, lanes, groups with their tokens"
@@ -19,7 +20,7 @@ EXAMPLES = """examples:
 exit codes: 0 done; 1 no metrics in a folder, or no page or picture (the summary is printed all the same)"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `report`."""
     parser.add_argument(
         "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with the metrics.jsonl of a run"

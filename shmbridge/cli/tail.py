@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shmbridge.parser import Parser, bridge_name
+
 if TYPE_CHECKING:
     from shmbridge.record.record import Record
     from shmbridge.watch.observer import Observer
@@ -27,9 +29,9 @@ exit codes: 0 shown; 3 no such bridge; 130 ended by Ctrl-C"""
 _LOOK_EVERY_S = 0.5  # whether the bridge is still there
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `tail`."""
-    parser.add_argument("bridge", help="name of the bridge")
+    parser.add_argument("bridge", type=bridge_name, metavar="BRIDGE", help="name of the bridge")
     parser.add_argument("--env", metavar="NAME", help="only records of this environment")
     parser.add_argument("-n", type=int, metavar="N", help="end after N records")
     parser.add_argument("--new", action="store_true", help="only records committed from now on")

@@ -8,6 +8,7 @@ import time
 import msgspec
 
 from shmbridge.config import parse_duration
+from shmbridge.parser import Parser, bridge_name
 
 HELP = "watch a bridge live: what is wrong, the consumer, every lane, its newest record"
 EXAMPLES = """examples:
@@ -22,9 +23,15 @@ The live view needs textual: pip install "shmbridge[tui]". --once and --json do 
 exit codes: 0 shown; 1 the live view cannot run here; 3 no such bridge"""
 
 
-def prepare_parser(parser: argparse.ArgumentParser) -> None:
+def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `top`."""
-    parser.add_argument("bridge", nargs="?", help="one bridge; default: the only one, or one to choose")
+    parser.add_argument(
+        "bridge",
+        nargs="?",
+        type=bridge_name,
+        metavar="BRIDGE",
+        help="one bridge; default: the only one, or one to choose",
+    )
     parser.add_argument("--once", action="store_true", help="print one screen and end")
     parser.add_argument(
         "--interval", type=parse_duration, default=1.0, help="time between two looks: 1s, 500ms (1s)"

@@ -1,13 +1,10 @@
 """Turns a mapping of the config into command-line flags, checked against the parser that will read them."""
 
-import argparse
-import contextlib
-import io
-import re
 from collections.abc import Collection, Mapping
 
 from shmbridge.errors import BadConfig
 from shmbridge.launch.config import Scalar, nearest
+from shmbridge.parser import Parser
 
 Scalars = Mapping[str, Scalar]
 
@@ -38,9 +35,7 @@ def word(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def check_options(
-    path: str, options: Scalars, parser: argparse.ArgumentParser, taken: Collection[str]
-) -> None:
+def check_options(path: str, options: Scalars, parser: Parser, taken: Collection[str]) -> None:
     """Raises BadConfig for a name that the parser does not know, or one of `taken`, which have a key of their
     own.
     """
@@ -66,16 +61,11 @@ def check_options(
         raise BadConfig("; ".join(wrong), hint=f"{parser.prog} --help lists its flags")
 
 
-def check_values(path: str, argv: list[str], parser: argparse.ArgumentParser) -> None:
+def check_values(path: str, argv: list[str], parser: Parser) -> None:
     """Raises BadConfig with the parser's own words if it refuses a value.
 
     Ignores flags that the parser does not know.
     """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parser.parse_known_args(argv)
-    except SystemExit as refused:
-        last = said.getvalue().strip().splitlines()[-1:]
-        reason = re.sub(r"^.*?: error: ", "", "".join(last))
-        raise BadConfig(f"{path}: {reason}", hint=f"{parser.prog} --help lists its flags") from refused
+    if wrong := parser.refusal(argv):
+        what, _, hint = wrong.partition(" -> ")
+        raise BadConfig(f"{path}: {what}", hint=hint or f"{parser.prog} --help lists its flags")

@@ -2,7 +2,6 @@
 to.
 """
 
-import argparse
 import difflib
 import json
 import re
@@ -28,9 +27,10 @@ from shmbridge.launch.config import (
 )
 from shmbridge.launch.flags import Scalars, check_options, check_values, dotted_flags, flags, word
 from shmbridge.launch.plan import Check, Plan, Service
+from shmbridge.parser import Parser
 
 
-def plan(config: Config, gateway_parser: argparse.ArgumentParser) -> Plan:
+def plan(config: Config, gateway_parser: Parser) -> Plan:
     """Returns the services of a run; raises BadConfig for values that the programs' own parsers refuse.
 
     `gateway_parser`: the parser of `shmbridge gateway`.
@@ -141,7 +141,7 @@ def recipe_flags(atropos: Atropos) -> list[str]:
     return words + flags({name: limit for name, limit in limits.items() if limit is not None})
 
 
-def _gateway(config: Config, gateway: Gateway, parser: argparse.ArgumentParser, notes: list[str]) -> Service:
+def _gateway(config: Config, gateway: Gateway, parser: Parser, notes: list[str]) -> Service:
     host, port = gateway.host or "127.0.0.1", 8000 if gateway.port is None else gateway.port
     if atropos := config.trainer.atropos:
         if atropos.api_url:
@@ -217,7 +217,7 @@ def _checked_flags(
     path: str,
     own: Scalars,
     options: Scalars,
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     *,
     of_recipe: Sequence[str] = (),
     of_environment: Sequence[str] = (),

@@ -7,14 +7,12 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, NoReturn, get_args
-
-from msgspec import Meta
+from typing import Any, get_args
 
 from shmbridge.consumers.learner.config.file import BadConfigFile, read
 from shmbridge.consumers.learner.config.option import Option, described
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
-from shmbridge.program import add_debug_flag, refuse
+from shmbridge.parser import Parser
 
 _EXAMPLES = """\
 examples:
@@ -60,14 +58,6 @@ unfinished batch goes to the next learner, finished steps are saved.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        refuse("grpo", message)
-        self.exit(2)
-
-
 def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
     """Returns the configuration of a command line and of its `--config`. Exits the process on an error.
 
@@ -75,10 +65,7 @@ def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
         argv: the command line, without the program; None: this process's.
     """
     root = parser()
-    found, unknown = root.parse_known_args(argv)
-    if unknown:
-        flags = [each for each in unknown if each.startswith("-")]
-        root.error(f"unrecognized: {'; '.join(map(_unrecognized, flags or unknown))}")
+    found = root.parse_args(argv)
     try:
         values = {} if found.config is None else read(found.config)
     except BadConfigFile as error:
@@ -89,21 +76,18 @@ def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
     if missing := [
         each.flag for each in OPTIONS.values() if each.default is MISSING and each.name not in values
     ]:
-        root.error(
-            f"the following arguments are required: {', '.join(missing)} (as flags, or in the file of "
-            "--config)"
-        )
+        root.error(f"missing: {', '.join(missing)} (as flags, or in the file of --config)")
     return LearnerConfig.of(values)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = "python -m shmbridge.consumers.grpo") -> Parser:
     """Returns the parser of the learner; its result has only the options that were given."""
-    root = _Parser(
-        prog="python -m shmbridge.consumers.grpo",
-        usage="%(prog)s --bridge NAME --model DIR_OR_ID --steps N [--config FILE] [option ...]",
+    root = Parser(
+        prog,
         description="Train a causal language model with GRPO on the trajectory groups of a bridge.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
+        usage="--bridge NAME --model DIR_OR_ID --steps N [--config FILE] [FLAG ...]",
+        meant=_meant_flag,
         argument_default=argparse.SUPPRESS,
     )
     root.add_argument(
@@ -115,7 +99,6 @@ def parser() -> argparse.ArgumentParser:
         "into its run directory. Flags win over the file: --no-SWITCH turns off what the file turns on, "
         "and one --engine or --schedule-option replaces all of the file's",
     )
-    add_debug_flag(root)
     for section, kind in SECTIONS.items():
         group = root.add_argument_group(section, (kind.__doc__ or "").split("\n")[0])
         for each in OPTIONS.values():
@@ -155,16 +138,18 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 def _typed(option: Option) -> Callable[[str], Any]:
     """Returns the argparse type of an option. Of a ValueError argparse would not show the message."""
-    number, *about = get_args(option.item) or (option.item,)
+    number = (get_args(option.item) or (option.item,))[0]
 
     def typed(text: str) -> Any:
-        value = number(text)
+        try:
+            value = number(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {described(option.item)}") from None
         try:
             return option.one(value)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    typed.__name__ = next((str(each.title) for each in about if isinstance(each, Meta)), number.__name__)
     return typed
 
 
@@ -185,7 +170,7 @@ def _named(option: Option) -> Callable[[str], tuple[str, Any]]:
     return named
 
 
-def _unrecognized(word: str) -> str:
-    """Returns the error for an unknown flag, with a suggestion."""
-    option = meant(word.split("=")[0].lstrip("-"))
-    return f"{word}; did you mean {option.flag}?" if option is not None else f"{word}; --help lists all flags"
+def _meant_flag(name: str) -> str | None:
+    """Returns the flag that was probably meant by a name that is none."""
+    option = meant(name)
+    return None if option is None else option.flag

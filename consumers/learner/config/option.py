@@ -12,20 +12,20 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta
 
+from shmbridge.config import check_bridge_name
+
 _LARGEST = sys.float_info.max
 
-# Kinds of numbers. argparse says "invalid <title> value"; other errors say that a value is not <description>.
-Positive = Annotated[int, Meta(ge=1, title="positive", description="a whole number above 0")]
-NotNegative = Annotated[int, Meta(ge=0, title="not_negative", description="a whole number, 0 or above")]
-Seed = Annotated[int, Meta(ge=0, lt=2**62, title="seed", description="a whole number from 0 to 2**62 - 1")]
-AboveZero = Annotated[float, Meta(gt=0.0, title="above_zero", description="a number above 0")]
-ZeroOrAbove = Annotated[float, Meta(ge=0.0, title="zero_or_above", description="a number, 0 or above")]
-Seconds = Annotated[
-    float, Meta(gt=0.0, lt=1e6, title="seconds", description="a number of seconds above 0 and below 1000000")
-]
-Rate = Annotated[float, Meta(ge=0.0, le=_LARGEST, title="rate", description="a finite number, 0 or above")]
-Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST, title="finite", description="a finite number")]
-Fraction = Annotated[float, Meta(ge=0.0, le=1.0, title="fraction", description="a number from 0 to 1")]
+# Kinds of numbers. Errors say that a value is not <description>.
+Positive = Annotated[int, Meta(ge=1, description="a whole number above 0")]
+NotNegative = Annotated[int, Meta(ge=0, description="a whole number, 0 or above")]
+Seed = Annotated[int, Meta(ge=0, lt=2**62, description="a whole number from 0 to 2**62 - 1")]
+AboveZero = Annotated[float, Meta(gt=0.0, description="a number above 0")]
+ZeroOrAbove = Annotated[float, Meta(ge=0.0, description="a number, 0 or above")]
+Seconds = Annotated[float, Meta(gt=0.0, lt=1e6, description="a number of seconds above 0 and below 1000000")]
+Rate = Annotated[float, Meta(ge=0.0, le=_LARGEST, description="a finite number, 0 or above")]
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST, description="a finite number")]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
 
 
 def _address(text: str) -> None:
@@ -33,6 +33,7 @@ def _address(text: str) -> None:
         raise ValueError(f"{text!r} is no address such as http://127.0.0.1:8000")
 
 
+BridgeName = Annotated[str, check_bridge_name]
 Address = Annotated[str, _address]  # a function checks the value, and raises ValueError
 _PLAIN = {bool: "true or false", str: "a text", float: "a number"}
 

@@ -25,6 +25,7 @@ from shmbridge.consumers.learner.config.metric_conditions import Condition, Goal
 from shmbridge.consumers.learner.config.option import (
     AboveZero,
     Address,
+    BridgeName,
     NotNegative,
     Option,
     Positive,
@@ -48,7 +49,7 @@ class RunConfig:
     seed: random seed of the learner
     """
 
-    bridge: str
+    bridge: BridgeName
     model: str
     steps: Positive
     seed: Seed = 0

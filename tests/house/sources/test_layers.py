@@ -13,7 +13,7 @@ ORDER = {
     "shmbridge": """
         _ext errors counters log_format
         metrics config program schema atropos
-        sizing segments
+        sizing segments parser extras
         record control weights
         batch put
         admission
@@ -25,6 +25,7 @@ ORDER = {
         testing launch doctor watch
         tui archive
         cli
+        __main__
     """,
     "consumers": """
         __init__ advantages dataset_parts engines gateway
