@@ -149,7 +149,7 @@ def test_an_error_of_the_user_is_one_line(capsys, monkeypatch, debug) -> None:
     assert bool(before) == (debug == "1")
 
 
-@pytest.mark.parametrize("words", [["logs", "/nowhere"], ["launch", "/nowhere.yaml"], ["clean", "my run"]])
+@pytest.mark.parametrize("words", [["logs", "/nowhere"], ["launch", "/nowhere.yaml"], ["inspect", "nowhere"]])
 @pytest.mark.parametrize("debug", [False, True])
 def test_commands_refuse_in_one_line(capsys, monkeypatch, words, debug) -> None:
     from shmbridge.cli import main

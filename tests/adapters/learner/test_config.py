@@ -47,7 +47,8 @@ def refused(capsys):
             parse(argv)
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        return line.removeprefix("grpo: error: ")
+        program = "python -m shmbridge.consumers.grpo"
+        return line.removeprefix(f"{program}: error: ").removesuffix(f" -> {program} --help")
 
     return refused
 
@@ -89,7 +90,9 @@ def values(option: Option) -> st.SearchStrategy[object]:
     if option.shape == "choice":
         return st.sampled_from(get_args(option.item))
     number, *rest = get_args(option.item) or (option.item,)
-    if number is str:
+    if option.name == "bridge":
+        item = st.from_regex("[A-Za-z0-9_-]{1,48}", fullmatch=True)
+    elif number is str:
         item = st.text(st.characters(exclude_categories=[])).map(
             lambda text: f"http://{text}" if option.name == "engine" else text
         )
@@ -279,17 +282,17 @@ def test_file_that_is_not_there_is_named(refused, tmp_path):
         ("--group_size=8", "unknown flag --group_size -> did you mean --group-size?"),
         ("--max-staleness-steps 3", "unknown flag --max-staleness-steps -> did you mean --max-staleness?"),
         ("--no-use-advantags", "unknown flag --no-use-advantags -> did you mean --no-use-advantages?"),
-        ("--xyzzy", "unknown flag --xyzzy -> "),
-        ("zzz", "one argument too many: zzz -> "),
+        ("--xyzzy", "unknown flag --xyzzy"),
+        ("zzz", "one argument too many: zzz"),
         ("--lr fast", "--lr: 'fast' is not a finite number, 0 or above"),
-        ("--lr -1", "argument --lr: -1.0 is not a finite number, 0 or above"),
-        ("--groups 0", "argument --groups: 0 is not a whole number above 0"),
-        ("--mask-ratio 1 -1", "argument --mask-ratio: -1.0 is not a number, 0 or above"),
-        ("--engine here", "argument --engine: 'here' is no address such as http://127.0.0.1:8000"),
-        ("--stop-when x", "argument --stop-when: 'x' is not such as reward_mean>=0.95"),
+        ("--lr -1", "--lr: -1.0 is not a finite number, 0 or above"),
+        ("--groups 0", "--groups: 0 is not a whole number above 0"),
+        ("--mask-ratio 1 -1", "--mask-ratio: -1.0 is not a number, 0 or above"),
+        ("--engine here", "--engine: 'here' is no address such as http://127.0.0.1:8000"),
+        ("--stop-when x", "--stop-when: 'x' is not such as reward_mean>=0.95"),
         (
             "--schedule-option power=high",
-            "argument --schedule-option: 'power=high' is not NAME=X, where X is a finite number",
+            "--schedule-option: 'power=high' is not NAME=X, where X is a finite number",
         ),
     ],
 )

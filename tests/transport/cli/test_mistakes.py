@@ -84,9 +84,18 @@ def run_here(words):
 
 @pytest.mark.parametrize(
     "words",
-    [["inspect", "my run"], ["clean", "a/b"], ["top", ""], ["tail", "x" * 49], ["record", "ä", "--out", "x"]]
-    + [["gateway", "--bridge", "a b"], ["replay", "x", "--bridge", "a b"], ["env", "--bridge", "a b", "x.py"]]
-    + [["train", "--bridge", "a b"], ["serve", "--bridge", "a b", "--model", "x"]],
+    [
+        ["inspect", "my run"],
+        ["clean", "a/b"],
+        ["top", ""],
+        ["tail", "x" * 49],
+        ["record", "ä", "--out", "x"],
+        ["gateway", "--bridge", "a b"],
+        ["replay", "x", "--bridge", "a b"],
+        ["env", "--bridge", "a b", "x.py"],
+        ["train", "--bridge", "a b"],
+        ["serve", "--bridge", "a b", "--model", "x"],
+    ],
 )
 def test_an_illegal_name_is_the_same_everywhere(words, capsys):
     with pytest.raises(SystemExit) as ended:

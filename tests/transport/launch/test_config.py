@@ -2,7 +2,6 @@
 commands one would type.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ import yaml
 from shmbridge.consumers.learner.config import flags
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config, services
+from shmbridge.parser import Parser
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "examples" / "larger_digit_env.py")
@@ -50,7 +50,7 @@ def vllm(keys):
 
 
 def planned(text):
-    gateway = argparse.ArgumentParser(prog="shmbridge gateway")
+    gateway = Parser("shmbridge gateway", description="")
     for flag in ("--bridge", "--host", "--port", "--compat", "--token", "--lane-bytes"):
         gateway.add_argument(flag)
     gateway.add_argument("--env-timeout", type=float)

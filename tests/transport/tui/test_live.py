@@ -79,7 +79,7 @@ def test_one_screen_json_and_exit_codes(bridge, child, capsys):
     assert (lane["pid"], lane["held"], lane["state"], lane["rate"]) == (environment.pid, 1, "running", 0.0)
     assert said["environments"][0]["env_name"] == "gsm8k"
     assert cli.main(["top", "no-such-bridge"]) == 3
-    assert "no bridge 'no-such-bridge'" in capsys.readouterr().out
+    assert "no bridge 'no-such-bridge'" in capsys.readouterr().err
 
 
 def test_without_textual_it_names_the_extra(bridge, make_producer, capsys, monkeypatch):
