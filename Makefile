@@ -57,7 +57,7 @@ build: $(VENV)/.built ## .venv and the extensions, built in place
 environments: $(VLLM)/.installed build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## what the tests of vLLM, of environments and of trainers need
 
 demo: $(VENV)/.built $(if $(filter vllm,$(ENGINE)),$(VLLM)/.installed) ## train a small model through shared memory: policy server or vLLM, two Atropos environments, learner
-	$(RUN) examples/demo.py $(if $(ENGINE),--engine $(ENGINE) --engine-python $(VLLM)/bin/python) $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
+	$(RUN) -m shmbridge demo $(if $(ENGINE),--engine $(ENGINE) --engine-python $(VLLM)/bin/python) $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
 
 demo-curves: $(VENV)/.built ## run the demo with several seeds, write its curves into the docs: SEEDS="1 2 3"
 	$(RUN) examples/demo_curves.py --seeds $(or $(SEEDS),1 2 3) --docs docs

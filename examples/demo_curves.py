@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import curves
-import demo_report
 
 from shmbridge.consumers.learner.report.run_report import NoRun, read_run
 from shmbridge.consumers.learner.report.summary import summary
+from shmbridge.demo import report as demo_report
 
 HERE = Path(__file__).parent
 GOAL = 0.9
@@ -58,7 +58,7 @@ def read(folder: Path) -> Told:
     progress.read()
     numbers = summary(read_run(folder))
     if not progress.rewards or not progress.measured():
-        raise NoRun(f"no rewards-*.jsonl in {folder}, or nothing in them -> a folder of examples/demo.py")
+        raise NoRun(f"no rewards-*.jsonl in {folder}, or nothing in them -> a folder of `shmbridge demo`")
     return Told(folder.name, progress, numbers)
 
 
@@ -112,7 +112,16 @@ def main(argv: list[str] | None = None) -> int:
     folders = [*options.runs]
     for seed in options.seeds:
         folders.append(options.run_dir / f"seed-{seed}")
-        command = [sys.executable, str(HERE / "demo.py"), "--seed", str(seed), "--run-dir", str(folders[-1])]
+        command = [
+            sys.executable,
+            "-m",
+            "shmbridge",
+            "demo",
+            "--seed",
+            str(seed),
+            "--run-dir",
+            str(folders[-1]),
+        ]
         if (status := subprocess.run(command, check=False).returncode) != 0:  # it has printed the reason
             return status
     if not folders:

@@ -1,6 +1,6 @@
 """The screenshot of docs/how-to/report.md: the page of a run, as Chromium shows it.
 
-    python examples/report_screenshot.py runs/demo-1                 of a run there is, such as one of demo.py
+    python examples/report_screenshot.py runs/demo-1                 of a run there is, as of shmbridge demo
     python examples/report_screenshot.py runs/demo-1 --dark --width 800 --out build/narrow.png
 
 Needs Chromium (`apt-get install chromium`) and Pillow, which makes the file small.

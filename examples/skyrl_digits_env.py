@@ -1,6 +1,6 @@
 """A SkyRL-Gym environment with a reward for each step, in the demo's loop: the larger digit, in two tries.
 
-    python examples/demo.py --env examples/skyrl_digits_env.py --step-rewards -- --process-rewards to_go
+    shmbridge demo --env examples/skyrl_digits_env.py --step-rewards -- --process-rewards to_go
 
 `LargerDigit` is an ordinary environment of skyrl_gym; `SkyRLAdapter` makes it one of Atropos. The learner
 gets the reward of each try with the token where that try ends.

@@ -1,6 +1,7 @@
 """Which packages the optional parts of shmbridge need, and the command that installs them."""
 
 import sys
+from importlib.util import find_spec
 from types import TracebackType
 
 from shmbridge.program import debugging, refuse
@@ -21,6 +22,13 @@ MODULES: dict[str, tuple[str, ...]] = {
 def install(*extras: str) -> str:
     """Returns the command that installs them."""
     return f"pip install 'shmbridge[{','.join(extras)}]'"
+
+
+def require(*extras: str) -> None:
+    """Raises ModuleNotFoundError if a package of one of the extras is not installed; imports none."""
+    for module in (module for extra in extras for module in MODULES[extra]):
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def is_of(missing: ModuleNotFoundError, *extras: str) -> bool:

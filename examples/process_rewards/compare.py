@@ -26,7 +26,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import curves  # noqa: E402  (of the folder above)
-from demo_children import Child, stop  # noqa: E402
+
+from shmbridge.demo.children import Child, stop  # noqa: E402
 
 STEPS = 400  # of the learner's schedule, the same for all
 GOAL = 0.9

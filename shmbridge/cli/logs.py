@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   shmbridge logs runs/run1 --level WARNING      what was not as it should be
   shmbridge logs runs/run1 --json               one object per line: time, name, level, text
 
-RUN_DIR is the run_dir of the launch; the folder of `examples/demo.py` will do, too. A line that another
+RUN_DIR is the run_dir of the launch; the folder of `shmbridge demo` will do, too. A line that another
 program has written, without a time, comes behind the line before it.
 
 exit codes: 0 done; 2 there is no such run or log; 130 Ctrl-C"""

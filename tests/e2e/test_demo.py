@@ -33,7 +33,7 @@ class Run:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.run_dir = folder / "run"
         self._output = folder / "demo.log"
-        command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--run-dir", str(self.run_dir), *flags]
+        command = [sys.executable, "-m", "shmbridge", "demo", "--run-dir", str(self.run_dir), *flags]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=output, cwd=folder, env=os.environ | {"PYTHONPATH": PYTHONPATH}

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from demo_children import Child, adopt_orphans, end_orphans, stop  # noqa: E402
+from shmbridge.demo.children import Child, adopt_orphans, end_orphans, stop
 
 # Like vLLM's server: a process of its own, which lives on without it.
 SERVER = """

@@ -31,7 +31,7 @@ def trained(run: Path, steps: int, demo: Sequence[str] = (), learner: Sequence[s
         *learner,
     ]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/demo.py"), *words],
+        [sys.executable, "-m", "shmbridge", "demo", *words],
         cwd=run.parent,
         capture_output=True,
         text=True,

@@ -23,7 +23,7 @@ ORDER = {
         rank consumer
         __init__
         testing launch doctor watch
-        tui archive
+        tui archive demo
         cli
         __main__
     """,
@@ -55,6 +55,7 @@ ORDER = {
 ONE_SUBCLASS = {
     "Action": "argparse's; gem's own of that name has none",
     "Batch": "a DeviceBatch, of another package, has tensors besides",
+    "LargerDigitEnv": "a whole environment; the other one asks other questions",
     "Parallel": "one process; both ways of many share a base of their own",
     "Server": "uvicorn's",
     "Taker": "the gateway's queue; the strict gateway has the original's in its place",

@@ -1,6 +1,6 @@
 """Removes the shared memory of a demo that was killed; waits, unseen, for as long as the demo lives.
 
-    python examples/demo_sweeper.py BRIDGE     (started by demo.py, which holds the other end of its stdin)
+    python -m shmbridge.demo.sweeper BRIDGE    (started by demo.py, which holds the other end of its stdin)
 
 A killed demo cannot clean up, and its children die with it. The sweeper notices that by its closed pipe.
 """

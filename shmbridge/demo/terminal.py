@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-import sys
 import time
+from typing import TextIO
 
 
 class Stopping:
@@ -37,8 +37,9 @@ class Stopping:
 class Screen:
     """Progress on the terminal: one line that changes, or a line now and then where the output is a file."""
 
-    def __init__(self) -> None:
-        self._live = sys.stdout.isatty()
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._live = out.isatty()
         self._shown = 0.0
         self._text = ""
 
@@ -46,12 +47,12 @@ class Screen:
         """Shows the progress of the run."""
         if self._live:
             room = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:room]}", end="", flush=True)
+            print(f"\r\x1b[K{text[:room]}", end="", flush=True, file=self._out)
         elif text != self._text and time.monotonic() - self._shown > 5:
-            print(text, flush=True)
+            print(text, flush=True, file=self._out)
             self._shown = time.monotonic()
         self._text = text
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""
-        print(("\r\x1b[K" if self._live else "") + text, flush=True)
+        print(("\r\x1b[K" if self._live else "") + text, flush=True, file=self._out)

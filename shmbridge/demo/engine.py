@@ -13,7 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from demo_children import Child
+from shmbridge.demo.children import Child
 
 ENGINES = ("policy-server", "vllm")
 TINY_HEADS = {"policy-server": 4, "vllm": 2}  # vLLM's attention takes heads of 32 numbers and more on a CPU
@@ -28,7 +28,7 @@ _VLLM_SURROUNDINGS = {
 }
 _TINY = ["--dtype", "float32", "--max-model-len", "128"]
 _GIVEN = ["--gpu-memory-utilization", "0.4"]  # the learner is on the same GPU
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]  # holds the package
 
 
 def server(options: argparse.Namespace, bridge: str, model: Path | str, port: int, logs: Path) -> Child:
@@ -69,6 +69,6 @@ def _vllm(options: argparse.Namespace, bridge: str, model: Path | str, port: int
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
     # Its engine and workers are processes of their own, and outlive a server that is killed.
     surroundings = {name: os.environ.get(name, value) for name, value in _VLLM_SURROUNDINGS.items()}
-    # it has no shmbridge of its own
-    surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    if (_ROOT / "pyproject.toml").exists():  # a clone: that environment has no shmbridge of its own
+        surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     return Child("vllm", command, logs, guarded=True, surroundings=surroundings)

@@ -1,7 +1,7 @@
 """A language model learns two skills from random weights, on two CPU cores, in minutes: shmbridge at work.
 
-    python examples/demo.py             watch it; kill -9 whomever you like; Ctrl-C ends it without a trace
-    python examples/demo.py --engine vllm --engine-python .venvs/vllm/bin/python
+    shmbridge demo             watch it; kill -9 whomever you like; Ctrl-C ends it without a trace
+    shmbridge demo --engine vllm --engine-python .venvs/vllm/bin/python
 
 What runs: two Atropos environments, unedited, each writing groups of rollouts into its lane; a GRPO learner
 that takes them in place and writes new weights into the bridge; a policy server that samples with the newest
@@ -14,6 +14,7 @@ or leaked; 1, and why, if not; 130 or 143 if it was stopped.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -25,16 +26,16 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import demo_engine
-import demo_report
-from demo_children import Child, adopt_orphans, end_orphans, stop
-from demo_sweeper import Swept, sweep
-from demo_terminal import Screen, Stopping
-
 from shmbridge import list_bridges
+from shmbridge.demo import engine, report
+from shmbridge.demo.children import Child, adopt_orphans, end_orphans, stop
+from shmbridge.demo.sweeper import Swept, sweep
+from shmbridge.demo.terminal import Screen, Stopping
+from shmbridge.program import refuse
 
-HERE = Path(__file__).parent
-OWN_ENVS = [HERE / "larger_digit_env.py", HERE / "echo_letters_env.py"]
+OWN_ENVS = [
+    Path(__file__).with_name("environments") / name for name in ("larger_digit_env.py", "echo_letters_env.py")
+]
 
 WANTED_GAIN = 0.3
 MAX_RESTARTS = 20  # of one child; more is a crash loop, not a user with `kill -9`
@@ -52,6 +53,7 @@ class Demo:
 
     def __init__(self, options: argparse.Namespace, stopping: Stopping) -> None:
         self.options = options
+        self.scripts: list[Path] = options.env or OWN_ENVS
         self.stopping = stopping
         self.bridge = f"demo-{os.getpid()}"
         self.folder: Path = options.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -60,9 +62,9 @@ class Demo:
         self.learner: Child | None = None
         self.envs: list[Child] = []
         self.others: list[Child] = []
-        self.progress = demo_report.Progress(demo_report.JsonLines(self.folder / "metrics.jsonl"))
+        self.progress = report.Progress(report.JsonLines(self.folder / "metrics.jsonl"))
         self.sweeper_pid = 0
-        self.patience_s = demo_engine.NEEDS_S[options.engine]
+        self.patience_s = engine.NEEDS_S[options.engine]
         self.began = time.monotonic()
 
     # --- what runs ------------------------------------------------------------------------------------------
@@ -74,10 +76,10 @@ class Demo:
         if self.stopping.asked:
             return
         port = _free_port()
-        server = demo_engine.server(self.options, self.bridge, self.model, port, self.folder)
+        server = engine.server(self.options, self.bridge, self.model, port, self.folder)
         self.learner = self._module("learner", "consumers.grpo", *self._learner_flags())
         self.others = [self.learner, server]
-        self.envs = [self._env(script, port, index) for index, script in enumerate(self.options.env)]
+        self.envs = [self._env(script, port, index) for index, script in enumerate(self.scripts)]
         for child in self.others:
             child.start()
         # it starts slowly, and environments would spend that time on requests that fail
@@ -89,8 +91,8 @@ class Demo:
 
     def _build_model(self) -> None:
         words = [str(self.model), "--seed", str(self.options.seed)]
-        words += ["--heads", str(demo_engine.TINY_HEADS[self.options.engine])]
-        maker = Child("model", [sys.executable, str(HERE / "tiny_model.py"), *words], self.folder)
+        words += ["--heads", str(engine.TINY_HEADS[self.options.engine])]
+        maker = Child("model", [sys.executable, "-m", "shmbridge.demo.tiny_model", *words], self.folder)
         self.others = [maker]
         maker.start()
         self._wait(lambda: maker.status == 0)
@@ -131,7 +133,7 @@ class Demo:
         if re.search(
             r"^\s+reward_log\s*:", script.read_text(), re.MULTILINE
         ):  # an environment of ours, which records rewards and has seeded questions
-            log = demo_report.JsonLines(self.folder / f"rewards-{name}.jsonl")
+            log = report.JsonLines(self.folder / f"rewards-{name}.jsonl")
             self.progress.rewards[name] = log
             fields |= {"reward_log": log.path, "seed": self.options.seed + index}
         openai = {
@@ -163,7 +165,7 @@ class Demo:
                 newest, moved = self.progress.step, time.monotonic()
             elif time.monotonic() - moved > self.patience_s:
                 raise Failed(f"no step for {self.patience_s:.0f} s; the logs are in {self.folder}")
-            screen.show(f"{demo_report.progress_text(self.progress, self.options.steps)}  {self._lanes()}")
+            screen.show(f"{report.progress_text(self.progress, self.options.steps)}  {self._lanes()}")
             time.sleep(0.25)
 
     def _revive(self, screen: Screen) -> None:
@@ -213,10 +215,10 @@ class Demo:
         self._end_orphans()
         return sweep(self.bridge, patience_s=5.0)
 
-    def report(self, swept: Swept) -> list[str]:
-        """Prints the summary, draws the plot; returns the reasons why the demo has failed."""
+    def results(self, swept: Swept) -> tuple[dict[str, str], list[str]]:
+        """Draws the plot; returns the summary, and the reasons why the demo has failed."""
         self.progress.read()
-        rows = demo_report.summary(self.progress)
+        rows = report.summary(self.progress)
         rows |= {
             "time": f"{time.monotonic() - self.began:.0f} s",
             "restarted": ", ".join(f"{c.name} {c.restarts}x" for c in self._children() if c.restarts)
@@ -224,35 +226,36 @@ class Demo:
             "undelivered": f"{swept.undelivered} groups, made after the last step",
             "leaked": ", ".join(swept.left) or "0",
         }
-        print("\n" + demo_report.table(rows))
         lines = self.progress.measured()
         reasons = [f"{self.progress.dropped} groups were dropped"] if self.progress.dropped else []
         reasons += [f"segments are left: {', '.join(swept.left)}"] if swept.left else []
         if not lines:
-            return [*reasons, "no reward was measured"]
-        demo_report.draw(self.progress, self.folder / "rewards.png")
-        print(f"\n  plot and logs: {self.folder}/rewards.png, {self.folder}/*.log")
-        if not (gain := demo_report.tenths(lines).gain) >= WANTED_GAIN:
+            return rows, [*reasons, "no reward was measured"]
+        report.draw(self.progress, self.folder / "rewards.png")
+        if not (gain := report.tenths(lines).gain) >= WANTED_GAIN:
             reasons.append(f"the mean reward rose by {gain:.2f}, which is less than {WANTED_GAIN}")
-        return reasons
+        return rows, reasons
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the demo and returns its exit status. Blocks for minutes."""
+def run(options: argparse.Namespace) -> int:
+    """Runs the demo and returns its exit status. Blocks for minutes.
+
+    Args:
+        options: of `shmbridge demo`.
+    """
     stopping = Stopping()
-    options = _parser().parse_args(argv)
     os.environ.update(SURROUNDINGS if options.model else SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
-    screen = Screen()
+    screen = Screen(sys.stderr if options.json else sys.stdout)
     try:
         demo = Demo(options, stopping)
     except FileExistsError as error:
-        print(f"{error.filename} exists: choose another --run-dir", file=sys.stderr)
+        refuse("shmbridge demo", f"{error.filename} is there already", "choose another --run-dir")
         return 1
     reasons: list[str] = []
     adopt_orphans()
     with _sweeper(demo.bridge) as sweeper:
         demo.sweeper_pid = sweeper.pid
-        print(f"bridge {demo.bridge}, logs in {demo.folder}; Ctrl-C ends it", flush=True)
+        screen.say(f"bridge {demo.bridge}, logs in {demo.folder}; Ctrl-C ends it")
         try:
             demo.start()
             demo.watch(screen)
@@ -263,67 +266,28 @@ def main(argv: list[str] | None = None) -> int:
     if stopping.asked:
         screen.say(f"stopped by {signal.Signals(stopping.signum).name}; segments left: {len(swept.left)}")
         return 128 + stopping.signum
-    reasons += demo.report(swept)
-    print("\n" + ("\n".join(f"FAILED: {reason}" for reason in reasons) or NEXT_STEPS))
+    rows, more = demo.results(swept)
+    reasons += more
+    if options.json:
+        said = {"ok": not reasons, "reasons": reasons, "run_dir": str(demo.folder)}
+        print(json.dumps(said | {"summary": {name.strip(): text for name, text in rows.items()}}))
+    else:
+        print(f"\n{report.table(rows)}\n\n  logs, and the plot if a reward was measured: {demo.folder}\n")
+        print("\n".join(f"FAILED: {reason}" for reason in reasons) or NEXT_STEPS)
     return 1 if reasons else 0
 
 
 NEXT_STEPS = """\
 It learned. What next:
-  python examples/demo.py --seed 2                 and, from another terminal, kill -9 the learner half-way
-  shmbridge inspect                                while it runs: who is alive, what the lanes hold
-  examples/README.md                               the same processes by hand, and your own environment
+  shmbridge demo --seed 2     and, from another terminal, kill -9 the learner half-way
+  shmbridge top               while it runs: who is alive, what the lanes hold
+  examples/README.md          the same processes by hand, and your own environment
 """
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train a tiny model on two Atropos environments over a shared-memory bridge.",
-        epilog="Arguments after -- go to the learner: demo.py --model DIR -- --lr 1e-5 --entropy 0",
-    )
-    parser.add_argument("--model", metavar="DIR", help="model folder to start from [a tiny random one]")
-    parser.add_argument(
-        "--env",
-        type=_script,
-        nargs="+",
-        default=OWN_ENVS,
-        metavar="SCRIPT",
-        help="[the two beside this file]",
-    )
-    parser.add_argument(
-        "--step-rewards", action="store_true", help="carry the environments' rewards of steps, too"
-    )
-    parser.add_argument(
-        "--engine", choices=demo_engine.ENGINES, default="policy-server", help="what samples [policy-server]"
-    )
-    parser.add_argument(
-        "--engine-python",
-        default=demo_engine.VLLM_PYTHON,
-        metavar="PATH",
-        help=f"interpreter that has vLLM and shmbridge [{demo_engine.VLLM_PYTHON}]",
-    )
-    parser.add_argument(
-        "--engine-flags",
-        default="",
-        metavar="WORDS",
-        help="further flags of the engine's server, in one word",
-    )
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps [500]")
-    parser.add_argument("--seed", type=int, default=1, help="of the weights and the questions [1]")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where logs go [runs/demo-<time>]")
-    parser.add_argument("learner_flags", nargs="*", metavar="-- FLAG", help="further flags of the learner")
-    return parser
-
-
-def _script(text: str) -> Path:
-    if not (path := Path(text)).is_file():
-        raise argparse.ArgumentTypeError(f"there is no environment script {text}")
-    return path
 
 
 def _sweeper(bridge: str) -> subprocess.Popen[bytes]:
     """Starts the process that cleans up if this one is killed; it ends when its stdin does."""
-    command = [sys.executable, str(HERE / "demo_sweeper.py"), bridge]
+    command = [sys.executable, "-m", "shmbridge.demo.sweeper", bridge]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
@@ -339,7 +303,3 @@ def _answers(port: int) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-if __name__ == "__main__":
-    sys.exit(main())
