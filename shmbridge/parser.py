@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         prog: the program, such as `shmbridge inspect`; shown as the user called it.
         description: what it does, in one sentence.
-        examples: examples and exit codes, shown as they are at the end of the help.
+        examples: examples and exit codes, shown as they are at the end of the help; %(prog)s: the program.
         usage: what follows the program in the first line of the help [made of the arguments].
         meant: name of a flag that does not exist, without its hyphens -> the flag that is meant, or None.
         argument_default: as of ArgumentParser.
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=called(prog),
             description=description,
-            epilog=examples,
+            epilog=examples.replace("%(prog)s", called(prog)),
             formatter_class=_Layout,
             allow_abbrev=False,
             add_help=False,
@@ -107,6 +107,10 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._quiet = False
         return ""
+
+    def help_of(self, action: argparse.Action) -> str:
+        """Returns an argument's line of help, with its default."""
+        return self._get_formatter()._expand_help(action)
 
     def format_help(self) -> str:
         """The help: required flags in the first line, all others by name below it."""

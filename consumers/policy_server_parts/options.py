@@ -10,10 +10,10 @@ from shmbridge.parser import Parser, bridge_name
 _EXAMPLES = """\
 examples:
   # serve a local folder, follow the learner of bridge "demo"
-  python -m shmbridge.consumers.policy_server --bridge demo --model ./tiny
+  %(prog)s --bridge demo --model ./tiny
 
   # any free port (it is printed), a GPU, a wider collecting window
-  python -m shmbridge.consumers.policy_server --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --port 0 \\
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --port 0 \\
       --device cuda --dtype bfloat16 --window-ms 20
 
 exit status: 1 refused to start, or the engine failed; 130 or 143 stopped by SIGINT or SIGTERM.

@@ -10,8 +10,8 @@ from shmbridge.parser import Parser, bridge_name, size
 
 _EXAMPLES = """\
 examples:
-  python -m shmbridge.producers.atropos --bridge run1 gsm8k_server.py serve --env.group_size 8
-  python -m shmbridge.producers.atropos --bridge run1 --lane-bytes 256M env.py serve --config env.yaml
+  %(prog)s --bridge run1 gsm8k_server.py serve --env.group_size 8
+  %(prog)s --bridge run1 --lane-bytes 256M env.py serve --config env.yaml
 
 The environment waits until a consumer has announced its run:
   shmbridge.Consumer("run1", run=shmbridge.Run(batch_size=64, num_steps=100))

@@ -58,7 +58,7 @@ def words_of(parser: Parser) -> Words:
     """Returns what a parser takes, without what its help does not show."""
     shown = [each for each in parser._actions if each.help != argparse.SUPPRESS]
     flags = tuple(
-        Flag(tuple(each.option_strings), (each.help or "").split("\n")[0], _value(each))
+        Flag(tuple(each.option_strings), parser.help_of(each), _value(each))
         for each in shown
         if each.option_strings
     )
@@ -150,7 +150,7 @@ def _zsh(commands: dict[str, Words]) -> str:
 
 
 def _zsh_text(text: str) -> str:
-    return text.replace("%%", "%").replace("[", "(").replace("]", ")").replace(":", "\\:")
+    return text.replace("[", "(").replace("]", ")").replace(":", "\\:")
 
 
 def _zsh_action(value: str | tuple[str, ...]) -> str:
@@ -184,4 +184,4 @@ def _fish_value(value: str | tuple[str, ...] | None) -> str:
 
 
 def _quoted(text: str) -> str:
-    return "'" + text.replace("%%", "%").replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -17,22 +17,22 @@ from shmbridge.parser import Parser
 _EXAMPLES = """\
 examples:
   # a small random model on the CPU, against environments that send 8 answers per prompt
-  python -m shmbridge.consumers.grpo --bridge demo --model ./tiny --steps 400 --groups 16 --group-size 8 \\
+  %(prog)s --bridge demo --model ./tiny --steps 400 --groups 16 --group-size 8 \\
       --lr 2e-3 --entropy 0.1 --device cpu --threads 1
 
   # a pretrained model on a GPU; batches at most four versions old; weights leave as bfloat16
-  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
       --groups 64 --lr 1e-6 --max-staleness 4 --precision bfloat16 --gradient-checkpointing
 
   # go on after a crash, from the newest checkpoint of the run directory (a fresh start if there is none)
-  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --resume
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --resume
 
   # the same run once more, with another learning rate: every run directory has its configuration
-  python -m shmbridge.consumers.grpo --config runs/run1/config.yaml --run-dir runs/run1-faster --lr 3e-6
+  %(prog)s --config runs/run1/config.yaml --run-dir runs/run1-faster --lr 3e-6
 
   # the limits of the Atropos recipe for verl: 10 attempts of 30 s for a batch, but 30 s in all; advantages
   # wanted
-  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
       --batch-timeout 30 --batch-attempts 10 --batch-retry-delay 0.5 --max-wait-time 30 --no-fallback-to-grpo
 
   # four GPUs of this machine, one process for each; a part of each tensor on each
@@ -40,14 +40,14 @@ examples:
       --model Qwen/Qwen2.5-7B-Instruct --steps 500 --groups 64 --precision bfloat16 --parallel fsdp2
 
   # adapters on a model in bfloat16, four batches a step, a cosine that ends at a tenth; stop when it is good
-  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-7B-Instruct --steps 500 \\
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-7B-Instruct --steps 500 \\
       --lora-rank 16 --param-dtype bfloat16 --precision bfloat16 --lr 1e-5 --accumulate 4 \\
       --schedule cosine_with_min_lr --schedule-option min_lr_rate=0.1 \\
       --stop-when 'reward_mean>=0.95' --stop-patience 5 --tensorboard
 
   # two vLLM servers, started with VLLM_SERVER_DEV_MODE=1, get every second version; what they are generating
   # goes on
-  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
       --precision bfloat16 --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 \\
       --pause keep --publish-every 2
 
