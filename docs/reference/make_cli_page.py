@@ -17,7 +17,7 @@ HEAD = """# The command line
 
 * A mistake is one line on standard error, `shmbridge COMMAND: error: what -> what to do`, and exit code 2.
   Flags are written out in full.
-* A bridge that does not exist is exit code 3, and the line names those that do; a name that no bridge can have
+* A bridge that does not exist is exit code 3, and the line names those that do; a name that none can have
   is exit code 2 (SB100).
 * A package that is not installed is named with the command that installs it, exit code 1 (`env`: 2).
 * Ctrl-C is exit code 130. `| head` is no error.

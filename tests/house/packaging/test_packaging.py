@@ -170,3 +170,16 @@ def test_the_command_is_there(fresh_python, tmp_path):
     done = outside(fresh_python.with_name("shmbridge"), "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "shmbridge" in done.stdout
+
+
+@pytest.mark.long
+def test_the_demo_is_in_the_wheel(fresh_python, tmp_path):
+    """Three steps are too few to learn: it says so, and all else is as it should be."""
+    pytest.importorskip("torch")
+    pytest.importorskip("atroposlib")
+    argv = [fresh_python.with_name("shmbridge"), "demo", "--steps", "3", "--run-dir", "run", "--json"]
+    done = outside(*argv, cwd=tmp_path)
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["ok"]) == (1, False)
+    assert [reason.split(" by ")[0] for reason in said["reasons"]] == ["the mean reward rose"]
+    assert (said["summary"]["optimizer steps"], said["summary"]["leaked"]) == ("3", "0")
