@@ -130,9 +130,7 @@ class Demo:
             "use_wandb": "false",
             "wandb_name": name,
         }
-        if re.search(
-            r"^\s+reward_log\s*:", script.read_text(), re.MULTILINE
-        ):  # an environment of ours, which records rewards and has seeded questions
+        if _measures(script):
             log = report.JsonLines(self.folder / f"rewards-{name}.jsonl")
             self.progress.rewards[name] = log
             fields |= {"reward_log": log.path, "seed": self.options.seed + index}
@@ -283,6 +281,12 @@ It learned. What next:
   shmbridge top               while it runs: who is alive, what the lanes hold
   examples/README.md          the same processes by hand, and your own environment
 """
+
+
+def _measures(script: Path) -> bool:
+    """Returns whether an environment records its rewards, and has seeded questions: its config says so."""
+    ours = script.resolve() in [each.resolve() for each in OWN_ENVS]
+    return ours or re.search(r"^\s+reward_log\s*:", script.read_text(), re.MULTILINE) is not None
 
 
 def _sweeper(bridge: str) -> subprocess.Popen[bytes]:

@@ -100,6 +100,8 @@ def test_the_demo_trains_on_over_a_killed_learner_and_tells_the_truth_at_the_end
         assert re.search(r"restarted +learner 1x", run.output)
         assert re.search(r"dropped +0\n", run.output)
         assert re.search(r"leaked +0\n", run.output)
+        for env in ("larger_digit", "echo_letters"):
+            assert (run.run_dir / f"rewards-{env}.jsonl").stat().st_size > 0
         assert (run.run_dir / "rewards.png").stat().st_size > 10_000
         # thirty steps are too few for the goal, and the demo must say so
         assert status == 1
