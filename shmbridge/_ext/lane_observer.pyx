@@ -5,7 +5,7 @@ For one thread at a time, without any lock.
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport UINT64_MAX, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
@@ -46,25 +46,29 @@ cdef class LaneObserver(LaneReader):
             return 0
         tail = load_acquire64(&self._reader.header.tail)  # SYNC(commit)
         behind = tail - self._reader.next if tail > self._reader.next else 0
-        return self._backlog_count - self._backlog_taken + behind
+        return self._backlog_count + behind
 
     def miss_earlier(self):
-        """Counts what was released before this observer came: it should have been there."""
+        """Counts what was released before this observer came: it should have been there. Before any copy."""
         self.missed += self._reader.next - self._backlog_count
 
     def skip_backlog(self):
         """Begins with the next record that is committed."""
-        self._backlog_taken = self._backlog_count
+        self._backlog_count = 0
+
+    def end_with_backlog(self):
+        """Ends with the last record that was un-released when this observer came."""
+        self._reader.next = UINT64_MAX
 
     def copy(self, type cls):
         """A copy of the next record that is still un-released, as a `cls`; None if there is none yet."""
         cdef uint64_t sequence = 0
         cdef uint32_t index = 0
         while self.lane.alive():
-            if self._backlog_taken < self._backlog_count:
-                sequence = self._backlog[self._backlog_taken].sequence
-                index = self._backlog[self._backlog_taken].index
-                self._backlog_taken += 1
+            if self._backlog_count > 0:
+                self._backlog_count -= 1
+                sequence = self._backlog[self._backlog_count].sequence
+                index = self._backlog[self._backlog_count].index
             elif not lane_observe_next(&self._reader, &sequence, &index, &self.missed):
                 return None
             record = self.copy_of(cls, index, sequence)
@@ -78,7 +82,7 @@ cdef class LaneObserver(LaneReader):
         Counts nothing as missed.
         """
         cdef lane_entry* entries
-        cdef uint32_t count
+        cdef uint32_t count, i
         if not self.lane.alive():
             return None
         entries = <lane_entry*>malloc(self._reader.geometry.slot_count * sizeof(lane_entry))
@@ -87,9 +91,8 @@ cdef class LaneObserver(LaneReader):
         try:
             tail = load_acquire64(&self._reader.header.tail)  # SYNC(commit)
             count = lane_observe_held(&self._reader, tail, entries)
-            while count > 0:
-                count -= 1
-                record = self.copy_of(cls, entries[count].index, entries[count].sequence)
+            for i in range(count):
+                record = self.copy_of(cls, entries[i].index, entries[i].sequence)
                 if record is not None:
                     return record
         finally:

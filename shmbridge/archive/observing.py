@@ -17,6 +17,7 @@ class Observed:
 
     recorded: int = 0
     missed: int = 0  # released before their copy was whole
+    missed_lanes: int = 0  # that came and went before they could be opened
     skipped: int = 0  # for want of room on the disk
     again: int = 0  # in the folder already
     unreadable: int = 0
@@ -61,11 +62,12 @@ def observe(
                 del records
             else:
                 observer.wait(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
-        stats, missed = recorder.stats(), observer.missed
+        stats, missed, missed_lanes = recorder.stats(), observer.missed, observer.missed_lanes
         unreadable_lanes = dict(observer.unreadable)
     return Observed(
         int(stats["recorded_total"]),
         missed,
+        missed_lanes,
         int(stats["skipped_total"]),
         int(stats["again_total"]),
         int(stats["unreadable_total"]),

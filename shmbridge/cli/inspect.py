@@ -2,12 +2,17 @@
 
 import argparse
 import contextlib
+import re
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shmbridge.parser import Parser, bridge_name
+
+if TYPE_CHECKING:
+    from shmbridge.watch.prometheus import Exporter
 
 HELP = "say what each bridge does and what is wrong with it, and list its lanes and weights"
 EXAMPLES = """examples:
@@ -20,6 +25,7 @@ EXAMPLES = """examples:
   shmbridge inspect --listen 127.0.0.1:9400    serve /metrics and /healthz until Ctrl-C
 
 exit codes: 0 shown; 1 cannot listen there; 3 no such bridge"""
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
 
 
 def prepare_parser(parser: Parser) -> None:
@@ -42,17 +48,30 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a block per bridge."""
-    from shmbridge.segments.inventory import list_bridges
-    from shmbridge.watch.snapshot import look
-    from shmbridge.watch.text import block, document
+    from shmbridge.config import check_bridge_name
+    from shmbridge.watch.output import to_reader
 
-    if arguments.prometheus or arguments.listen:
-        return _export(arguments)
-    wanted = [info for info in list_bridges() if arguments.bridge in (None, info.name)]
+    if arguments.bridge:
+        check_bridge_name(arguments.bridge)
+    if arguments.listen:
+        return _serve(arguments)
+    with to_reader():
+        return _print_text(arguments) if arguments.prometheus else _print(arguments)
+    return 0
+
+
+def _print(arguments: argparse.Namespace) -> int:
+    from shmbridge.segments.inventory import list_bridges
+    from shmbridge.watch.document import of_listing
+    from shmbridge.watch.snapshot import look
+    from shmbridge.watch.text import absent, block
+
+    there = list_bridges()
+    wanted = [info for info in there if arguments.bridge in (None, info.name)]
     if arguments.json:
-        print(msgspec.json.encode([document(info) for info in wanted]).decode())
+        print(msgspec.json.encode([of_listing(info) for info in wanted]).decode())
     elif not wanted:
-        print(f"no bridge {arguments.bridge!r}" if arguments.bridge else "no bridges")
+        print(absent(arguments.bridge, [info.name for info in there]), file=sys.stderr)
     else:
         before = {info.name: look(info.name) for info in wanted if arguments.seconds > 0}
         if any(each is not None and each.lanes for each in before.values()):
@@ -61,37 +80,45 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if wanted or not arguments.bridge else 3
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    """Prints Prometheus text once, or serves it until Ctrl-C."""
+def _exporter(wanted: str | None) -> "Exporter":
     from shmbridge.segments import segment
     from shmbridge.watch.prometheus import Exporter
+
+    return Exporter(lambda: [name for name in segment.bridges() if wanted in (None, name)])
+
+
+def _print_text(arguments: argparse.Namespace) -> int:
+    """Prints Prometheus text once."""
+    from shmbridge.segments.segment import bridges
+    from shmbridge.watch.text import absent
+
+    if arguments.bridge and arguments.bridge not in (there := bridges()):
+        print(absent(arguments.bridge, there), file=sys.stderr)
+        return 3
+    print(_exporter(arguments.bridge).text(), end="")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Serves Prometheus text until Ctrl-C."""
     from shmbridge.watch.scrape import ScrapeServer
 
-    def bridges() -> list[str]:
-        return [name for name in segment.bridges() if arguments.bridge in (None, name)]
-
-    exporter = Exporter(bridges)
-    if not arguments.listen:
-        if arguments.bridge and not bridges():
-            print(f"no bridge {arguments.bridge!r}", file=sys.stderr)
-            return 3
-        print(exporter.text(), end="")
-        return 0
     host, port = arguments.listen
     try:
-        server = ScrapeServer((host, port), exporter)
+        server = ScrapeServer((host, port), _exporter(arguments.bridge))
     except OSError as wrong:
-        print(f"cannot listen on {host}:{port}: {wrong.strerror} -> another --listen", file=sys.stderr)
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        print(f"cannot listen on {where}: {wrong.strerror} -> another --listen", file=sys.stderr)
         return 1
     with server:
-        print(f"serving http://{host}:{server.server_port}/metrics until Ctrl-C", flush=True)
+        print(f"serving {server.url} until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9400")
-    return host or "127.0.0.1", int(port)
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9400 or [::1]:9400")
+    return found["ipv6"] or found["host"] or "127.0.0.1", int(found["port"])

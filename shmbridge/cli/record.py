@@ -90,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for producer_id, sequence in done.reached.items():
         print(f"  {printable(producer_id)} up to sequence {sequence}")
+    if done.missed_lanes:
+        print(f"  {done.missed_lanes} lanes came and went unseen, with an unknown count of records")
     for lane, why in done.unreadable_lanes.items():
         print(f"  lane {lane} is not recorded: {printable(why)}")
     return 0

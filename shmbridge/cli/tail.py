@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -45,39 +44,60 @@ def prepare_parser(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints records until N were shown, the bridge is gone, or Ctrl-C."""
+    """Prints records until N were shown, the bridge is gone, nobody reads on, or Ctrl-C."""
+    from shmbridge.config import check_bridge_name
+    from shmbridge.errors import BadArgument
     from shmbridge.segments.segment import bridges
     from shmbridge.watch.observer import Observer
+    from shmbridge.watch.output import to_reader
+    from shmbridge.watch.text import absent
 
+    check_bridge_name(arguments.bridge)
+    if arguments.n is not None and arguments.n < 0:
+        raise BadArgument(f"-n {arguments.n} is no number of records", hint="-n 10, or none for all")
     show = _lines(arguments)
-    with Observer(arguments.bridge, backlog=not arguments.new) as observer:
-        if arguments.bridge not in bridges():
-            print(f"no bridge {arguments.bridge!r}", file=sys.stderr)
+    follow = not arguments.no_follow
+    with Observer(arguments.bridge, backlog=not arguments.new, follow=follow) as observer, to_reader():
+        if arguments.bridge not in (there := bridges()):
+            print(absent(arguments.bridge, there), file=sys.stderr)
             return 3
-        try:
-            for record in itertools.islice(_records(observer, arguments), arguments.n):
-                print("\n".join(show(record)), flush=True)
-        except BrokenPipeError:  # `| head`: nobody reads on, not even what the interpreter flushes at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for record in itertools.islice(_records(observer, arguments), arguments.n):
+            print("\n".join(show(record)), flush=True)
     return 0
 
 
 def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[Record]":
-    """Yields the wanted records; says on standard error how many were missed."""
+    """Yields the wanted records; says on standard error what cannot be shown."""
     from shmbridge.segments.segment import bridges
+    from shmbridge.watch.output import has_reader
+    from shmbridge.watch.text import printable
 
-    missed = 0
+    said: set[str] = set()
+    if arguments.env is not None and arguments.env not in observer.environments:
+        there = ", ".join(sorted(map(printable, observer.environments))) or "none"
+        print(f"no lane of environment {arguments.env!r} yet; there are: {there}", file=sys.stderr)
     while True:
         for record in observer.poll():
             if arguments.env in (None, record.meta.env_name):
                 yield record
-        if observer.missed > missed:
-            missed = observer.missed
-            print(f"{missed} records were released before they could be shown", file=sys.stderr)
+        for sentence in _not_shown(observer):
+            if sentence not in said:
+                said.add(sentence)
+                print(sentence, file=sys.stderr)
         if not observer.wait(0 if arguments.no_follow else _LOOK_EVERY_S) and (
-            arguments.no_follow or arguments.bridge not in bridges()
+            arguments.no_follow or arguments.bridge not in bridges() or not has_reader()
         ):
             return
+
+
+def _not_shown(observer: "Observer") -> "Iterator[str]":
+    if observer.missed:
+        yield f"{observer.missed} records were released before they could be shown"
+    if lanes := observer.missed_lanes:
+        said = "1 lane" if lanes == 1 else f"{lanes} lanes"
+        yield f"{said} came and went unseen, with an unknown count of records"
+    for name, why in observer.unreadable.items():
+        yield f"lane {name} cannot be read: {why}"
 
 
 def _lines(arguments: argparse.Namespace) -> "Callable[[Record], list[str]]":

@@ -1,7 +1,6 @@
 """`shmbridge top`: the live view of a bridge; or one plain screen, or JSON, for scripts."""
 
 import argparse
-import os
 import sys
 import time
 
@@ -43,23 +42,28 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the bridge until the user quits, or once."""
-    from shmbridge.segments.inventory import list_bridges
+    from shmbridge.config import check_bridge_name
+    from shmbridge.segments.segment import bridges
+    from shmbridge.watch.output import to_reader
+    from shmbridge.watch.text import absent
 
-    there = [info.name for info in list_bridges()]
+    if arguments.bridge:
+        check_bridge_name(arguments.bridge)
+    there = bridges()
     wanted = [name for name in there if arguments.bridge in (None, name)]
     if not wanted:
         if not arguments.json:
-            print(f"no bridge {arguments.bridge!r}" if arguments.bridge else "no bridges")
+            print(absent(arguments.bridge, there), file=sys.stderr)
         return 3 if arguments.bridge else 0
-    if arguments.json:
-        try:
-            _json(wanted, arguments.interval, arguments.once)
-        except BrokenPipeError:  # `| head`: nobody reads on, not even what the interpreter flushes at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if arguments.json or arguments.once or not _is_terminal():
+        with to_reader():
+            (_json if arguments.json else _once)(wanted, arguments.interval, arguments.once)
         return 0
-    if arguments.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _once(wanted, arguments.interval)
     return _live(wanted[0] if len(wanted) == 1 else None, arguments.interval, arguments.decode)
+
+
+def _is_terminal() -> bool:
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _live(bridge: str | None, interval_s: float, tokenizer: str | None) -> int:
@@ -80,7 +84,7 @@ def _live(bridge: str | None, interval_s: float, tokenizer: str | None) -> int:
     return view.return_code or 0
 
 
-def _once(names: list[str], interval_s: float) -> int:
+def _once(names: list[str], interval_s: float, _: bool) -> None:
     from shmbridge.segments.inventory import list_bridges
     from shmbridge.watch.snapshot import look
     from shmbridge.watch.text import block
@@ -91,11 +95,10 @@ def _once(names: list[str], interval_s: float) -> int:
         block(info, before[info.name], every_lane=False) for info in list_bridges() if info.name in names
     ]
     print("\n\n".join(blocks))
-    return 0
 
 
 def _json(names: list[str], interval_s: float, once: bool) -> None:
-    from shmbridge.watch.document import document
+    from shmbridge.watch.document import of_look
     from shmbridge.watch.snapshot import look
 
     before = {name: look(name) for name in names}
@@ -104,7 +107,7 @@ def _json(names: list[str], interval_s: float, once: bool) -> None:
         for name in names:
             now = look(name)
             if now is not None:
-                print(msgspec.json.encode(document(now, before[name])).decode(), flush=True)
+                print(msgspec.json.encode(of_look(now, before[name])).decode(), flush=True)
             before[name] = now
         if once:
             break

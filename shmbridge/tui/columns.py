@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shmbridge.watch.cells import cells, cut, padded
 from shmbridge.watch.diagnosis import in_words
 from shmbridge.watch.rows import Row
 from shmbridge.watch.text import printable
@@ -70,7 +71,7 @@ def widths(rows: list[Row], states: list[str], screen: int) -> list[int]:
     found[STATE] = min(max((len(state) for state in states), default=0), most)
     found[STATE] = max(found[STATE], len("stopped"))
     left = screen - _MARKS - sum(found) - (len(found) - 1)
-    longest = max((len(printable(row.label)) + 5 for row in rows), default=0)
+    longest = max((cells(printable(row.label)) + 5 for row in rows), default=0)
     if left >= longest + 1 + _BAR:
         found[BYTES] += 1 + _BAR
         left -= 1 + _BAR
@@ -111,13 +112,9 @@ def line(row: Row, state: str, width: list[int], mark: str) -> str:
 
 def _joined(cells: list[str], width: list[int]) -> str:
     return " ".join(
-        f"{_cut(cell, wide):<{wide}}" if number in (LABEL, STATE) else f"{_cut(cell, wide):>{wide}}"
+        padded(cut(cell, wide), wide, right=number not in (LABEL, STATE))
         for number, (cell, wide) in enumerate(zip(cells, width, strict=True))
     )
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _bar(share: float) -> str:

@@ -4,10 +4,13 @@ Observers only read: they hold no lock and delay nobody.
 """
 
 __all__ = [
+    "arrivals",
+    "cells",
     "decode",
     "diagnosis",
     "document",
     "observer",
+    "output",
     "processes",
     "prometheus",
     "record_lines",

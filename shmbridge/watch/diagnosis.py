@@ -45,7 +45,7 @@ def headline(now: BridgeLook, before: BridgeLook | None = None) -> Finding:
 
 def findings(now: BridgeLook) -> list[Finding]:
     """Returns all findings, worst first; none for a healthy bridge. Never blocks."""
-    found = [*_room(now), *_lanes_given_up(now), *_consumer(now), *_environments(now)]
+    found = [*_room(now), *_lanes_given_up(now), *_unreadable(now), *_consumer(now), *_environments(now)]
     return sorted(found, key=lambda finding: -finding.severity)
 
 
@@ -88,12 +88,19 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+def count(number: int, thing: str) -> str:
+    """Returns a number of things: 1 lane, 2 lanes."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def _consumer(now: BridgeLook) -> list[Finding]:
     """The learner's side: gone, stopped, slow, or waiting."""
     living = [lane for lane in now.lanes if lane.state is not State.DEAD]
+    if not now.is_consumer_known:
+        return []
     if now.consumer is None:
-        held = f"{_count(now.held, 'record')} {'waits' if now.held == 1 else 'wait'}"
-        text = f"no consumer: {held}, and {_count(len(living), 'environment')} {_live(len(living))}"
+        held = f"{count(now.held, 'record')} {'waits' if now.held == 1 else 'wait'}"
+        text = f"no consumer: {held}, and {count(len(living), 'environment')} {_live(len(living))}"
         if not now.held and not living:
             return [Finding(Severity.NOTE, text, f"shmbridge clean {now.name} --yes")]
         return [Finding(Severity.TROUBLE, text, "start a learner on this bridge")]
@@ -156,7 +163,7 @@ def _environments(now: BridgeLook) -> list[Finding]:
 def _slow(now: BridgeLook, living: list[LaneLook], waits: str) -> Finding:
     if not living:
         return Finding(Severity.TROUBLE, f"{waits}none is alive", "start environments on this bridge")
-    slowest = max(living, key=lambda lane: lane.newest_age_s or float("inf"))
+    slowest = max(living, key=lambda lane: float("inf") if lane.newest_age_s is None else lane.newest_age_s)
     age = slowest.newest_age_s
     last = "has put nothing yet" if age is None else f"put last {in_words(age)} ago"
     return Finding(
@@ -179,9 +186,27 @@ def _lanes_given_up(now: BridgeLook) -> Iterable[Finding]:
     if given_up := [lane for lane in now.lanes if lane.quarantined]:
         yield Finding(
             Severity.TROUBLE,
-            f"{len(given_up)} lanes are quarantined, their memory was overwritten: {_names(given_up)}",
+            f"{count(len(given_up), 'lane')} {_are(len(given_up))} quarantined, memory was overwritten: "
+            f"{_names(given_up)}",
             "end these environments and look for what writes into their memory",
         )
+
+
+def _unreadable(now: BridgeLook) -> Iterable[Finding]:
+    if not now.unreadable:
+        return
+    name, why = next(iter(now.unreadable.items()))
+    more = len(now.unreadable) - 1
+    yield Finding(
+        Severity.TROUBLE,
+        f"{count(more + 1, 'segment')} cannot be read from here: {name}, {why}"
+        + (f", and {more} more" if more else ""),
+        "install one version of shmbridge everywhere"
+        if "layout" in why
+        else "look for what writes into its memory"
+        if "[SB" not in why and "Errno" not in why
+        else "",
+    )
 
 
 def _healthy(now: BridgeLook, before: BridgeLook | None) -> str:
@@ -194,7 +219,7 @@ def _healthy(now: BridgeLook, before: BridgeLook | None) -> str:
             if not now.lanes
             else "healthy: no environment is alive any more"
         )
-    return f"healthy: {_count(living, 'environment')}{speed}, {_count(now.held, 'record')} held"
+    return f"healthy: {count(living, 'environment')}{speed}, {count(now.held, 'record')} held"
 
 
 def _since_batch(consumer: ConsumerLook) -> str:
@@ -209,10 +234,6 @@ def _names(lanes: list[LaneLook]) -> str:
         for lane in lanes[:_NAMED]
     )
     return named + (f" and {len(lanes) - _NAMED} more" if len(lanes) > _NAMED else "")
-
-
-def _count(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _are(count: int) -> str:

@@ -1,7 +1,8 @@
 """Copies of the records of a bridge, for programs that watch it: `tail`, the live view, a recorder.
 
 An observer attaches read-only, takes nothing away and holds nothing back. So it may be too late: a record
-that was released before its copy was whole is counted in `missed`, never half shown.
+that was released before its copy was whole is counted in `missed`, never half shown. A lane that was removed
+before it could be opened is counted in `missed_lanes`; how many records it had nobody can tell.
 """
 
 import time
@@ -14,6 +15,7 @@ from shmbridge.errors import ShmBridgeError
 from shmbridge.record.record import Lane, Record
 from shmbridge.schema import Columns
 from shmbridge.segments import segment
+from shmbridge.watch.arrivals import Arrivals
 
 _LOOK_FOR_LANES_S = 0.1
 _SHORTEST_S, _LONGEST_S = 0.001, 0.02
@@ -28,22 +30,30 @@ class Observer:
     Args:
         bridge: name of the bridge.
         backlog: whether to begin with the records that are un-released now; else with the next ones.
+        follow: whether to go on with records that come; else it ends with those that are there now.
 
     Raises BadBridgeName.
     """
 
-    def __init__(self, bridge: str, *, backlog: bool = True) -> None:
+    def __init__(self, bridge: str, *, backlog: bool = True, follow: bool = True) -> None:
         self.bridge = check_bridge_name(bridge)
         self.unreadable: dict[str, str] = {}  # lanes of another layout or with garbage, and why
-        self._started = False
+        self.environments: set[str] = set()  # of all lanes that were opened
+        self.missed_lanes = 0  # that were removed before they could be opened, as far as the kernel tells
+        self._has_begun = self._has_ended = False
         self._lanes: dict[str, LaneObserver] = {}
+        self._again: set[str] = set()  # lanes that a limit of this process kept from being opened
+        self._expected: set[str] = set()  # lanes that exist, or existed, and were not opened yet
+        self._arrivals = Arrivals(bridge)
         self._gone_missed = 0
         self._looked_s = float("-inf")
         self._look_for_lanes()
-        self._started = True
-        if not backlog:
-            for lane in self._lanes.values():
+        self._has_begun, self._has_ended = True, not follow
+        for lane in self._lanes.values():
+            if not backlog:
                 lane.skip_backlog()
+            if not follow:
+                lane.end_with_backlog()
 
     @property
     def missed(self) -> int:
@@ -88,10 +98,10 @@ class Observer:
             pause_s = min(2 * pause_s, _LONGEST_S)
 
     def close(self) -> None:
-        """Gives the lanes' memory back, once no copy refers to them; poll finds them again."""
-        self._gone_missed = self.missed
+        """Ends the observation; gives the lanes' memory back, once no copy refers to them. Never blocks."""
+        self._gone_missed, self._has_ended = self.missed, True
         self._lanes.clear()
-        self._looked_s = float("-inf")
+        self._arrivals.close()
 
     def __enter__(self) -> Self:
         return self
@@ -114,16 +124,20 @@ class Observer:
     def _look_for_lanes(self, *, at_most_every_s: float = 0.0) -> None:
         """Opens lanes that came, and drops those whose names are gone and that were read to the end."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < at_most_every_s:
+        came = self._arrivals.take()
+        if self._has_ended or (not came and now_s - self._looked_s < at_most_every_s):
             return
         self._looked_s = now_s
-        names = segment.lane_names(self.bridge)
+        names = set(segment.lane_names(self.bridge))
         for name in self._lanes.keys() - names:
             if not self._lanes[name].waiting:
                 self._gone_missed += self._lanes.pop(name).missed
-        for name in names:
-            if name not in self._lanes and name not in self.unreadable:
-                self._open(name)
+        known = self._lanes.keys() | self.unreadable.keys()
+        for name in sorted(names - known | self._again & names):
+            self._open(name)
+        self._expected = (self._expected | came | names) - known - self._lanes.keys() - self.unreadable.keys()
+        self.missed_lanes += len(self._expected - names)
+        self._expected &= names
 
     def _open(self, name: str) -> None:
         """Opens a lane; one that is not ready yet is looked at again, one that cannot be read is noted."""
@@ -143,7 +157,12 @@ class Observer:
             )
         except (OSError, ShmBridgeError, header.LaneCorrupt) as wrong:
             self.unreadable[name] = str(wrong)
+            if isinstance(wrong, OSError):  # no descriptor or no memory left: it may pass
+                self._again.add(name)
             return
-        if self._started:  # the lane began since
+        if self._has_begun:  # the lane began since
             lane.miss_earlier()
         self._lanes[name] = lane
+        self._again.discard(name)
+        self.unreadable.pop(name, None)
+        self.environments.add(said["env_name"])

@@ -17,6 +17,8 @@ from shmbridge.segments.discard_reasons import Discard, Drop
 from shmbridge.segments.locks import LockByte
 from shmbridge.watch.processes import State, state_of
 
+_UNREADABLE = (OSError, ShmBridgeError, header.LaneCorrupt)
+
 
 @dataclass(frozen=True, slots=True)
 class LaneLook:
@@ -81,6 +83,12 @@ class BridgeLook:
     mount_free: int  # bytes
     mount_bytes: int
     lanes: list[LaneLook] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)  # segments that cannot be read, and why
+
+    @property
+    def is_consumer_known(self) -> bool:
+        """Whether the control segment, which names the consumer, can be read."""
+        return segment.control_name(self.name) not in self.unreadable
 
     @property
     def waiting(self) -> list[LaneLook]:
@@ -108,30 +116,49 @@ def look(bridge: str) -> BridgeLook | None:
     """
     if check_bridge_name(bridge) not in segment.bridges():
         return None
-    now_ns = time.monotonic_ns()
-    lanes = [each for each in (_lane(name, now_ns) for name in segment.lane_names(bridge)) if each]
+    now_ns, lanes, unreadable = time.monotonic_ns(), [], {}
+    for name in segment.lane_names(bridge):
+        try:
+            if (lane := _lane(name, now_ns)) is not None:
+                lanes.append(lane)
+        except _UNREADABLE as wrong:
+            unreadable[name] = str(wrong)
     lanes.sort(key=lambda lane: (lane.env_name, lane.producer_id))
-    consumer, version, published_age_s = _control(bridge, now_ns)
-    return BridgeLook(bridge, now_ns / 1e9, consumer, version, published_age_s, *_mount(), lanes)
+    consumer, version, published_age_s = None, None, None
+    try:
+        consumer, version, published_age_s = _control(bridge, now_ns)
+    except _UNREADABLE as wrong:
+        unreadable[segment.control_name(bridge)] = str(wrong)
+    return BridgeLook(bridge, now_ns / 1e9, consumer, version, published_age_s, *_mount(), lanes, unreadable)
 
 
 def policy_version(bridge: str) -> int | None:
     """Returns the newest policy version; None if there is no bridge, or none was published. Never blocks."""
-    return _control(bridge, time.monotonic_ns())[1]
+    with contextlib.suppress(*_UNREADABLE):
+        return _control(bridge, time.monotonic_ns())[1]
+    return None
 
 
 def _control(bridge: str, now_ns: int) -> tuple[ConsumerLook | None, int | None, float | None]:
-    """Returns the living consumer, the newest policy version, and seconds since that was published."""
-    with contextlib.suppress(OSError, ShmBridgeError, header.LaneCorrupt):
-        mapping = segment.open_mapping(
-            segment.control_name(bridge), readonly=True, minimum=header.control_bytes
-        )
-        if mapping is not None:
-            words = header.Control(mapping)
-            version = words.policy_version
-            published_age_s = _age(words.published_ns, now_ns)
-            return _consumer(words, now_ns), None if version < 0 else version, published_age_s
-    return None, None, None
+    """Returns the living consumer, the newest policy version, and seconds since that was published.
+
+    All None while there is no control segment. Raises one of _UNREADABLE.
+    """
+    mapping = segment.open_mapping(segment.control_name(bridge), readonly=True, minimum=header.control_bytes)
+    if mapping is None:
+        return None, None, None
+    words = header.Control(mapping)
+    if not words.ready:
+        return None, None, None
+    _check_layout(words.layout_version)
+    version = words.policy_version
+    published_age_s = _age(words.published_ns, now_ns)
+    return _consumer(words, now_ns), None if version < 0 else version, published_age_s
+
+
+def _check_layout(version: int) -> None:
+    if version != header.layout_version:
+        raise header.LaneCorrupt(f"layout version {version}, this build has {header.layout_version}")
 
 
 def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
@@ -154,18 +181,16 @@ def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
 
 
 def _lane(name: str, now_ns: int) -> LaneLook | None:
-    """Returns None for a lane that is gone, not ready, another user's, or not readable."""
-    try:
-        mapping = segment.open_mapping(name, readonly=True)
-        said = None if mapping is None else header.read_lane(mapping)
-        if mapping is None or said is None:
-            return None
-        load, words = header.load(mapping), header.lane_counters(mapping)
-        discarded = words["discarded"]
-        released = max(words["released"] - sum(discarded), 0)
-        discarded[Discard.CORRUPT] += words["quarantined"]
-    except (OSError, ShmBridgeError, header.LaneCorrupt):
+    """Returns None for a lane that is gone or not ready. Raises one of _UNREADABLE."""
+    mapping = segment.open_mapping(name, readonly=True)
+    said = None if mapping is None else header.read_lane(mapping)
+    if mapping is None or said is None:
         return None
+    _check_layout(said["layout_version"])
+    load, words = header.load(mapping), header.lane_counters(mapping)
+    discarded = words["discarded"]
+    released = max(words["released"] - sum(discarded), 0)
+    discarded[Discard.CORRUPT] += words["quarantined"]
     alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
     return LaneLook(
         name,

@@ -1,26 +1,16 @@
 """A bridge in lines of text, 80 columns wide: what is wrong, the consumer, the lanes, the weights."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
 
 from shmbridge.config import format_size
 from shmbridge.segments.inventory import BridgeInfo
-from shmbridge.watch.diagnosis import findings, headline, in_words, waited_for
+from shmbridge.watch.cells import cut, padded
+from shmbridge.watch.diagnosis import count, findings, headline, in_words, waited_for
 from shmbridge.watch.rows import Row, rows
 from shmbridge.watch.snapshot import BridgeLook, look
 
 _TITLES = ("environment", "pid", "state", "rec/s", "held", "fill", "last put", "waits", "lag")
 _LABEL, _STATE = 24, 8  # characters; a longer state of a sum takes the room of the pid it has not
-
-
-def document(info: BridgeInfo) -> dict[str, object]:
-    """Returns a bridge and its findings, for JSON. Never blocks."""
-    now = look(info.name)
-    said = [] if now is None else findings(now)
-    return asdict(info) | {
-        "findings": [
-            {"severity": each.severity.name, "text": each.text, "action": each.action} for each in said
-        ]
-    }
 
 
 def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
@@ -32,7 +22,7 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
         every_lane: show every lane, not only sums and troubles.
     """
     now = look(info.name)
-    lines = [f"{info.name}  {len(info.lanes)} lanes, {format_size(info.size_bytes)}"]
+    lines = [f"{info.name}  {count(len(info.lanes), 'lane')}, {format_size(info.size_bytes)}"]
     if now is not None:
         lines += [f"  {sentence}" for sentence in sentences(now, before)]
         lines.append(f"  {'  '.join(consumer_parts(now))}")
@@ -63,6 +53,22 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
     return "\n".join(lines)
 
 
+def absent(bridge: str | None, there: Sequence[str]) -> str:
+    """Returns that a bridge is not there, and which are. Never blocks.
+
+    Args:
+        bridge: its name; None: any was wanted.
+        there: all bridges of this user.
+    """
+    if bridge is None:
+        return "no bridges"
+    return (
+        f"no bridge {bridge!r}; there are: {', '.join(there)}"
+        if there
+        else f"no bridge {bridge!r}, and no other"
+    )
+
+
 def sentences(now: BridgeLook, before: BridgeLook | None = None) -> list[str]:
     """Returns what is wrong, worst first, or what a healthy bridge does; from the second on "also: ...".
 
@@ -75,7 +81,7 @@ def sentences(now: BridgeLook, before: BridgeLook | None = None) -> list[str]:
 def consumer_parts(now: BridgeLook) -> list[str]:
     """Returns what the consumer does, the policy version, and the room on the mount. Never blocks."""
     consumer = now.consumer
-    parts = ["no consumer"]
+    parts = ["no consumer" if now.is_consumer_known else "consumer not known"]
     if consumer is not None:
         doing = str(consumer.state)
         if doing == "running" and consumer.asking_s is not None:
@@ -94,7 +100,7 @@ def consumer_parts(now: BridgeLook) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     label = printable(row.label) if row.pid is not None else f"{printable(row.label)} ({row.lanes})"
     return (
-        label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…",
+        cut(label, _LABEL),
         "" if row.pid is None else str(row.pid),
         row.state,
         "" if row.rate is None else f"{row.rate:.1f}",
@@ -109,7 +115,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _line(cells: tuple[str, ...]) -> str:
     label, pid, state, *numbers = cells
     who = f"{pid:>7} {state:<8}" if pid or len(state) <= _STATE else f"{state:>16}"
-    return f"  {label:<{_LABEL}} {who}" + "".join(
+    return f"  {padded(label, _LABEL)} {who}" + "".join(
         f" {number:>{width}}" for number, width in zip(numbers, (6, 5, 4, 8, 5, 3), strict=True)
     )
 

@@ -31,7 +31,7 @@ static inline int lane_observe_next(lane_reader *reader, uint64_t *sequence, uin
     return 1;
 }
 
-/* The un-released records below `tail`, oldest first, at most `slot_count` entries; how many. */
+/* The un-released records below `tail`, newest first, at most `slot_count` entries; how many. */
 static inline uint32_t lane_observe_held(const lane_reader *reader, uint64_t tail, lane_entry *entries) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < reader->geometry.slot_count; i++) {
@@ -42,10 +42,6 @@ static inline uint32_t lane_observe_held(const lane_reader *reader, uint64_t tai
             entries[count++] = (lane_entry){sequence, i, 0};
     }
     qsort(entries, count, sizeof(lane_entry), lane_newest_first);
-    for (uint32_t i = 0; i < count / 2; i++) {
-        lane_entry swapped = entries[i];
-        entries[i] = entries[count - 1 - i], entries[count - 1 - i] = swapped;
-    }
     return count;
 }
 

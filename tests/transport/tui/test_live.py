@@ -70,7 +70,7 @@ async def test_a_stopped_environment_is_said_as_inspect_says_it(bridge, child, c
 def test_one_screen_json_and_exit_codes(bridge, child, capsys):
     environment = child(ENVIRONMENT)
     assert cli.main(["top", bridge, "--once", "--interval", "20ms"]) == 0
-    assert f"{bridge}  1 lanes" in capsys.readouterr().out
+    assert f"{bridge}  1 lane," in capsys.readouterr().out
     assert cli.main(["top", bridge, "--once", "--json", "--interval", "20ms"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     said = json.loads(line)

@@ -1,5 +1,6 @@
 """An observer's copies: whole, in order, counted when missed, and of no consequence to anybody else."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch.observer import Observer
 
@@ -198,3 +200,69 @@ def test_no_copy_is_torn_beside_a_quick_consumer(bridge, make_consumer, observer
     look()
     assert copied > rests >= 25
     assert copied + observer.missed == total
+
+
+def test_a_lane_that_came_and_went_between_two_looks_is_counted(bridge, make_consumer, observer):
+    consumer = make_consumer()
+    for _ in range(3):
+        with shmbridge.Producer(bridge, lane_bytes="64K") as producer:
+            producer.put(group(1))
+            consumer.get(5).release()
+        wait_until(lambda: (consumer.poll(), not segment.lane_names(bridge))[1])
+    assert observer.poll() == []
+    assert (observer.missed_lanes, observer.missed) == (3, 0)
+
+
+def test_a_lane_is_opened_at_once_when_it_comes(make_producer, make_consumer, observer):
+    """Not at the next look for lanes, a tenth of a second later."""
+    consumer, producer = make_consumer(), make_producer()
+    assert not observer.wait(0)
+    producer.put(group(1))
+    make_producer().put(group(2))
+    assert sorted(numbers(observer.poll(1) + observer.poll(1))) == [1, 2]
+    assert len(consumer.poll()) == 2
+    assert observer.missed_lanes == 0
+
+
+def test_without_the_kernels_notes_it_observes_all_the_same(bridge, make_producer, monkeypatch):
+    monkeypatch.setattr("shmbridge.watch.arrivals.ctypes.CDLL", lambda *_, **__: object())
+    with Observer(bridge) as observer:
+        make_producer().put(group(1))
+        assert numbers(observer.poll()) == [1]
+        assert observer.missed_lanes == 0
+
+
+def test_ends_with_what_is_there_if_asked(bridge, make_producer):
+    producer = make_producer()
+    producer.put(group(1))
+    with Observer(bridge, follow=False) as observer:
+        producer.put(group(2))
+        make_producer().put(group(3))
+        assert observer.wait(0)
+        assert numbers(observer.poll()) == [1]
+        assert not observer.wait(0)
+        assert observer.poll() == []
+
+
+def test_nothing_is_counted_twice_after_the_end(make_producer, observer):
+    make_producer().put(group(1))
+    assert len(observer.poll()) == 1
+    observer.close()
+    assert observer.poll() == []
+    assert not observer.wait(0)
+    assert (observer.missed, observer.missed_lanes) == (0, 0)
+
+
+def test_a_lane_that_no_descriptor_was_left_for_is_opened_later(bridge, make_producer, observer):
+    producer = make_producer()
+    producer.put(group(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "open_mapping", none_left)
+        assert observer.poll() == []
+        assert list(observer.unreadable.values()) == ["[Errno 24] Too many open files"]
+    assert numbers(observer.poll()) == [1]
+    assert observer.unreadable == {}
+
+
+def none_left(*_, **__):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -4,16 +4,27 @@ import asyncio
 import os
 import re
 import signal
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import shmbridge
+from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis, snapshot, text
+from shmbridge.watch.cells import cells, cut, padded
 from shmbridge.watch.diagnosis import Severity, findings, headline
+from shmbridge.watch.document import of_look
+from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import look
 from shmbridge.watch.text import block
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tui"))
+from looks import bridge_look
+from looks import consumer as consumer_look
+from looks import lane as lane_look
 
 GROUP = "{'tokens': [[1, 2, 3]], 'scores': [0.5]}"
 ENVIRONMENT = f"""
@@ -212,3 +223,98 @@ def test_looking_disturbs_nobody(bridge, make_producer, make_consumer):
     assert kept.lanes[0].records == 1
     assert look(bridge).held == 1
     assert shmbridge.clean(bridge).kept
+
+
+@pytest.fixture
+def overwritten():
+    """Writes bytes into a segment for as long as the test runs."""
+    before = []
+
+    def write(name, at, data):
+        with open(f"/dev/shm{name}", "r+b") as file:
+            file.seek(at)
+            before.append((name, at, file.read(len(data))))
+            file.seek(at)
+            file.write(data)
+
+    yield write
+    for name, at, data in before:
+        with open(f"/dev/shm{name}", "r+b") as file:
+            file.seek(at)
+            file.write(data)
+
+
+def test_a_lane_of_another_layout_is_named_not_left_out(bridge, make_producer, make_consumer, overwritten):
+    make_consumer()
+    make_producer(env_name="math")
+    (name,) = segment.lane_names(bridge)
+    overwritten(name, 8, b"\x63")
+    said = says(bridge, r"^1 segment cannot be read from here: /shmbridge\.")
+    assert said.endswith(
+        f"{name}, layout version 99, this build has 2 -> install one version of shmbridge everywhere"
+    )
+    assert of_look(look(bridge))["unreadable"] == {name: "layout version 99, this build has 2"}
+
+
+def test_a_lane_of_garbage_is_named(bridge, make_producer, make_consumer, overwritten):
+    make_consumer()
+    make_producer(env_name="math")
+    overwritten(segment.lane_names(bridge)[0], 0, b"nonsense")
+    says(bridge, r"cannot be read from here: /shmbridge.*not a lane -> look for what writes into its memory")
+
+
+def test_a_consumer_that_cannot_be_seen_is_not_said_to_be_gone(bridge, environment, learner, overwritten):
+    environment("a")
+    learner("consumer.get(10).release()")
+    overwritten(segment.control_name(bridge), 8, b"\x63")
+    said = says(bridge, r"^1 segment cannot be read from here: .*layout version 99")
+    assert "no consumer" not in said
+    [info] = [each for each in shmbridge.list_bridges() if each.name == bridge]
+    assert "consumer not known" in block(info, None, every_lane=False)
+
+
+def test_one_quarantined_lane_is_one():
+    [first, *_] = findings(bridge_look([lane_look("math", 5, quarantined=True)]))
+    assert first.text.startswith("1 lane is quarantined, memory was overwritten: math (pid 5")
+
+
+def test_the_slowest_is_not_the_one_that_puts_now():
+    now = bridge_look(
+        [lane_look("quick", 1, newest_age_s=0.0), lane_look("slow", 2, newest_age_s=40.0)],
+        consumer=consumer_look(State.RUNNING, 50.0, 40.0),
+    )
+    assert "the slowest of 2, slow, put last 40 s ago" in str(headline(now))
+
+
+def test_a_table_is_80_columns_wide_whatever_the_names(bridge, make_producer, make_consumer):
+    make_consumer()
+    for name in (
+        "漢字環境名前テスト環境とても長い名前です",
+        "e\u0301" * 60,
+        "🎉" * 20,
+        "\x1b[31mred",
+        "x" * 100,
+    ):
+        make_producer(env_name=name).put({"tokens": [[1]]})
+    [info] = [each for each in shmbridge.list_bridges() if each.name == bridge]
+    lines = block(info, look(bridge), every_lane=True).splitlines()
+    table = lines[[line.split()[:1] for line in lines].index(["environment"]) :]
+    assert len(table) == 6
+    assert max(map(cells, table)) <= 80
+    assert len({cells(line) for line in table[1:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text_", "width", "shown"),
+    [
+        ("abc", 3, "abc"),
+        ("abcd", 3, "ab…"),
+        ("漢字", 4, "漢字"),
+        ("漢字", 3, "漢…"),
+        ("漢字", 2, "…"),
+        ("x", 0, ""),
+    ],
+)
+def test_cutting_counts_cells(text_, width, shown):
+    assert cut(text_, width) == shown
+    assert cells(padded(shown, 6)) == cells(padded(shown, 6, right=True)) == 6
