@@ -1,10 +1,10 @@
 """What watching costs a run: its throughput, and the CPU time of its two ends, with `shmbridge top` and with
-`shmbridge record` beside it, and with neither.
+`shmbridge record` beside it, and with neither; and with a `record` that takes CPU time as any process does,
+for comparison.
 
 One environment that puts groups of lists as fast as it can, one trainer that reads every byte in place, in
 windows of some seconds, in turn within each round: nobody watches, `top` looks once a second, `record` copies
-what it can into files. Each end has a core; a watcher shares the trainer's, which is the less busy one, so on
-a machine with two cores `record` also takes time from it: then the CPU time per token is what counts.
+what it can into files. Each end has a core; a watcher shares the trainer's, which is the less busy one.
 Method: bench/README.md.
 """
 
@@ -23,18 +23,28 @@ import pytest
 from shmbridge.bench.flow import Flow, cores, end
 
 LENGTH = 2048
+WATCHERS = ("top", "record", "record, not idle")
+TAKES_ITS_SHARE = """
+import sys
+from shmbridge.watch import spare_cpu
+spare_cpu.use_only_spare_cpu = lambda: None
+from shmbridge.cli import main
+sys.exit(main())
+"""
 START_S = 3.0  # until a watcher has imported what it needs, at most; its import is not the run's cost
 
 
 @contextlib.contextmanager
 def watcher(who: str, bridge: str, folder: Path) -> Iterator[None]:
-    """Runs `top` or `record` beside the block; nothing for "nobody"."""
+    """Runs one of WATCHERS beside the block; nothing for "nobody"."""
     if who == "nobody":
         yield
         return
-    flags = {"top": ["--json", "--interval", "1s"], "record": ["--out", str(folder)]}[who]
+    command, _, not_idle = who.partition(", ")
+    flags = {"top": ["--json", "--interval", "1s"], "record": ["--out", str(folder)]}[command]
+    program = ["-c", TAKES_ITS_SHARE] if not_idle else ["-m", "shmbridge.cli"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "shmbridge.cli", who, bridge, *flags],
+        [sys.executable, *program, command, bridge, *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -55,7 +65,7 @@ def ends_cpu(window: dict[str, Any]) -> float:
 
 @pytest.mark.benchmark(group="watching")
 def test_cost_of_watching(benchmark: Any, quick: bool, tmp_path: Path) -> None:
-    windows: dict[str, list[dict[str, Any]]] = {"nobody": [], "top": [], "record": []}
+    windows: dict[str, list[dict[str, Any]]] = {who: [] for who in ("nobody", *WATCHERS)}
 
     def measure() -> None:
         with Flow("put", LENGTH, window=64) as flow:
@@ -68,7 +78,7 @@ def test_cost_of_watching(benchmark: Any, quick: bool, tmp_path: Path) -> None:
     benchmark.pedantic(measure, rounds=1)
     rate = {who: median(each["tokens_per_s"] for each in found) for who, found in windows.items()}
     cpu = {who: median(map(ends_cpu, found)) for who, found in windows.items()}
-    for who in ("top", "record"):
+    for who in WATCHERS:
         benchmark.extra_info[who] = {
             "throughput_ratio": rate[who] / rate["nobody"],
             "cpu_ratio": cpu[who] / cpu["nobody"],

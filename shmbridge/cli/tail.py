@@ -50,12 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     from shmbridge.segments.segment import bridges
     from shmbridge.watch.observer import Observer
     from shmbridge.watch.output import to_reader
+    from shmbridge.watch.spare_cpu import use_only_spare_cpu
     from shmbridge.watch.text import absent
 
     check_bridge_name(arguments.bridge)
     if arguments.n is not None and arguments.n < 0:
         raise BadArgument(f"-n {arguments.n} is no number of records", hint="-n 10, or none for all")
     show = _lines(arguments)
+    use_only_spare_cpu()
     follow = not arguments.no_follow
     with Observer(arguments.bridge, backlog=not arguments.new, follow=follow) as observer, to_reader():
         if arguments.bridge not in (there := bridges()):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from shmbridge.tui.columns import COLUMNS, STATE
-from shmbridge.watch.rows import FEW, Row, summed
+from shmbridge.watch.rows import FEW, Row, has_few_troubles, summed
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class View:
     def arranged(self, lanes: list[Row]) -> list[Row]:
         """Returns the rows to show: sums with the lanes under them, or lanes alone.
 
-        Of many lanes, only those in trouble are shown under their sum, until it is opened.
+        Of many lanes, only those in trouble are shown under their sum, if these are few, until it is opened.
         """
         found = [row for row in lanes if self._is_wanted(row)]
         if not self.grouped:
             return self._sorted(found)
-        few = len(found) <= FEW
+        few, few_troubles = len(found) <= FEW, has_few_troubles(found)
         sums: list[Row] = []
         under: dict[str, list[Row]] = {}
         for env_name, of_it in groupby(sorted(found, key=lambda row: row.env_name), lambda row: row.env_name):
@@ -44,7 +44,7 @@ class View:
             by_hand = self.opened.get(env_name)
             shown = few if by_hand is None else by_hand
             under[env_name] = self._sorted(
-                [row for row in each if shown or (by_hand is None and row.is_trouble)]
+                [row for row in each if shown or (by_hand is None and few_troubles and row.is_trouble)]
             )
         return [
             row

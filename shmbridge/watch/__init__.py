@@ -4,7 +4,6 @@ Observers only read: they hold no lock and delay nobody.
 """
 
 __all__ = [
-    "arrivals",
     "cells",
     "decode",
     "diagnosis",
@@ -17,5 +16,6 @@ __all__ = [
     "rows",
     "scrape",
     "snapshot",
+    "spare_cpu",
     "text",
 ]

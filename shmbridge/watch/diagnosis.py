@@ -50,13 +50,14 @@ def findings(now: BridgeLook) -> list[Finding]:
 
 
 def rate(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float | None:
-    """Returns records per second of a lane between two looks; None if one of them lacks it."""
-    earlier = (
-        None if before is None else next((each for each in before.lanes if each.name == lane.name), None)
-    )
-    if earlier is None or before is None or now.at_s <= before.at_s:
+    """Returns records per second of a lane between two looks; None without two.
+
+    A lane that came since had none before. Never blocks.
+    """
+    if before is None or now.at_s <= before.at_s:
         return None
-    return (lane.records - earlier.records) / (now.at_s - before.at_s)
+    earlier = next((each.records for each in before.lanes if each.name == lane.name), 0)
+    return (lane.records - earlier) / (now.at_s - before.at_s)
 
 
 def waited_for(now: BridgeLook, before: BridgeLook | None) -> dict[str, float] | None:

@@ -57,7 +57,7 @@ class _Memory:
     """The labels of one bridge's environments, and the counters of its lanes."""
 
     def __init__(self) -> None:
-        self._labels: dict[str, str] = {}
+        self._labels: set[str] = set()
         self._lanes: dict[str, dict[tuple[str, Labels], float]] = {}
         self._gone: dict[tuple[str, Labels], float] = {}
 
@@ -66,10 +66,13 @@ class _Memory:
         bridge = ("bridge", now.name)
         yield from _of_bridge(now, (bridge,))
         environments: dict[str, list[LaneLook]] = {}
+        others: set[str] = set()
         for lane in now.lanes:
-            label = self._label(lane.env_name)
+            if (label := self._label(lane.env_name)) == OTHER:
+                others.add(lane.env_name)
             environments.setdefault(label, []).append(lane)
             self._lanes[lane.name] = dict(_counters(lane, (bridge, ("environment", label))))
+        yield Sample(_NAMES["environments_other"], (bridge,), len(others))
         for name in self._lanes.keys() - set(segment.lane_names(now.name)):
             _add(self._gone, self._lanes.pop(name))
         totals = dict(self._gone)
@@ -84,10 +87,10 @@ class _Memory:
 
     def _label(self, env_name: str) -> str:
         """Returns the same label for an environment each time; OTHER beyond the first so many."""
-        if env_name not in self._labels:
-            label, known = environment_label(env_name), set(self._labels.values())
-            self._labels[env_name] = label if label in known or len(known) < MOST_ENVIRONMENTS else OTHER
-        return self._labels[env_name]
+        label = environment_label(env_name)
+        if label not in self._labels and len(self._labels) < MOST_ENVIRONMENTS:
+            self._labels.add(label)
+        return label if label in self._labels else OTHER
 
 
 def render(samples: Iterable[Sample]) -> str:
@@ -113,9 +116,10 @@ _FAMILIES = {each.prometheus: (each.kind, each.help) for each in COUNTERS}
 def _of_bridge(now: BridgeLook, labels: Labels) -> Iterator[Sample]:
     consumer = now.consumer
     values: dict[str, float | None] = {
-        "consumer_up": int(consumer is not None),
+        "consumer_up": int(consumer is not None) if now.is_consumer_known else None,
         "policy_version": now.policy_version,
         "version_age_s": now.published_age_s,
+        "segments_unreadable": len(now.unreadable),
     }
     if consumer is not None:
         values |= {

@@ -41,23 +41,30 @@ class Row:
 def rows(now: BridgeLook, before: BridgeLook | None = None, *, every_lane: bool = False) -> list[Row]:
     """Returns the rows of a bridge: a sum per environment, and under it its lanes. Never blocks.
 
-    Of a bridge with more than a few lanes, only those in trouble are shown by themselves.
+    Of a bridge with more than a few lanes, only those in trouble are shown by themselves, as long as these
+    are few.
 
     Args:
         now, before: two looks; without an earlier one, rates and waits are unknown.
         every_lane: show every lane.
     """
     found: list[Row] = []
-    few = every_lane or len(now.lanes) <= FEW
-    for env_name, of_it in groupby(lane_rows(now, before), key=lambda row: row.env_name):
+    lanes = lane_rows(now, before)
+    shows_all, shows_troubles = every_lane or len(lanes) <= FEW, has_few_troubles(lanes)
+    for env_name, of_it in groupby(lanes, key=lambda row: row.env_name):
         each = list(of_it)
-        shown = [row for row in each if few or row.is_trouble]
+        shown = [row for row in each if shows_all or (shows_troubles and row.is_trouble)]
         if len(each) > 1:
             found.append(summed(env_name, each))
         elif not shown:
             shown = each
         found += shown
     return found
+
+
+def has_few_troubles(lanes: list[Row]) -> bool:
+    """Returns whether the lanes in trouble can be shown by themselves. Never blocks."""
+    return sum(row.is_trouble for row in lanes) <= FEW
 
 
 def lane_rows(now: BridgeLook, before: BridgeLook | None = None) -> list[Row]:
@@ -127,8 +134,8 @@ def _wait(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float |
         return None
     if lane.blocked_s is not None:  # what it sleeps now is counted when it ends
         return min(1.0, lane.blocked_s / (now.at_s - before.at_s))
-    earlier = next((each for each in before.lanes if each.name == lane.name), None)
-    return None if earlier is None else min(1.0, (lane.wait_s - earlier.wait_s) / (now.at_s - before.at_s))
+    earlier_s = next((each.wait_s for each in before.lanes if each.name == lane.name), 0.0)
+    return min(1.0, (lane.wait_s - earlier_s) / (now.at_s - before.at_s))
 
 
 def _states(each: list[Row]) -> str:

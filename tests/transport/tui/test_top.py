@@ -139,6 +139,22 @@ async def test_a_hundred_lanes_are_sums_and_troubles_until_one_is_opened():
         assert lines(app)[-1].strip()
 
 
+async def test_a_screenful_of_lanes_in_trouble_is_sums():
+    lanes = [looks.lane(f"env{number % 4}", number + 10, read=number < 64) for number in range(100)]
+    app = view([looks.bridge_look(lanes)])
+    async with app.run_test(size=(80, 24)):
+        assert "36 of 100 environments wait for a lane" in said(app)
+        assert [each.split()[0].removeprefix("!▸") for each in lines(app)] == ["env0", "env1", "env2", "env3"]
+        assert "9 in trouble" in lines(app)[0]
+
+
+async def test_a_lane_that_came_has_a_rate_at_once():
+    app = view([looks.bridge_look([]), looks.bridge_look([looks.lane("math", 5, records=20)], at_s=1002.0)])
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("space")
+        assert "10.0 rec/s" in str(app.query_one("#summary").content)
+
+
 async def test_the_selection_stays_with_its_lane():
     record = looks.scored_record()
     app = view(looks.healthy(), record=record)

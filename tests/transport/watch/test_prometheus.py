@@ -14,6 +14,7 @@ import pytest
 
 from shmbridge.counters import COUNTERS, LATENCY_BOUNDS_S
 from shmbridge.metrics import MOST_ENVIRONMENTS, OTHER
+from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch.prometheus import Exporter, Sample, render
 from shmbridge.watch.scrape import ScrapeServer
@@ -166,6 +167,40 @@ def test_many_environments_have_a_label_in_common(exporter, make_producer, make_
         assert environments == {"env0", "env1", OTHER}
         assert of(found, "records_total", environment=OTHER) == 2
         assert of(found, "lanes_live", environment=OTHER) == 2
+        assert of(found, "environments_other") == 2
+
+
+def test_the_series_of_an_exporter_are_bounded_however_many_environments_come_and_go(
+    exporter, make_producer, make_consumer
+):
+    consumer = make_consumer()
+    for number in range(80):
+        with make_producer(env_name=f"env{number}", lane_bytes="64K") as producer:
+            producer.put(GROUP)
+            consumer.get(5).release()
+            scraped(exporter)
+        consumer.poll()
+    found = scraped(exporter)
+    labels = {dict(labels)["environment"] for labels in found["shmbridge_records_total"]}
+    assert len(labels) == MOST_ENVIRONMENTS + 1
+    assert of(found, "records_total") == 80
+    assert of(found, "records_total", environment=OTHER) == 80 - MOST_ENVIRONMENTS
+
+
+def test_a_segment_that_cannot_be_read_is_counted(bridge, exporter, make_producer):
+    make_producer()
+    assert of(scraped(exporter), "segments_unreadable") == 0
+    with open(f"/dev/shm{segment.control_name(bridge)}", "r+b") as file:
+        file.seek(8)
+        file.write(b"\x63")  # its layout version
+    try:
+        found = scraped(exporter)
+        assert of(found, "segments_unreadable") == 1
+        assert "shmbridge_consumer_up" not in found  # not known, so no alert that it is gone
+    finally:
+        with open(f"/dev/shm{segment.control_name(bridge)}", "r+b") as file:
+            file.seek(8)
+            file.write(b"\x02")
 
 
 def test_who_waits_is_counted(bridge, exporter, make_producer, make_consumer, child):
