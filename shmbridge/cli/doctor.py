@@ -26,13 +26,15 @@ def prepare_parser(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints a line per check, with a fix where one is needed."""
     from shmbridge.doctor import check, examination
+    from shmbridge.watch.output import to_reader
 
     found = examination.examine(gpu_asked=arguments.gpu)
-    if arguments.json:
-        print(msgspec.json.encode([asdict(each) for each in found]).decode())
-    else:
-        width = max(len(each.name) for each in found)
-        for each in found:
-            line = f"{f'[{each.state}]':<6} {each.name:<{width}}  {each.text}"
-            print(line + (f"  -> {each.fix}" if each.fix else ""))
+    with to_reader():
+        if arguments.json:
+            print(msgspec.json.encode([asdict(each) for each in found]).decode())
+        else:
+            width = max(len(each.name) for each in found)
+            for each in found:
+                line = f"{f'[{each.state}]':<6} {each.name:<{width}}  {each.text}"
+                print(line + (f"  -> {each.fix}" if each.fix else ""))
     return check.exit_code(found)

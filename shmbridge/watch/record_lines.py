@@ -14,6 +14,7 @@ from shmbridge.watch.text import printable
 Pieces = Callable[[Sequence[int]], list[str]]
 _REWARDS = 6  # step rewards shown of one row
 _SHORT = 60  # characters of a prompt's end that are shown before a completion
+_PROMPT = 100  # tokens of its end that are decoded for them
 
 
 def line_of(record: Record, newest_version: int | None) -> str:
@@ -90,13 +91,15 @@ def _text(
     ids: list[int], begin: int, ends: np.ndarray[Any, Any], rewards: np.ndarray[Any, Any], pieces: Pieces
 ) -> str:
     """The end of the prompt, and the completion with its step rewards."""
-    texts = pieces(ids)
+    first = max(begin - _PROMPT, 0)
+    texts = pieces(ids[first:])
     marks: dict[int, str] = {}
     for end, reward in zip(ends.tolist(), rewards.tolist(), strict=False):
         marks[end] = marks.get(end, "") + f"⟨{reward:.2f}⟩"
-    said = "".join(text + marks.get(number, "") for number, text in enumerate(texts[begin:], begin + 1))
-    prompt = "".join(texts[:begin])
-    cut = f"…{prompt[-_SHORT:]}" if len(prompt) > _SHORT else prompt
+    completion = enumerate(texts[begin - first :], begin + 1)
+    said = "".join(text + marks.get(number, "") for number, text in completion)
+    prompt = "".join(texts[: begin - first])
+    cut = f"…{prompt[-_SHORT:]}" if first or len(prompt) > _SHORT else prompt
     return f"{printable(cut)!s} → {printable(said)!s}"
 
 

@@ -15,6 +15,7 @@ import shmbridge
 from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch.observer import Observer
+from shmbridge.watch.snapshot import look
 
 
 def group(number, tokens=32):
@@ -266,3 +267,46 @@ def test_a_lane_that_no_descriptor_was_left_for_is_opened_later(bridge, make_pro
 
 def none_left(*_, **__):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+SLEEPING = """
+import shmbridge
+consumer = shmbridge.Consumer(bridge)
+print("ready", flush=True)
+consumer.get(60)
+"""
+
+
+def test_an_observer_wakes_nobody(bridge, child, make_producer):
+    """A consumer that sleeps is not woken more often because somebody looks as fast as it can."""
+    producer = make_producer()
+    sleeping = child(SLEEPING)
+    wait_until(lambda: look(bridge).consumer and look(bridge).consumer.asking_s)
+    bells = words_rung(bridge, producer)
+    alone = switches_in(1.0, sleeping.pid, lambda: time.sleep(0.01))
+    with Observer(bridge) as observer:
+        watched = switches_in(1.0, sleeping.pid, lambda: (observer.poll(), observer.wait(0), look(bridge)))
+    assert watched <= alone + 5
+    assert words_rung(bridge, producer) == bells
+
+
+def words_rung(bridge, producer):
+    """The bells of the bridge, of its arrivals and of the lane."""
+    control = Path(f"/dev/shm{segment.control_name(bridge)}").read_bytes()
+    lane = Path(f"/dev/shm{producer.lane_name}").read_bytes()
+    return control[0x200:0x204], control[0x280:0x284], lane[0x400:0x404]
+
+
+def switches_in(seconds, pid, work):
+    """How often a process' threads gave up the CPU or lost it, while `work` was done again and again."""
+    before, until_s = switches(pid), time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        work()
+    return switches(pid) - before
+
+
+def switches(pid):
+    statuses = [task.joinpath("status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(
+        int(line.split()[1]) for text in statuses for line in text.splitlines() if "ctxt_switches" in line
+    )

@@ -16,6 +16,7 @@ COMMANDS = [
     ("top", "BRIDGE", "--once", "--interval", "10ms"),
     ("top", "BRIDGE", "--json", "--interval", "10ms"),
     ("tail", "BRIDGE", "--no-follow"),
+    ("doctor",),
 ]
 
 
@@ -37,7 +38,8 @@ def test_a_reader_that_has_gone_is_no_error(bridge, put, arguments):
     os.close(reader)
     with started(bridge, arguments, stdout=writer) as done:
         os.close(writer)
-        assert (done.wait(30), done.stderr.read()) == (0, "")
+        assert done.wait(60) in ((0, 1, 2) if arguments == ("doctor",) else (0,))
+        assert done.stderr.read() == ""
 
 
 @pytest.mark.parametrize("arguments", [each for each in COMMANDS if "--once" in each or "--seconds" in each])

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from shmbridge.cli import main
+from shmbridge.watch.observer import Observer
+from shmbridge.watch.record_lines import rows_of
 
 GROUP = {
     "tokens": [np.arange(6, dtype=np.int32), np.arange(4, dtype=np.int32)],
@@ -51,6 +53,23 @@ def test_text_with_step_rewards(bridge, producer, capsys, tokenizer):
     first = capsys.readouterr().out.splitlines()[1]
     assert first.index("→") < first.index("⟨0.42⟩") < first.index("⟨0.99⟩")
     assert first.endswith("⟨0.99⟩")
+
+
+def test_of_a_long_prompt_only_the_end_is_decoded(bridge, make_producer, make_consumer):
+    make_consumer()
+    tokens = np.arange(50_000, dtype=np.int32)
+    make_producer(lane_bytes="1M").put({"tokens": [tokens], "prompt_length": [49_998], "scores": [1.0]})
+    decoded = []
+
+    def pieces(ids):
+        decoded.extend(ids)
+        return [f"<{each}>" for each in ids]
+
+    with Observer(bridge) as observer:
+        [line] = rows_of(observer.poll()[0], pieces)
+    assert line.endswith("<49996><49997> → <49998><49999>")
+    assert "  …" in line
+    assert len(decoded) < 200
 
 
 def test_another_environment_has_no_lines(bridge, producer, capsys):
