@@ -63,6 +63,7 @@ def ends_cpu(window: dict[str, Any]) -> float:
     return spent["environment"] + spent["trainer"]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.benchmark(group="watching")
 def test_cost_of_watching(benchmark: Any, quick: bool, tmp_path: Path) -> None:
     windows: dict[str, list[dict[str, Any]]] = {who: [] for who in ("nobody", *WATCHERS)}
