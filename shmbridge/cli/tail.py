@@ -93,13 +93,15 @@ def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[R
 
 
 def _not_shown(observer: "Observer") -> "Iterator[str]":
+    from shmbridge.watch.text import printable
+
     if observer.missed:
         yield f"{observer.missed} records were released before they could be shown"
     if lanes := observer.missed_lanes:
         said = "1 lane" if lanes == 1 else f"{lanes} lanes"
         yield f"{said} came and went unseen, with an unknown count of records"
     for name, why in observer.unreadable.items():
-        yield f"lane {name} cannot be read: {why}"
+        yield f"lane {name} cannot be read: {printable(why)}"
 
 
 def _lines(arguments: argparse.Namespace) -> "Callable[[Record], list[str]]":

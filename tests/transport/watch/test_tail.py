@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shmbridge.cli import main
+from shmbridge.segments import segment
 from shmbridge.watch.observer import Observer
 from shmbridge.watch.record_lines import rows_of
 
@@ -104,3 +105,19 @@ def test_no_such_bridge(capsys):
 def test_no_such_tokenizer(bridge, producer, capsys):
     assert main(["tail", bridge, "--decode", "/no/such"]) == 1
     assert "no tokenizer of this name" in capsys.readouterr().err
+
+
+def test_a_lane_that_cannot_be_read_is_said(bridge, producer, capsys):
+    (name,) = segment.lane_names(bridge)
+    with open(f"/dev/shm{name}", "r+b") as file:
+        file.seek(8)
+        file.write(b"\x63")  # its layout version
+    try:
+        assert main(["tail", bridge, "--no-follow"]) == 0
+    finally:
+        with open(f"/dev/shm{name}", "r+b") as file:
+            file.seek(8)
+            file.write(b"\x02")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"lane {name} cannot be read: layout version 99, this build has 2\n"
