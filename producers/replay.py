@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import shmbridge
 from shmbridge.parser import Parser, bridge_name, size
@@ -64,27 +63,21 @@ def replay(
     Raises:
         ArchiveUnreadable, RecordTooBig, SchemaMismatch, and LaneFull when a wait was too long.
     """
-    from shmbridge.archive.reading import read_archive
+    from shmbridge.archive.reading import counts_of, read_archive
 
+    if timeout_s is not None and not timeout_s >= 0:
+        raise shmbridge.BadArgument(f"timeout_s={timeout_s} is no time", hint="give seconds from 0, or none")
+    left = counts_of(folder)  # records of each producer that are to be put
     done, began_s = Replayed(), time.monotonic()
-    producers: dict[str, shmbridge.Producer] = {}
     last: shmbridge.Producer | None = None
-    with ExitStack() as open_lanes:
+    with _Lanes(bridge, lane_bytes) as lanes:
         for record, due_s in paced(read_archive(folder), speed):
-            producer = producers.get(record.producer_id)
-            if producer is None:
-                producer = producers[record.producer_id] = open_lanes.enter_context(
-                    shmbridge.Producer(
-                        bridge,
-                        record.env_name,
-                        lane_bytes,
-                        schema=_schema(record.group.columns),
-                        producer_id=record.producer_id.rpartition("-")[0] or None,
-                    )
-                )
+            producer = lanes.of(record)
             time.sleep(max(began_s + due_s - time.monotonic(), 0.0))
-            if last is not None and last is not producer and not any_order:
-                _wait_until_taken(last, timeout_s)
+            if last is not None and last is not producer:
+                if not any_order:
+                    _wait_until_taken(last, timeout_s)
+                lanes.close_finished(left)
             producer.put(
                 record.group,
                 group_id=record.group_id,
@@ -94,10 +87,43 @@ def replay(
                 timeout_s=timeout_s,
             )
             last = producer
+            left[record.producer_id] = left.get(record.producer_id, 1) - 1
             done.records, done.rows = done.records + 1, done.rows + record.rows
             done.reached[record.producer_id] = record.sequence
     done.seconds = time.monotonic() - began_s
     return done
+
+
+class _Lanes:
+    """One producer for each that was recorded, while it has records to put. A context manager."""
+
+    def __init__(self, bridge: str, lane_bytes: int | str) -> None:
+        self._bridge, self._lane_bytes = bridge, lane_bytes
+        self._producers: dict[str, shmbridge.Producer] = {}
+
+    def of(self, record: ArchivedRecord) -> shmbridge.Producer:
+        """Returns the producer of a record; makes its lane. Raises as Producer."""
+        producer = self._producers.get(record.producer_id)
+        if producer is None:
+            producer = self._producers[record.producer_id] = shmbridge.Producer(
+                self._bridge,
+                record.env_name,
+                self._lane_bytes,
+                schema=_schema(record.group.columns),
+                producer_id=record.producer_id.rpartition("-")[0] or None,
+            )
+        return producer
+
+    def close_finished(self, left: Mapping[str, int]) -> None:
+        """Closes those without records to put: the hub removes their lanes once it has taken all."""
+        for producer_id in [each for each in self._producers if left.get(each, 0) <= 0]:
+            self._producers.pop(producer_id).close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_finished({})
 
 
 def paced(records: Iterator[ArchivedRecord], speed: Speed) -> Iterator[tuple[ArchivedRecord, float]]:

@@ -7,6 +7,7 @@ import pytest
 import shmbridge
 from shmbridge.archive.recorder import Recorder
 from shmbridge.producers import replay
+from shmbridge.testing.holders import segments_of
 from tests.transport.archive import recorded_groups as known
 
 
@@ -96,3 +97,43 @@ def test_speeds():
     for text in ("0", "-1", "fast", "inf", "nan"):
         with pytest.raises(Exception, match="above 0"):
             replay.parse_speed(text)
+
+
+def test_lanes_of_producers_whose_records_are_all_put_are_given_back(
+    tmp_path, make_consumer, make_producer, other_bridge
+):
+    """Else the mount fills with a lane for every producer that ever was."""
+    producers = 12
+    with make_consumer(tap=Recorder(tmp_path)) as consumer:
+        for number in range(producers):
+            with make_producer(producer_id=f"p{number}") as producer:
+                for _ in range(3):
+                    producer.put({"tokens": [[number]], "loss_mask": [[1]]})
+                for record in consumer.poll():
+                    record.release()
+                del record
+    most = 0
+    with shmbridge.Consumer(other_bridge) as consumer:
+        putting = threading.Thread(
+            target=replay.replay,
+            args=(tmp_path, other_bridge),
+            kwargs={"speed": "max", "lane_bytes": "1M", "timeout_s": 20},
+        )
+        putting.start()
+        for number in range(producers * 3):
+            with consumer.get(timeout_s=20) as record:
+                assert record["tokens"].values.tolist() == [number // 3]
+            del record
+            most = max(most, lanes_of(other_bridge))
+        putting.join()
+    assert most <= 4
+
+
+def lanes_of(bridge: str) -> int:
+    return sum(".l." in name for name in segments_of(bridge))
+
+
+def test_a_timeout_below_zero_is_refused(recording, other_bridge, capsys):
+    folder, _ = recording
+    assert replay.main([str(folder), "--bridge", other_bridge, "--timeout", "nan"]) == 1
+    assert "timeout" in capsys.readouterr().err
