@@ -29,7 +29,7 @@ from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.latency import RecentLatency
 from shmbridge.hub.promises import Admission
 from shmbridge.hub.state import HubState, become_hub
-from shmbridge.hub.tap import Tap
+from shmbridge.hub.tap import Tap, check_tap
 from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
@@ -86,7 +86,7 @@ class Consumer(OneProcess):
             with the consumer. Records that resume="discard" drops are handed out to nobody, the tap included.
 
     Raises:
-        BadArgument: `lanes` is not a number from 1, or `run` is not a shmbridge.Run.
+        BadArgument: `lanes` is not a number from 1, `run` is not a shmbridge.Run, or `tap` is no tap.
         ConsumerTaken: another consumer of this bridge is alive (named by pid; also one of this process).
         BadBridgeName, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch.
     """
@@ -108,7 +108,7 @@ class Consumer(OneProcess):
     ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
-        self.columns, self.bridge, self._tap = columns_of(schema), bridge, tap
+        self.columns, self.bridge, self._tap = columns_of(schema), bridge, check_tap(tap)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         run, words = check_run(run), become_hub(check_bridge_name(bridge))
         try:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from shmbridge._ext.lane_poller import LanePoller
+from shmbridge.errors import BadArgument
 from shmbridge.record.record import Record
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ class Tap(Protocol):
 
     def close(self) -> None:
         """Ends the tap, at the end of its consumer. Idempotent."""
+
+
+def check_tap(tap: Tap | None) -> Tap | None:
+    """Returns it, or raises BadArgument for what has no `take` and `close`."""
+    if tap is None or all(callable(getattr(tap, name, None)) for name in ("take", "close")):
+        return tap
+    raise BadArgument(
+        f"tap={tap!r} has no take() and close()", hint="tap=shmbridge.archive.recorder.Recorder(folder)"
+    )
 
 
 class TappedPoller(_Poller):

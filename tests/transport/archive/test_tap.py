@@ -168,3 +168,8 @@ def test_records_that_come_again_are_written_once(make_consumer, make_producer, 
     second.close()
     assert [record.sequence for record in read_archive(tmp_path)] == [0, 1, 2]
     assert isinstance(again[0], shmbridge.Record)
+
+
+def test_what_is_no_tap_is_refused_at_once(bridge, tmp_path):
+    with pytest.raises(shmbridge.BadArgument, match="Recorder"):
+        shmbridge.Consumer(bridge, tap=str(tmp_path))
