@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import ArchiveFull as ArchiveFull
     from shmbridge.errors import ArchiveTaken as ArchiveTaken
     from shmbridge.errors import ArchiveUnreadable as ArchiveUnreadable
+    from shmbridge.errors import ArchiveUnwritable as ArchiveUnwritable
     from shmbridge.errors import BadArgument as BadArgument
     from shmbridge.errors import BadBridgeName as BadBridgeName
     from shmbridge.errors import BadConfig as BadConfig
@@ -87,6 +88,7 @@ _HOMES = {
             "ArchiveFull",
             "ArchiveTaken",
             "ArchiveUnreadable",
+            "ArchiveUnwritable",
             "BadArgument",
             "BadBridgeName",
             "BadConfig",

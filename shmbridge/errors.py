@@ -263,3 +263,9 @@ class ArchiveUnreadable(ShmBridgeError, ValueError):
     """A folder holds no archive, or a file in it is none of ours."""
 
     code = "SB703"
+
+
+class ArchiveUnwritable(ShmBridgeError, OSError):
+    """A file or folder of an archive cannot be written, or was removed while it was written."""
+
+    code = "SB704"

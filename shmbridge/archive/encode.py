@@ -9,12 +9,14 @@ import numpy as np
 import pyarrow as pa
 
 from shmbridge.archive.layout import Layout, file_type
+from shmbridge.errors import RecordTooBig
 from shmbridge.put.recorded import FlatColumn
 from shmbridge.record.columns import ReadableRecord
 from shmbridge.record.record import RecordMeta
 from shmbridge.schema import Column, Columns, Kind, Tag
 
 Array = np.ndarray[Any, Any]
+MOST_VALUES = 2**31 - 1  # of one column of one message, which Arrow counts in int32
 MOST_BYTES = 4 << 20  # of one message with several records: what caches hold is copied fastest
 _SAID = {Tag.VALUES: "values", Tag.NULL: "null", Tag.EMPTY_LIST: "[]", Tag.EMPTY_MAP: "{}"}
 TAGS = {said: tag for tag, said in _SAID.items()}
@@ -210,8 +212,11 @@ def _joined(parts: Sequence[Any], dtype: np.dtype[Any]) -> Array:
 def _offsets(lengths: Array) -> pa.Buffer:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise OverflowError(f"{offsets[-1]} values in one column of one record; an archive has 2**31 - 1")
+    if offsets[-1] > MOST_VALUES:
+        raise RecordTooBig(
+            f"{offsets[-1]} values in one column of one record, and a file's column counts {MOST_VALUES}",
+            hint="put smaller groups; or on_full_disk='skip' leaves such a record out and counts it",
+        )
     return pa.py_buffer(offsets.astype(np.int32))
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from shmbridge.archive import parts
+from shmbridge.archive import parts, refusals
 from shmbridge.archive.keys import SeenKeys
-from shmbridge.archive.layout import Layout
+from shmbridge.archive.layout import OF_RECORD, Layout
 from shmbridge.archive.parts import FinishedFile, Format
 from shmbridge.archive.reading import batches_of, layout_of
-from shmbridge.errors import ArchiveUnreadable
+from shmbridge.errors import ArchiveUnreadable, ArchiveUnwritable
 
 
 @dataclass
@@ -32,15 +32,17 @@ class Exported:
 def finish_folder(folder: str | Path, kind: Format = "parquet") -> Exported:
     """Finishes the streams in a folder whose recorder is gone, and says what it holds. Blocks for the disk.
 
-    Raises ArchiveTaken while a recorder writes to it, ArchiveUnreadable, OSError.
+    Raises ArchiveTaken while a recorder writes to it, ArchiveUnreadable, ArchiveUnwritable, ArchiveFull.
     """
     folder = Path(folder)
-    if not parts.parts_of(folder):
+    with refusals.reading(folder):
+        found = parts.parts_of(folder)
+    if not found:
         raise ArchiveUnreadable(
             f"{folder} holds no part-*.parquet, .arrow or .arrows",
             hint="name a folder that `shmbridge record` or a Recorder wrote",
         )
-    with parts.recording(folder):
+    with refusals.writing(folder), parts.recording(folder):
         finished = [str(path) for path in parts.finish_left(folder, kind)]
     seen = parts.keys_of(folder)
     counts = seen.counts()
@@ -52,20 +54,25 @@ def copy_folder(folder: str | Path, out: str | Path, kind: Format = "parquet") -
 
     Blocks for the disk. The file appears when it is whole; one of that name is replaced.
 
-    Raises ArchiveUnreadable, OSError.
+    Raises ArchiveUnreadable, ArchiveUnwritable, ArchiveFull.
     """
     out, seen, done = Path(out), SeenKeys(), Exported(out=str(out))
     layout = layout_of(folder)
-    writing = out.with_name(out.name + parts.WRITING)
+    if out.exists() and not out.is_file():
+        raise ArchiveUnwritable(f"{out} is not a file", hint="give the path of the file to write")
+    writing = out.with_name(f"{out.name}.{os.getpid()}{parts.WRITING}")
     try:
-        with FinishedFile(writing, layout.schema, kind) as file:
-            for _, batches in batches_of(folder):
-                for batch in batches:
-                    new = _new_rows(batch, seen, done)
-                    if new.num_rows:
-                        done.rows += new.num_rows
-                        file.write(_with_columns(new, layout))
-        os.replace(writing, out)
+        with refusals.writing(out):
+            with FinishedFile(writing, layout.schema, kind) as file:
+                for of_part, batches, path in batches_of(folder):
+                    for batch in batches:
+                        with refusals.reading(path):
+                            new = _new_rows(batch, seen, done)
+                            rows = _with_columns(new, of_part, layout)
+                        if new.num_rows:
+                            done.rows += new.num_rows
+                            file.write(rows)
+            os.replace(writing, out)
     except BaseException:
         with suppress(OSError):
             writing.unlink(missing_ok=True)
@@ -91,13 +98,13 @@ def _new_rows(batch: pa.RecordBatch, seen: SeenKeys, done: Exported) -> pa.Recor
     return batch.filter(pa.array(np.repeat(np.array(new, np.bool_), rows)))
 
 
-def _with_columns(batch: pa.RecordBatch, layout: Layout) -> pa.RecordBatch:
-    """Returns the batch with the columns of the layout, in its order."""
-    there = set(batch.schema.names)
+def _with_columns(batch: pa.RecordBatch, of_part: Layout, layout: Layout) -> pa.RecordBatch:
+    """Returns the batch with the columns of `layout`, in its order; its part may name them otherwise."""
+    part_names = dict.fromkeys(OF_RECORD) | {layout.names[name]: here for name, here in of_part.names.items()}
     try:
         arrays = [
-            batch.column(each.name).cast(each.type)
-            if each.name in there
+            batch.column(part_names[each.name] or each.name).cast(each.type)
+            if each.name in part_names
             else pa.nulls(batch.num_rows, each.type)
             for each in layout.schema
         ]

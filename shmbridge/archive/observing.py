@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shmbridge.archive.recorder import Recorder
+from shmbridge.errors import BadArgument
 from shmbridge.watch.observer import Observer
 
 _LOOK_S = 0.2
@@ -46,24 +47,29 @@ def observe(
         seconds: end after this time.
 
     Raises:
-        BadBridgeName; as Recorder.take.
+        BadArgument: no record or no time. BadBridgeName; as Recorder.take.
     """
-    until_s = float("inf") if seconds is None else time.monotonic() + seconds
-    with recorder, Observer(bridge) as observer:
-        while not stopped() and time.monotonic() < until_s:
-            left = 256 if limit is None else min(256, limit - int(recorder.stats()["recorded_total"]))
-            if left <= 0:
-                break
-            records = observer.poll(left)
-            if records:
-                recorder.take(records)
-                for record in records:
-                    record.release()
-                del records
-            else:
-                observer.wait(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
-        stats, missed, missed_lanes = recorder.stats(), observer.missed, observer.missed_lanes
-        unreadable_lanes = dict(observer.unreadable)
+    with recorder:
+        if limit is not None and limit < 1:
+            raise BadArgument(f"limit={limit} records are none", hint="give a number from 1, or no limit")
+        if seconds is not None and not seconds >= 0:
+            raise BadArgument(f"seconds={seconds} is no time", hint="give seconds from 0, or none")
+        until_s = float("inf") if seconds is None else time.monotonic() + seconds
+        with Observer(bridge) as observer:
+            while not stopped() and time.monotonic() < until_s:
+                left = 256 if limit is None else min(256, limit - int(recorder.stats()["recorded_total"]))
+                if left <= 0:
+                    break
+                records = observer.poll(left)
+                if records:
+                    recorder.take(records)
+                    for record in records:
+                        record.release()
+                    del records
+                else:
+                    observer.wait(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
+            stats, missed, missed_lanes = recorder.stats(), observer.missed, observer.missed_lanes
+            unreadable_lanes = dict(observer.unreadable)
     return Observed(
         int(stats["recorded_total"]),
         missed,

@@ -5,6 +5,7 @@ killed, one of them is whole.
 """
 
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -17,11 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shmbridge.archive.keys import SeenKeys
-from shmbridge.archive.stream import read_stream
-from shmbridge.errors import ArchiveTaken
+from shmbridge.archive.refusals import reading
+from shmbridge.archive.stream import read_stream, unread_behind
+from shmbridge.errors import ArchiveTaken, ArchiveUnreadable
+
+log = logging.getLogger(__name__)
 
 Format = Literal["parquet", "arrow"]
-STREAM, WRITING = ".arrows", ".writing"
+STREAM, WRITING, DAMAGED = ".arrows", ".writing", ".damaged"
 _NAME = re.compile(r"part-(\d{6,})\.(arrows|parquet|arrow)")
 _ROW_GROUP_BYTES = 32 << 20
 _LOCK = ".recording"
@@ -40,12 +44,29 @@ class Part:
         return self.path.suffix == STREAM
 
     def schema_and_batches(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]] | None:
-        """Returns its schema and its batches, each of whole records; None for a stream with no beginning."""
-        if self.is_stream:
-            return read_stream(self.path)
-        if self.path.suffix == ".arrow":
-            return _read_file(self.path)
-        return _read_parquet(self.path)
+        """Returns its schema and its batches, each of whole records; None for a stream with no beginning.
+
+        Every batch is checked in full before it is handed out: what lies in a damaged one could end the
+        process. Raises ArchiveUnreadable, which the batches may too; FileNotFoundError.
+        """
+        with reading(self.path):
+            if self.is_stream:
+                if (stream := read_stream(self.path)) is None:
+                    return None
+                return stream.schema, self._checked(stream.batches)
+            read = _read_file if self.path.suffix == ".arrow" else _read_parquet
+            schema, batches = read(self.path)
+        return schema, self._checked(batches)
+
+    def _checked(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        while True:
+            with reading(self.path):
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                if not self.is_stream:  # a stream's are checked where it may end
+                    batch.validate(full=True)
+            yield batch
 
 
 def parts_of(folder: Path) -> list[Part]:
@@ -98,19 +119,20 @@ def finish_left(folder: Path, kind: Format) -> list[Path]:
 def finish(part: Part, kind: Format) -> Path | None:
     """Turns a stream into a finished file; None, and no stream any more, if it holds nothing.
 
-    Blocks for the disk. Raises OSError; the stream is kept then.
+    A stream with a damaged message is kept under another name, beside what could be read of it. Blocks for
+    the disk. Raises OSError; the stream is kept then.
     """
-    opened = part.schema_and_batches()
-    first = None if opened is None else next(opened[1], None)
+    opened = read_stream(part.path)
+    first = None if opened is None else next(opened.batches, None)
     if opened is None or first is None:
-        part.path.unlink()
+        _put_away(part.path, unread_behind(part.path, 0) if opened is None else opened.unread())
         return None
     done = part.path.with_suffix(f".{kind}")
     writing = done.with_name(done.name + WRITING)
     try:
-        with FinishedFile(writing, opened[0], kind) as file:
+        with FinishedFile(writing, opened.schema, kind) as file:
             file.write(first)
-            for batch in opened[1]:
+            for batch in opened.batches:
                 file.write(batch)
         os.replace(writing, done)
     except BaseException:
@@ -118,8 +140,18 @@ def finish(part: Part, kind: Format) -> Path | None:
             writing.unlink(missing_ok=True)
         raise
     _sync(done.parent)
-    part.path.unlink()
+    _put_away(part.path, opened.unread())
     return done
+
+
+def _put_away(stream: Path, unread: int) -> None:
+    """Removes a stream that is finished; keeps it under another name if so many bytes could not be read."""
+    if unread:
+        kept = stream.with_name(stream.name + DAMAGED)
+        os.replace(stream, kept)
+        log.error("%s has a damaged message; what stands behind it is kept in %s", stream, kept)
+    else:
+        stream.unlink()
 
 
 def keys_of(folder: Path) -> SeenKeys:
@@ -134,15 +166,29 @@ def keys_of(folder: Path) -> SeenKeys:
 def _keys(part: Part) -> Iterator[tuple[str, int]]:
     names = ["producer_id", "sequence", "record_row"]
     if part.path.suffix == ".parquet":
-        batches: Iterator[pa.RecordBatch] = iter(pq.read_table(part.path, columns=names).to_batches())
+        batches = _read_columns(part.path, names)
     else:
         opened = part.schema_and_batches()
-        batches = iter(()) if opened is None else (batch.select(names) for batch in opened[1])
-    for batch in batches:
-        columns = batch.to_pydict()
+        batches = iter(()) if opened is None else opened[1]
+    while True:
+        with reading(part.path):
+            batch = next(batches, None)
+            if batch is None:
+                return
+            columns = batch.select(names).to_pydict()
         for producer_id, sequence, row in zip(*(columns[name] for name in names), strict=True):
             if row == 0:
                 yield producer_id, sequence
+
+
+def _read_columns(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(path) as file:
+        if missing := set(names) - set(file.schema_arrow.names):
+            raise ArchiveUnreadable(
+                f"{path} is no part of a recording: it has no column {min(missing)!r}",
+                hint="move that file away, or name a folder that a recorder wrote",
+            )
+        yield from file.iter_batches(columns=names)
 
 
 class _Writer(Protocol):

@@ -1,6 +1,5 @@
 """Recorder: writes records into the parts of a folder, as a tap of a hub or for an observer."""
 
-import errno
 import logging
 import queue
 import threading
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Literal, Self
 from shmbridge.archive import encode, parts
 from shmbridge.archive.layout import Layout
 from shmbridge.archive.parts import Format, Part
+from shmbridge.archive.refusals import is_full, unwritable, writing
 from shmbridge.archive.stream import StreamFile
 from shmbridge.config import parse_size
-from shmbridge.errors import ArchiveFull, BadArgument, Closed, RecordUnreadable
+from shmbridge.errors import ArchiveFull, BadArgument, Closed, RecordTooBig, RecordUnreadable
 from shmbridge.record.columns import ReadableRecord
 from shmbridge.schema import Columns, columns_of
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OnFullDisk = Literal["stop", "skip"]
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Recorder:
@@ -48,7 +47,10 @@ class Recorder:
             when they first come.
 
     Raises:
-        ArchiveTaken: a living recorder writes to the folder. ArchiveUnreadable, BadArgument, OSError.
+        ArchiveTaken: a living recorder writes to the folder.
+        ArchiveUnreadable: a part is damaged, or none of ours.
+        ArchiveUnwritable, ArchiveFull: the folder, or what a killed recorder left in it, cannot be written.
+        BadArgument.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Recorder:
         if on_full_disk not in ("stop", "skip"):
             raise BadArgument(f'on_full_disk={on_full_disk!r} is not "stop" or "skip"')
         self.folder, self._format, self._on_full_disk, self._fsync = Path(folder), format, on_full_disk, fsync
+        if not rotate_seconds > 0:
+            raise BadArgument(f"rotate_seconds={rotate_seconds!r} is no time", hint="rotate_seconds=60.0")
         self._rotate_bytes, self._rotate_seconds = parse_size(rotate_bytes), rotate_seconds
         about = {
             "shmbridge.session": uuid.uuid4().hex,
@@ -80,8 +84,8 @@ class Recorder:
             ("recorded_total", "again_total", "unreadable_total", "skipped_total", "bytes_total"), 0
         )
         self._full = self._closed = False
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
+        with ExitStack() as held, writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(parts.recording(self.folder))
             self.finished_left = parts.finish_left(self.folder, format)
             self._seen = parts.keys_of(self.folder)
@@ -95,7 +99,11 @@ class Recorder:
 
         Raises:
             ArchiveFull: no room, under on_full_disk="stop"; none of the message that failed is in the file.
-            OSError: the disk failed. Closed.
+            ArchiveUnwritable: the disk failed, or the part in progress was removed. The next call begins a
+                new part.
+            RecordTooBig: a column of a record has more values than a file can count, under
+                on_full_disk="stop"; under "skip" that record alone is left out and counted.
+            Closed.
         """
         if self._closed:
             raise Closed(f"the recorder of {self.folder} is closed")
@@ -119,6 +127,16 @@ class Recorder:
         for message in encode.in_messages(flat):
             try:
                 self._write(message)
+            except RecordTooBig as wrong:
+                if self._on_full_disk == "stop":
+                    failed = wrong.with_traceback(None)
+                    flat.clear()
+                    message.clear()
+                    break
+                self._counts["skipped_total"] += len(message)
+                log.error("not recorded: %s", str(wrong))  # the error itself would keep views
+                left -= len(message)
+                continue
             except OSError as wrong:
                 failed = wrong.with_traceback(None)
                 # An error's traceback must not keep views: they keep the records' room in the lanes.
@@ -155,9 +173,12 @@ class Recorder:
         self._stream.append(batch)
         self._counts["bytes_total"] += self._stream.bytes - before
 
-    def _failed(self, wrong: OSError, records: int) -> None:
-        if wrong.errno not in _FULL:
+    def _failed(self, wrong: OSError | RecordTooBig, records: int) -> None:
+        if isinstance(wrong, RecordTooBig):
             raise wrong
+        if not is_full(wrong):
+            self._rotate()  # the next call begins a new part
+            raise unwritable(self.folder, wrong) from wrong
         said = f"no room for {records} records in {self.folder}: {wrong.strerror}"
         if self._on_full_disk == "stop":
             raise ArchiveFull(

@@ -4,14 +4,19 @@ A message is written behind eight bytes of zeros, which end a stream for every r
 bytes are written over them last. So the stream ends before the message, or behind it.
 """
 
+import errno
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 
+log = logging.getLogger(__name__)
 _PREFIX = 8  # of a message: four bytes of ones, and the length of its head
+_ENDS = (b"", bytes(_PREFIX), b"\xff" * 4 + bytes(4))
 
 
 class StreamFile:
@@ -41,6 +46,8 @@ class StreamFile:
             self._write(data[:_PREFIX], at)
             if self._fsync:
                 os.fdatasync(self._fd)
+            if not os.fstat(self._fd).st_nlink:  # else it would be lost without a word
+                raise FileNotFoundError(errno.ENOENT, "removed while it was written", str(self.path))
             self.bytes = at + len(data)
         except BaseException:
             with suppress(OSError):
@@ -59,37 +66,67 @@ class StreamFile:
             self._fd = -1
 
 
-def read_stream(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]] | None:
-    """Returns a stream's schema, and its batches up to the last whole one; None if not even its schema is.
+class ReadStream(NamedTuple):
+    """A stream's schema, its batches up to the last whole one, and what stands behind that."""
 
-    What follows the last whole message of a torn file is left out.
+    schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+    unread: Callable[[], int]  # bytes behind the batches that were read so far, if not just zeros
+
+
+def read_stream(path: Path) -> ReadStream | None:
+    """Returns a stream to read; None if not even its schema is whole.
+
+    What follows the last whole message of a torn file is left out; a message that is there and cannot be read
+    is logged. A message under way begins with zeros.
     """
     source = pa.OSFile(str(path))
     try:
         reader = pa.ipc.open_stream(source)
-    except (pa.ArrowException, OSError) as wrong:
+    except BaseException as wrong:
         source.close()
         if not _is_torn(wrong):
             raise
         return None
+    end = source.tell()
 
     def batches() -> Iterator[pa.RecordBatch]:
+        nonlocal end
         with source:
-            while True:
-                try:
-                    batch = reader.read_next_batch()
-                    batch.validate()
-                except StopIteration:
-                    return
-                except (pa.ArrowException, OSError) as wrong:
-                    if not _is_torn(wrong):
-                        raise
-                    return
+            for batch, end in _whole(reader, source):  # noqa: B007
                 yield batch
+        if left := unread_behind(path, end):
+            log.error("%s is damaged: %d bytes behind byte %d cannot be read", path, left, end)
 
-    return reader.schema, batches()
+    return ReadStream(reader.schema, batches(), lambda: unread_behind(path, end))
+
+
+def unread_behind(path: Path, end: int) -> int:
+    """Returns the bytes of a file from `end` on; 0 if a stream ends there, or a message was under way."""
+    with path.open("rb") as file:
+        file.seek(end)
+        return path.stat().st_size - end if file.read(_PREFIX) not in _ENDS else 0
+
+
+def _whole(reader: pa.RecordBatchStreamReader, source: pa.OSFile) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Yields the whole batches, and where each ends in the file."""
+    while True:
+        try:
+            batch = reader.read_next_batch()
+            batch.validate(full=True)
+        except StopIteration:
+            return
+        except BaseException as wrong:
+            if not _is_torn(wrong):
+                raise
+            return
+        yield batch, source.tell()
 
 
 def _is_torn(wrong: BaseException) -> bool:
     """Returns whether the file ends there; what the machine refuses says nothing of the file."""
-    return not isinstance(wrong, MemoryError) and getattr(wrong, "errno", None) is None
+    return (
+        isinstance(wrong, (pa.ArrowException, OSError))
+        and not isinstance(wrong, MemoryError)
+        and getattr(wrong, "errno", None) is None
+    )

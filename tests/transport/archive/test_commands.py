@@ -1,7 +1,9 @@
 """`shmbridge record`, `export` and `replay` from the command line."""
 
 import json
+import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -191,3 +193,37 @@ def test_an_error_is_one_line(tmp_path, capsys):
         assert main(words) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"shmbridge {words[0]}: error: ") or "shmbridge: error: " in line
+
+
+def test_an_export_that_cannot_be_written_says_why(killed, tmp_path, capsys):
+    folder, _ = killed
+    (tmp_path / "there").mkdir()
+    for out in (tmp_path / "none" / "one.parquet", tmp_path / "there", "/dev/full", "/proc/one.parquet"):
+        assert main(["export", str(folder), "--out", str(out)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "SB704" in line
+        assert str(out) in line
+        assert "Errno" not in line
+        assert " -> " in line
+    assert not list(tmp_path.glob("**/*.writing"))
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "a device is not replaced"
+
+
+@pytest.mark.parametrize(
+    "words", [["--limit", "0"], ["--limit", "-3"], ["--seconds", "nan"], ["--rotate-seconds", "nan"]]
+)
+def test_a_recording_that_could_hold_nothing_is_refused(words, tmp_path, capsys):
+    assert (
+        main(
+            [
+                "record",
+                "t-none",
+                "--out",
+                str(tmp_path),
+                *words,
+                *(["--seconds", "0"] if len(words) == 2 and words[0] != "--seconds" else []),
+            ]
+        )
+        == 1
+    )
+    assert words[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
