@@ -21,6 +21,7 @@ _STAMP = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) "
     r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<role>[^ :]+): "
 )
+_MOST_LINE = 2**20  # characters; a longer line is cut
 LOG_NAME = "SHMBRIDGE_LOG_NAME"  # role of this process, given by what started it
 
 
@@ -93,17 +94,28 @@ class StampedLines:
 
     def __init__(self, inner: TextIO, role: str) -> None:
         self.inner, self._role = inner, role
-        self._rest = ""
+        self._rest: list[str] = []  # of a line without an end yet
+        self._held = 0  # its characters
         self._lock = threading.RLock()  # a signal handler may print within a print
 
     def write(self, text: str) -> int:
         """Takes text; writes the lines that are complete with it."""
         with self._lock:
-            *complete, self._rest = (self._rest + text).split("\n")
-            self._rest = self._rest[self._rest.rfind("\r", 0, -1) + 1 :]
+            if "\n" not in text and "\r" not in text:  # no more of the line is looked at than is new
+                self._keep(text)
+                return len(text)
+            *complete, rest = ("".join(self._rest) + text).split("\n")
+            self._rest, self._held = [], 0
             for line in complete:
                 self._write(line)
+            self._keep(rest[rest.rfind("\r", 0, -1) + 1 :])
         return len(text)
+
+    def _keep(self, text: str) -> None:
+        self._rest.append(text)
+        self._held += len(text)
+        if self._held > _MOST_LINE:
+            self.end_line()
 
     def writelines(self, rows: list[str]) -> None:
         """Takes several texts."""
@@ -119,7 +131,8 @@ class StampedLines:
     def end_line(self) -> None:
         """Writes what was begun and has no end yet."""
         with self._lock:
-            rest, self._rest = self._rest, ""
+            rest = "".join(self._rest)
+            self._rest, self._held = [], 0
             if rest:
                 self._write(rest)
 
@@ -149,6 +162,9 @@ def stamp_files(role: str) -> None:
     """
     streams = [sys.stdout, sys.stderr]
     if all(map(_is_file, streams)) and os.path.sameopenfile(*(each.fileno() for each in streams)):
+        for each in streams:
+            if isinstance(each, io.TextIOWrapper):  # no text is to end the program
+                each.reconfigure(errors="backslashreplace")
         stamped = [StampedLines(each, role_of(role)) for each in streams]
         sys.stdout, sys.stderr = stamped
         for logger in [logging.getLogger(), *logging.root.manager.loggerDict.values()]:

@@ -123,7 +123,8 @@ class Recorder:
             except RecordUnreadable as wrong:
                 self._counts["unreadable_total"] += 1
                 log.error("record %d of %s is not recorded: %s", key[1], key[0], wrong)
-        left, failed = len(flat), None
+        left = len(flat)
+        failed: OSError | RecordTooBig | None = None
         for message in encode.in_messages(flat):
             try:
                 self._write(message)

@@ -38,6 +38,8 @@ class LogFile:
     def read(self, *, to_the_end: bool = False) -> Iterator[LogLine]:
         """Yields the lines since the last call; `to_the_end`: also one that has no end yet."""
         with self._path.open("rb") as file:
+            if file.seek(0, 2) < self._read_to:  # cut by log rotation
+                self._read_to = 0
             file.seek(self._read_to)
             for raw in file:
                 if not (to_the_end or raw.endswith(b"\n")):

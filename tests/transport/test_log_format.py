@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -160,3 +161,23 @@ def test_commands_refuse_in_one_line(capsys, monkeypatch, words, debug) -> None:
     assert err.splitlines()[-1].startswith(f"shmbridge {words[0]}: error: ")
     if not debug:
         assert len(err.splitlines()) == 1
+
+
+def test_a_line_without_an_end_costs_each_text_once_and_is_cut() -> None:
+    """A child that prints dots for hours neither slows down nor fills the memory."""
+    inner = io.StringIO()
+    stream = StampedLines(inner, "env")
+    began_s = time.process_time()
+    for _ in range(40_000):
+        stream.write("." * 50)
+    stream.write("\n")
+    assert time.process_time() - began_s < 2.0
+    assert "".join(text for _, text in said(inner)) == "." * 2_000_000
+    assert max(len(text) for _, text in said(inner)) <= 2**20 + 50
+
+
+def test_text_that_is_no_unicode_does_not_end_the_program(tmp_path) -> None:
+    code, log, _ = run('print("a\\udcff\\nb")', True, tmp_path, PYTHONIOENCODING="utf-8:strict")
+    assert code == 3
+    assert "INFO prog: a\\udcff" in log
+    assert "INFO prog: b" in log

@@ -139,3 +139,12 @@ def test_a_terminal_has_one_line_for_steps(tmp_path) -> None:
     assert text.count("\r[") == 3
     assert "\r\x1b[K[" in text
     assert (tmp_path / "events.jsonl").read_text().count("\n") == 1
+
+
+def test_following_begins_again_when_a_log_was_cut(run_dir) -> None:
+    """As log rotation by copying does."""
+    path = run_dir / "logs/learner.log"
+    following = followed([LogFile("learner", path)])
+    assert len(list(itertools.islice(following, 2))) == 2
+    path.write_text(lines("learner", "anew") + "\n")
+    assert next(following).text.endswith("anew")
