@@ -255,7 +255,7 @@
       let at = end - 1;
       if (row.cut && at >= row.cut_at) at = Math.max(row.cut_at - 1, at - row.cut);
       at = Math.min(Math.max(at, 0), row.tokens.length - 1);
-      if (row.step_rewards[number] === undefined) return;
+      if ((row.step_rewards[number] ?? null) === null) return;
       marks.set(at, [...(marks.get(at) || []), number]);
     });
     let before = null;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def read_samples(folder: Path, most_bytes: int = MOST_BYTES) -> Samples:
     for line in filter(str.strip, lines):
         try:
             group = _checked(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             torn += 1
             continue
         # a resumed run samples the steps again that were not saved
@@ -66,12 +67,12 @@ def _checked(said: Any) -> dict[str, Any]:
         rows.append(
             {
                 "tokens": [str(each) for each in tokens],
-                "advantages": [None if each is None else float(each) for each in advantages],
-                "score": None if row.get("score") is None else float(row["score"]),
+                "advantages": [_finite(each) for each in advantages],
+                "score": _finite(row.get("score")),
                 "finish_reason": row.get("finish_reason") and str(row["finish_reason"]),
                 **{name: int(row[name]) for name in ("cut", "cut_at") if name in row},
                 **({"prompt": str(row["prompt"])} if "prompt" in row else {}),
-                "step_rewards": [float(each) for each in row.get("step_rewards", ())],
+                "step_rewards": [_finite(each) for each in row.get("step_rewards", ())],
                 "step_ends": [int(each) for each in row.get("step_ends", ())],
             }
         )
@@ -88,3 +89,9 @@ def _checked(said: Any) -> dict[str, Any]:
         },
         "trajectories": rows,
     }
+
+
+def _finite(value: Any) -> float | None:
+    """Returns a number; None for null and for what JSON has no form for."""
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None

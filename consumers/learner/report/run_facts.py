@@ -34,7 +34,7 @@ def read_facts(folder: Path) -> list[dict[str, Any]]:
     """Returns the facts of each start of a run, in order; none if there is no valid file. Blocks."""
     try:
         starts = json.loads((folder / FACTS_FILE).read_text())["starts"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [each for each in starts if isinstance(each, dict)] if isinstance(starts, list) else []
 

@@ -83,7 +83,7 @@ def read_run(folder: Path) -> RunMetrics:
         try:
             said = json.loads(line)
             step = int(said["step"])
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             torn += bool(line.strip())
             continue
         read += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -237,3 +238,19 @@ def test_more_samples_than_a_page_holds_are_spread_over_the_run(tmp_path):
     assert 5 < len(steps) < 60
     assert steps[-1] > 90
     assert max(b - a for a, b in pairwise(steps)) <= 100 // len(steps) + 1
+
+
+def test_numbers_that_no_page_can_hold_end_nothing(tmp_path, capsys):
+    """json.loads reads Infinity and NaN, and recurses as deep as a line is nested."""
+    odd = sample(2)
+    odd["trajectories"][0] |= {"score": math.nan, "step_rewards": [math.inf, None], "step_ends": [1, 2]}
+    odd["trajectories"][0]["advantages"][0] = math.inf
+    folder = write_run(tmp_path, samples=[sample(1), odd, sample(1) | {"step": math.inf}])
+    for name in ("samples.jsonl", "metrics.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write("[" * 100_000 + "\n")
+    assert main(["report", str(folder)]) == 0
+    found = read_samples(folder)
+    assert (len(found.groups), found.torn) == (2, 2)
+    first = found.groups[1]["trajectories"][0]
+    assert (first["score"], first["advantages"][0], first["step_rewards"]) == (None, None, [None, None])
