@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -22,20 +23,38 @@ _SAID = {Tag.VALUES: "values", Tag.NULL: "null", Tag.EMPTY_LIST: "[]", Tag.EMPTY
 TAGS = {said: tag for tag, said in _SAID.items()}
 
 
-@dataclass(frozen=True, slots=True)
+class Arena:
+    """Memory for the values of one message after another: fresh memory costs more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._memory, self._used = np.empty(2 * MOST_BYTES, np.uint8), 0
+
+    def begin(self) -> None:
+        """Gives all of it free; the message before is written, and nothing of it is kept."""
+        self._used = 0
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Returns room for so many values, in the arena while it has room."""
+        begin, size = self._used, count * dtype.itemsize
+        if begin + size > len(self._memory):
+            return np.empty(count, dtype)
+        self._used = (begin + size + 63) & ~63
+        return self._memory[begin : begin + size].view(dtype)
+
+
+@dataclass(slots=True)
 class FlatRecord:
-    """A record's columns, flat and in place: views of the lane are kept until it is encoded."""
+    """A record's columns, flat and in place: views of the lane are kept until it is encoded.
+
+    `bytes` are those of all values. Not changed once it is made.
+    """
 
     meta: RecordMeta
     rows: int
     table: Columns
     values: dict[str, FlatColumn]
     tags: tuple[tuple[str, Tag], ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all values."""
-        return sum(column.values.nbytes for column in self.values.values())
+    bytes: int
 
 
 def flat_record(record: ReadableRecord) -> FlatRecord:
@@ -45,7 +64,10 @@ def flat_record(record: ReadableRecord) -> FlatRecord:
     tags = tuple(
         (name, tag) for name in table if name not in values and (tag := record.tag(name)) is not None
     )
-    return FlatRecord(record.meta, len(record), table, values, tags)
+    size = 0
+    for column in values.values():
+        size += column.values.nbytes
+    return FlatRecord(record.meta, len(record), table, values, tags, size)
 
 
 def in_messages(records: Sequence[FlatRecord]) -> Iterator[list[FlatRecord]]:
@@ -62,8 +84,11 @@ def in_messages(records: Sequence[FlatRecord]) -> Iterator[list[FlatRecord]]:
         yield message
 
 
-def batch_of(records: Sequence[FlatRecord], layout: Layout) -> pa.RecordBatch:
-    """Returns the records as a RecordBatch with the layout's schema, one row a trajectory; a copy."""
+def batch_of(records: Sequence[FlatRecord], layout: Layout, arena: Arena | None = None) -> pa.RecordBatch:
+    """Returns the records as a RecordBatch with the layout's schema, one row a trajectory.
+
+    A copy, in `arena` until its next message; with one record, values may be in place.
+    """
     rows = [record.rows for record in records]
     total = sum(rows)
     present = set().union(*(record.values for record in records))
@@ -81,17 +106,17 @@ def batch_of(records: Sequence[FlatRecord], layout: Layout) -> pa.RecordBatch:
             row_of = pa.array(np.repeat(np.arange(len(rows), dtype=np.int32), rows))
             arrays.append(array_of(column, flat, [1] * len(records)).take(row_of))
         else:
-            arrays.append(array_of(column, flat, rows))
+            arrays.append(array_of(column, flat, rows, arena))
     return pa.RecordBatch.from_arrays(arrays, schema=layout.schema)
 
 
 def _of_records(records: Sequence[FlatRecord], rows: list[int], odd: Sequence[Any]) -> Iterator[pa.Array]:
     """Yields the columns of layout.OF_RECORD, in that order."""
     metas = [record.meta for record in records]
+    row_of = pa.array(np.repeat(np.arange(len(rows), dtype=np.int32), rows))
 
     def each(values: list[Any], kind: pa.DataType) -> pa.Array:
-        of_rows = [value for value, count in zip(values, rows, strict=True) for _ in range(count)]
-        return pa.array(of_rows, kind)
+        return pa.array(values, kind).take(row_of)
 
     def number(name: str, dtype: type) -> pa.Array:
         return _plain(np.repeat(np.array([getattr(meta, name) for meta in metas], dtype), rows))
@@ -107,8 +132,11 @@ def _of_records(records: Sequence[FlatRecord], rows: list[int], odd: Sequence[An
         yield number(name, np.int64)
     yield each([meta.split for meta in metas], pa.utf8())
     yield number("redelivered", np.bool_)
-    yield each([_columns_said(record) for record in records], pa.utf8())
+    yield each([_columns_said(tuple(record.values), record.tags) for record in records], pa.utf8())
     yield number("uneven", np.bool_)
+    if all(skipped is None for skipped in odd):
+        yield pa.nulls(sum(rows), pa.binary())
+        return
     first = [
         None if skipped is None or row else skipped[1]
         for skipped, count in zip(odd, rows, strict=True)
@@ -117,8 +145,9 @@ def _of_records(records: Sequence[FlatRecord], rows: list[int], odd: Sequence[An
     yield pa.array(first, pa.binary())
 
 
-def _columns_said(record: FlatRecord) -> str:
-    said = dict.fromkeys(record.values, "values") | {name: _SAID[tag] for name, tag in record.tags}
+@lru_cache
+def _columns_said(names: tuple[str, ...], tags: tuple[tuple[str, Tag], ...]) -> str:
+    said = dict.fromkeys(names, "values") | {name: _SAID[tag] for name, tag in tags}
     return msgspec.json.encode(said).decode()
 
 
@@ -144,12 +173,14 @@ def _odd(record: FlatRecord) -> tuple[set[str], bytes] | None:
 # -- one column
 
 
-def array_of(column: Column, flat: Sequence[FlatColumn | None], rows: Sequence[int]) -> pa.Array:
+def array_of(
+    column: Column, flat: Sequence[FlatColumn | None], rows: Sequence[int], arena: Arena | None = None
+) -> pa.Array:
     """Returns one column of several records, one after the other; null rows where a record has it not."""
     total = sum(rows)
     bitmap = _bitmap(flat, rows)
     found = [each for each in flat if each is not None]
-    values = _joined([each.values for each in found], column.dtype)
+    values = _joined([each.values for each in found], column.dtype, arena)
     kind = file_type(column)
     if column.kind is Kind.SCALAR:
         if len(found) != len(flat):
@@ -203,10 +234,13 @@ def _lengths(rows: Sequence[Any]) -> Array:
     return np.fromiter(map(len, rows), np.uint32, len(rows))
 
 
-def _joined(parts: Sequence[Any], dtype: np.dtype[Any]) -> Array:
+def _joined(parts: Sequence[Any], dtype: np.dtype[Any], arena: Arena | None = None) -> Array:
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0])
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+    if not parts or arena is None:
+        return np.concatenate(parts) if parts else np.empty(0, dtype)
+    room = arena.empty(sum(map(len, parts)), parts[0].dtype)
+    return np.concatenate(parts, out=room)
 
 
 def _offsets(lengths: Array) -> pa.Buffer:

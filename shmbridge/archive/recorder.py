@@ -79,7 +79,7 @@ class Recorder:
         self._layout = Layout(columns_of(schema), about)
         self._table: Columns | None = None  # of the last record, which the layout has
         self._stream: StreamFile | None = None
-        self._began_s = 0.0
+        self._began_s, self._arena = 0.0, encode.Arena()
         self._counts = dict.fromkeys(
             ("recorded_total", "again_total", "unreadable_total", "skipped_total", "bytes_total"), 0
         )
@@ -164,7 +164,8 @@ class Recorder:
         ):
             self._rotate()
         self._layout, self._table = layout, table  # not before: a rotation that fails is tried again
-        batch = encode.batch_of(message, layout)
+        self._arena.begin()
+        batch = encode.batch_of(message, layout, self._arena)
         if self._stream is None:
             path = parts.path_of(self.folder, self._next, parts.STREAM)
             self._stream = StreamFile(path, layout.schema, fsync=self._fsync)

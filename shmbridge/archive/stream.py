@@ -16,7 +16,33 @@ import pyarrow as pa
 
 log = logging.getLogger(__name__)
 _PREFIX = 8  # of a message: four bytes of ones, and the length of its head
+_MOST_PIECES = 1024  # of one call: IOV_MAX
 _ENDS = (b"", bytes(_PREFIX), b"\xff" * 4 + bytes(4))
+
+
+class _Pieces:
+    """A file for Arrow's writer that only notes what it is to write: the batches' buffers, not copied."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._noted: list[memoryview] = []
+
+    def write(self, piece: "bytes | pa.Buffer") -> int:
+        """Notes a piece."""
+        self._noted.append(memoryview(piece))
+        return len(piece)
+
+    def taken(self) -> list[memoryview]:
+        """Returns the pieces since the last call."""
+        taken, self._noted = self._noted, []
+        return [piece for piece in taken if piece]
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class StreamFile:
@@ -24,9 +50,13 @@ class StreamFile:
 
     def __init__(self, path: Path, schema: pa.Schema, *, fsync: bool = False) -> None:
         self.path, self.bytes, self._fsync = path, 0, fsync
+        self._pieces = _Pieces()
+        self._encoder = pa.RecordBatchStreamWriter(pa.PythonFile(self._pieces, mode="w"), schema)
+        self._encoder.write_batch(pa.RecordBatch.from_pylist([], schema=schema))  # the schema comes with it
+        self._pieces.taken()
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            self._append(schema.serialize())
+            self._append([memoryview(schema.serialize())])
         except BaseException:
             os.close(self._fd)
             with suppress(OSError):
@@ -34,30 +64,54 @@ class StreamFile:
             raise
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Appends a batch; once this returns, it is in the file, also if the process is killed."""
-        self._append(batch.serialize())
+        """Appends a batch; once this returns, it is in the file, also if the process is killed.
 
-    def _append(self, message: pa.Buffer) -> None:
-        data, at = memoryview(message), self.bytes
+        Its buffers are written from where they lie. None of them is kept.
+        """
         try:
-            self._write(data[_PREFIX:], at + _PREFIX)
+            self._encoder.write_batch(batch)
+        finally:
+            pieces = self._pieces.taken()
+        self._append(pieces)
+
+    def _append(self, pieces: list[memoryview]) -> None:
+        prefix, at = b"", self.bytes
+        while len(prefix) < _PREFIX:
+            more = pieces[0][: _PREFIX - len(prefix)]
+            prefix += bytes(more)
+            pieces[0] = pieces[0][len(more) :]
+            if not pieces[0]:
+                del pieces[0]
+        size = _PREFIX + sum(map(len, pieces))
+        try:
+            self._write(pieces, at + _PREFIX)
             if self._fsync:
                 os.fdatasync(self._fd)
-            self._write(data[:_PREFIX], at)
+            self._write([memoryview(prefix)], at)
             if self._fsync:
                 os.fdatasync(self._fd)
             if not os.fstat(self._fd).st_nlink:  # else it would be lost without a word
                 raise FileNotFoundError(errno.ENOENT, "removed while it was written", str(self.path))
-            self.bytes = at + len(data)
+            self.bytes = at + size
         except BaseException:
             with suppress(OSError):
                 os.ftruncate(self._fd, at)
             raise
 
-    def _write(self, data: memoryview, at: int) -> None:
-        while data:
-            count = os.pwrite(self._fd, data, at)
-            data, at = data[count:], at + count
+    def _write(self, pieces: list[memoryview], at: int) -> None:
+        """Writes the pieces, one behind the other."""
+        for first in range(0, len(pieces), _MOST_PIECES):
+            some = pieces[first : first + _MOST_PIECES]
+            while some:
+                count = os.pwritev(self._fd, some, at)
+                at += count
+                whole = 0
+                while whole < len(some) and count >= len(some[whole]):
+                    count -= len(some[whole])
+                    whole += 1
+                del some[:whole]
+                if some:
+                    some[0] = some[0][count:]
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
