@@ -9,6 +9,7 @@ import msgspec
 import pyarrow as pa
 
 from shmbridge.errors import ArchiveUnreadable
+from shmbridge.record.meta_types import META_TYPES
 from shmbridge.schema import Column, Columns, Kind, arrow_type
 
 VERSION = "1"
@@ -17,19 +18,10 @@ _VERSION, _COLUMNS = b"shmbridge.archive", b"shmbridge.columns"
 
 # Of the record that a row belongs to, and what its exact replay needs.
 OF_RECORD: dict[str, pa.DataType] = {
-    "producer_id": pa.utf8(),
-    "sequence": pa.int64(),
+    "producer_id": META_TYPES["producer_id"],
+    "sequence": pa.int64(),  # not uint64: the files that there are have it so, and readers join on it
     "record_row": pa.int32(),
-    "env_name": pa.utf8(),
-    "env_id": pa.int32(),
-    "group_id": pa.utf8(),
-    "group_size": pa.int32(),
-    "min_policy_version": pa.int64(),
-    "max_policy_version": pa.int64(),
-    "t_created_ns": pa.int64(),
-    "t_publish_ns": pa.int64(),
-    "split": pa.utf8(),
-    "redelivered": pa.bool_(),
+    **{name: kind for name, kind in META_TYPES.items() if name not in ("producer_id", "sequence")},
     "record_columns": pa.utf8(),
     "record_uneven": pa.bool_(),
     "record_odd": pa.binary(),

@@ -10,25 +10,11 @@ from shmbridge.errors import SchemaMismatch
 from shmbridge.record.arrow import flat_array, list_array
 from shmbridge.record.batch_numbers import ReadableBatch, batch_columns
 from shmbridge.record.columns import RaggedLists
+from shmbridge.record.meta_types import META_TYPES
 from shmbridge.schema import Column, Kind, arrow_type
 
 # Arrow types of what `meta=True` adds, in this order.
-_OF_ROWS = {
-    "group_index": pa.int32(),
-    "producer_id": pa.utf8(),
-    "sequence": pa.uint64(),
-    "env_name": pa.utf8(),
-    "env_id": pa.int32(),
-    "group_id": pa.utf8(),
-    "group_size": pa.int32(),
-    "min_policy_version": pa.int64(),
-    "max_policy_version": pa.int64(),
-    "t_created_ns": pa.int64(),
-    "t_publish_ns": pa.int64(),
-    "split": pa.utf8(),
-    "redelivered": pa.bool_(),
-    "uneven": pa.bool_(),
-}
+_OF_ROWS = {"group_index": pa.int32(), **META_TYPES, "uneven": pa.bool_()}
 
 
 def batch_rows(batch: ReadableBatch, columns: Mapping[str, Column], meta: bool) -> pa.RecordBatch:
