@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmbridge.parser import Parser, bridge_name
+from shmbridge.program import refuse
 
 if TYPE_CHECKING:
     from shmbridge.watch.prometheus import Exporter
@@ -89,12 +90,6 @@ def _exporter(wanted: str | None) -> "Exporter":
 
 def _print_text(arguments: argparse.Namespace) -> int:
     """Prints Prometheus text once."""
-    from shmbridge.segments.segment import bridges
-    from shmbridge.watch.text import absent
-
-    if arguments.bridge and arguments.bridge not in (there := bridges()):
-        print(absent(arguments.bridge, there), file=sys.stderr)
-        return 3
     print(_exporter(arguments.bridge).text(), end="")
     return 0
 
@@ -108,7 +103,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         server = ScrapeServer((host, port), _exporter(arguments.bridge))
     except OSError as wrong:
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        print(f"cannot listen on {where}: {wrong.strerror} -> another --listen", file=sys.stderr)
+        refuse("shmbridge inspect", f"cannot listen on {where}: {wrong.strerror} -> another --listen")
         return 1
     with server:
         print(f"serving {server.url} until Ctrl-C", flush=True)

@@ -45,24 +45,17 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints records until N were shown, the bridge is gone, nobody reads on, or Ctrl-C."""
-    from shmbridge.config import check_bridge_name
     from shmbridge.errors import BadArgument
-    from shmbridge.segments.segment import bridges
     from shmbridge.watch.observer import Observer
     from shmbridge.watch.output import to_reader
     from shmbridge.watch.spare_cpu import use_only_spare_cpu
-    from shmbridge.watch.text import absent
 
-    check_bridge_name(arguments.bridge)
     if arguments.n is not None and arguments.n < 0:
         raise BadArgument(f"-n {arguments.n} is no number of records", hint="-n 10, or none for all")
     show = _lines(arguments)
     use_only_spare_cpu()
     follow = not arguments.no_follow
     with Observer(arguments.bridge, backlog=not arguments.new, follow=follow) as observer, to_reader():
-        if arguments.bridge not in (there := bridges()):
-            print(absent(arguments.bridge, there), file=sys.stderr)
-            return 3
         for record in itertools.islice(_records(observer, arguments), arguments.n):
             print("\n".join(show(record)), flush=True)
     return 0

@@ -42,13 +42,10 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the bridge until the user quits, or once."""
-    from shmbridge.config import check_bridge_name
     from shmbridge.segments.segment import bridges
     from shmbridge.watch.output import to_reader
     from shmbridge.watch.text import absent
 
-    if arguments.bridge:
-        check_bridge_name(arguments.bridge)
     there = bridges()
     wanted = [name for name in there if arguments.bridge in (None, name)]
     if not wanted:

@@ -1,3 +1,12 @@
 """A leased record, a group of records, and their exports to Arrow and to Atropos."""
 
-__all__ = ["batch_arrow", "batch_numbers", "columns", "groups", "record", "row_checks", "unreleased"]
+__all__ = [
+    "batch_arrow",
+    "batch_numbers",
+    "columns",
+    "groups",
+    "meta_types",
+    "record",
+    "row_checks",
+    "unreleased",
+]

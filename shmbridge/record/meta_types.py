@@ -1,4 +1,4 @@
-"""The Arrow types of what a record says of itself, in the tables of batches and in the files of recordings."""
+"""The Arrow types of what a record says of itself, in tables of batches and in the files of recordings."""
 
 import pyarrow as pa
 
