@@ -1,11 +1,12 @@
 """Stand-ins for the downloads of the GSM8K run: small sums in the data set's form, and a tiny model of the
 same kind.
 
-    python examples/gsm8k/stand_in.py runs/gsm8k-stand-in
+    python examples/gsm8k/stand_in.py runs/gsm8k-stand-in            # or with --engine vllm
     shmbridge launch runs/gsm8k-stand-in/launch.yaml
 
 The folder gets `data/` (train.jsonl, test.jsonl), `model/` (a random Qwen2 with a tokenizer of 28 characters)
-and a `launch.yaml`: the real run's file with these two, on the CPU, and small numbers.
+and a `launch.yaml`: the real run's file with these two, on the CPU, and small numbers. The embedded policy
+server stands in for vLLM, too, unless it is asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ sys.path.insert(0, str(HERE.parent))
 import tiny_model  # noqa: E402  (of the folder above)
 
 PROBLEMS = {"train": 400, "test": 40}
+HEADS = {"policy_server": 4, "vllm": 2}  # vLLM's attention takes heads of 32 numbers and more on a CPU
+VLLM_ON_CPU = {"VLLM_NO_USAGE_STATS": 1, "VLLM_CPU_KVCACHE_SPACE": 1, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+VLLM_ARGS = ["--logprobs-mode", "processed_logprobs", "--enforce-eager", "--dtype", "float32"]
 
 
 def problem(stream: random.Random) -> dict[str, str]:
@@ -49,13 +53,24 @@ def write_data(folder: Path, seed: int) -> None:
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def launch_file(folder: Path, steps: int) -> dict[str, Any]:
+def launch_file(folder: Path, steps: int, engine: str, engine_python: str) -> dict[str, Any]:
     """Returns the real run's file with the stand-ins of a folder."""
     config: dict[str, Any] = yaml.safe_load((HERE / "launch.yaml").read_text())
     model = str(folder / "model")
     small = {"OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1, "CUDA_VISIBLE_DEVICES": ""}
     config |= {"bridge": f"stand-in-{folder.name}"[:48], "run_dir": str(folder / "run")}
-    config["policy_server"] = {"model": model, "port": 0, "options": {"threads": 1}, "env": small}
+    vllm = config.pop("vllm") | {
+        "model": model,
+        "port": 0,
+        "python": engine_python,
+        "env": small | VLLM_ON_CPU,
+    }
+    if engine == "vllm":
+        config["vllm"] = vllm | {
+            "args": [*VLLM_ARGS, "--max-model-len", "128", "--served-model-name", "policy"]
+        }
+    else:
+        config["policy_server"] = {"model": model, "port": 0, "options": {"threads": 1}, "env": small}
     learner = config["learner"]
     learner |= {"model": model, "steps": steps, "env": small}
     learner["options"] |= {
@@ -92,11 +107,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the run [100]")
     parser.add_argument("--seed", type=int, default=1, help="of the data and of the weights [1]")
+    parser.add_argument(
+        "--engine", choices=HEADS, default="policy_server", help="what samples [policy_server]"
+    )
+    parser.add_argument(
+        "--engine-python",
+        default=".venvs/vllm/bin/python",
+        help="the interpreter that has vLLM [.venvs/vllm/bin/python]",
+    )
     options = parser.parse_args()
     folder = options.folder.resolve()
     write_data(folder / "data", options.seed)
-    tiny_model.build(folder / "model", options.seed)
-    (folder / "launch.yaml").write_text(yaml.safe_dump(launch_file(folder, options.steps), sort_keys=False))
+    tiny_model.build(folder / "model", options.seed, HEADS[options.engine])
+    file = launch_file(folder, options.steps, options.engine, options.engine_python)
+    (folder / "launch.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
     print(f"stand-ins in {options.folder}; now: shmbridge launch {options.folder}/launch.yaml")
 
 

@@ -54,15 +54,12 @@ def gsm8k_env():
 @pytest.mark.parametrize("engine", ["policy_server", "vllm"])
 def test_the_real_file_is_one_that_launch_takes(tmp_path, engine):
     text = (EXAMPLE / "launch.yaml").read_text()
-    if engine == "vllm":  # as its comment says
+    if engine == "policy_server":  # as its comment says
         text = re.sub(
-            r"^#: ",
-            "",
-            re.sub(r"^policy_server:.*\n(  .*\n)+", "", text, flags=re.MULTILINE),
-            flags=re.MULTILINE,
+            r"^#: ", "", re.sub(r"^vllm:.*\n(  .*\n)+", "", text, flags=re.MULTILINE), flags=re.MULTILINE
         )
-        # vLLM lives apart; a dry run starts nothing
-        text = text.replace(".venvs/vllm/bin/python", sys.executable)
+    # vLLM lives apart; a dry run starts nothing
+    text = text.replace(".venvs/vllm/bin/python", sys.executable)
     path = tmp_path / "launch.yaml"
     path.write_text(text)
     shown = run("-m", "shmbridge.cli", "launch", path, "--dry-run")
@@ -72,6 +69,8 @@ def test_the_real_file_is_one_that_launch_takes(tmp_path, engine):
         "vllm": "vllm.entrypoints.openai.api_server",
     }[engine]
     assert f"-m {server} --model Qwen/Qwen2.5-0.5B-Instruct" in shown.stdout
+    follows = '--additional-config {"shmbridge": {"bridge": "gsm8k"'
+    assert (follows in shown.stdout.replace("'", "")) == (engine == "vllm")
     assert "-m shmbridge.consumers.grpo --bridge gsm8k --model Qwen/Qwen2.5-0.5B-Instruct" in shown.stdout
     assert shown.stdout.count("examples/gsm8k/gsm8k_env.py serve") == 2
     assert shown.stdout.count("--openai.base_url=http://127.0.0.1:8001/v1") == 2
