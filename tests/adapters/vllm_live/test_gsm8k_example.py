@@ -36,7 +36,7 @@ def test_vllm_follows_the_learner_of_the_example(learner_python, tmp_path):
 
 def run(python: str, words: list[str], within_s: float) -> None:
     done = subprocess.run(
-        [python, *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [python, *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO"},
         capture_output=True, text=True, timeout=within_s,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
