@@ -25,9 +25,10 @@ def questions(seed: int) -> Iterator[Task[str]]:
 async def play(episode: Episode, larger: str) -> None:
     """Asks twice at most: 1 point for the first answer, half a point for the second."""
     for points in (1.0, 0.5):
-        right = await episode.sample() == larger
-        episode.step_reward(points if right else 0.0)
-        if right:
+        said = await episode.sample()
+        # the right digit first; the less behind it, the better: partial credit gets a random model started
+        episode.step_reward(points * said.startswith(larger) / max(len(said), 1))
+        if said == larger:
             break
         episode.observe([{"role": "user", "content": "?"}])
     episode.score = sum(episode.step_rewards)

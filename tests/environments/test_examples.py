@@ -77,3 +77,43 @@ async def test_gem_example_steps_an_atropos_environment(bridge, make_consumer, t
             assert all(len(row) == 1 for row in record["step_rewards"])
             steps = [float(row[0]) for row in record["step_rewards"]]  # float32; scores are float64
             assert record["score"].tolist() == pytest.approx(steps)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_own_env_example_learns_and_all_but_the_server_end(bridge, tmp_path):
+    """As docs/how-to/own-environment.md says, in fewer steps."""
+    ran = {
+        "cwd": tmp_path,
+        "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        "text": True,
+    }
+    tiny = [sys.executable, str(ROOT / "examples/tiny_model.py"), "tiny", "--seed", "1"]
+    subprocess.run(tiny, check=True, timeout=100, **ran)
+    follow = ["--bridge", bridge, "--model", "tiny"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "shmbridge.consumers.policy_server", *follow, "--port", "0"],
+        stdout=subprocess.PIPE, **ran,
+    )  # fmt: skip
+    learn = ["--run-dir", "run", "--steps", "100", "--groups", "16", "--lr", "2e-3", "--entropy", "0.1"]
+    learner = subprocess.Popen(
+        [sys.executable, "-m", "shmbridge.consumers.grpo", *follow, *learn, "--max-off-policy-steps", "2"],
+        **ran,
+    )
+    try:
+        url = "http://" + server.stdout.readline().split("http://")[1].split()[0]
+        words = ["--bridge", bridge, "--server", url, "--tokenizer", "tiny", "--max-tokens", "4"]
+        words += ["--tickets", "--max-groups", "1600"]
+        played = [sys.executable, str(ROOT / "examples/own_env.py"), *words]
+        done = subprocess.run(played, capture_output=True, timeout=300, **ran)
+        assert (done.returncode, done.stdout) == (0, "1600 groups\n"), done.stderr
+        assert learner.wait(60) == 0
+    finally:
+        for process in (learner, server):
+            process.kill()
+            process.communicate()
+    rewards = [
+        json.loads(line)["reward_mean"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(rewards) == 100
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.3
