@@ -31,7 +31,7 @@ TRAINERS := trl transferqueue verl skyrl roll
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install test-trainers $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
+.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(CONSTRAINTS) torch 'setuptools>=77' 'cython>=3.1' 'numpy>=2' wheel
-	SHMBRIDGE_EXTENSIONS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings editable_mode=compat -e '.[atropos,learner,bench,dev]'
+	SHMBRIDGE_EXTENSIONS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings editable_mode=compat -e '.[atropos,learner,bench,dev,docs]'
 	touch $@
 
 # Extensions are rebuilt when their sources change.
@@ -68,12 +68,12 @@ prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
-	$(call LOOK,$(BIN)/pytest -m 'not long' $(addprefix --ignore=,$(ALONE) $(FUZZ) $(TORCH) tests/adapters/vllm_live tests/environments tests/trainers),$(TWO))
+	$(call LOOK,$(BIN)/pytest -m 'not long' $(addprefix --ignore=,$(ALONE) $(FUZZ) $(TORCH) tests/adapters/vllm_live tests/environments tests/trainers tests/house/site),$(TWO))
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(ALONE))
 	$(BIN)/pytest -m 'not long' $(FUZZ)
 
 test-long: $(VENV)/.built build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## the tests marked `long`: more random examples, more seeds, whole demos
-	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore=tests/environments --ignore=tests/trainers --ignore-glob='*agree*'
+	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore=tests/environments --ignore=tests/trainers --ignore=tests/house/site --ignore-glob='*agree*'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -m long tests/environments
 	for each in $(TRAINERS); do OMP_NUM_THREADS=1 .venvs/$$each/bin/python -m pytest -m long tests/trainers/$$each || [ $$? = 5 ] || exit 1; done
 
@@ -133,6 +133,15 @@ endif
 	$(RUN) setup.py --quiet egg_info
 	echo '$(CURDIR)' > "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shmbridge.pth"
 	touch $@
+
+docs: $(VENV)/.built ## the site of the documentation, into build/site/index.html; warnings are errors
+	$(RUN) -m sphinx -W --keep-going -q -j 2 -c docs -b html . build/site
+
+reference: $(VENV)/.built ## write the pages of docs/reference/ that are made of the code
+	$(RUN) docs/_generate
+
+test-docs: docs ## the site in a headless Chromium: pages, search, navigation, links
+	$(BIN)/pytest tests/house/site
 
 lint: $(VENV)/.built ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -173,16 +173,17 @@ def process_advantages(
     First step rewards are normalised as `group_advantages` does, guards included: equal rewards give exactly
     0, and so does a single one.
 
-    over="group": all step rewards of all rows of a group together over="place": those of the first steps of a
-    group's rows, those of their second steps, and so on: where a step that
-                   most rows fail is followed by one that most pass, no step is judged by the other's
-                   difficulty
+    What is normalised together, `over`:
 
-    Then
+    - "group": all step rewards of all rows of a group.
+    - "place": those of the first steps of a group's rows, those of their second steps, and so on. Where a
+      step that most rows fail is followed by one that most pass, neither is judged by the other's difficulty.
 
-    reach="to_go":  a token gets the sum of its own step's and all later normalised rewards of its row, those
-                    of the k-th step from its own times discount**k
-    reach="step":   a token gets its own step's normalised reward alone
+    What a token gets then, `reach`:
+
+    - "to_go": the sum of its own step's and all later normalised rewards of its row, those of the k-th step
+      from its own times discount**k.
+    - "step": its own step's normalised reward alone.
 
     Tokens after the last end get 0: no reward comes after them. Untrained tokens get 0, but a step without
     trained tokens counts like any other in the group and for the tokens before it. In a row whose steps have

@@ -1,0 +1,12 @@
+// How the site's search ranks what it finds: pages that answer questions before histories and lists of all that there is.
+var Scorer = {
+  score: ([page, title, anchor, description, score]) => {
+    if (/^docs\/(how-to|tutorials)\//.test(page)) return score + 8;
+    if (/^(CHANGELOG|docs\/README|docs\/adr\/|docs\/explanation\/attacks|docs\/model\/|bench\/)/.test(page)) return score - 12;
+    return score;
+  },
+  objNameMatch: 11, objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 }, objPrioDefault: 0,
+  title: 15, partialTitle: 7,
+  term: 5, partialTerm: 2,
+};
