@@ -80,7 +80,7 @@ def test_chat_templates_of_a_scripts_own_tokenizers_are_tokens_on_the_command_li
         f"print(AutoTokenizer.from_pretrained({tokenizer!r}).apply_chat_template([{{'role': 'user', "
         f"'content': 'w1'}}]))\n"
     )
-    assert run(monkeypatch, bridge, script) == 0
+    assert run(monkeypatch, bridge, script) == 2, "it begins no environment"
     assert "[0, 1, 2]" in capsys.readouterr().out
     assert isinstance(
         PreTrainedTokenizerFast.from_pretrained(tokenizer).apply_chat_template(CHAT), BatchEncoding

@@ -139,7 +139,7 @@ def test_numbers_that_nothing_can_be_computed_with(refused, flags, capsys):
     with pytest.raises(SystemExit) as ended:
         refused(*flags.split())
     assert ended.value.code == 2
-    assert f"argument {flags.split()[0]}: " in capsys.readouterr().err
+    assert f"error: {flags.split()[0]}: " in capsys.readouterr().err
 
 
 def test_a_torchrun_environment_that_lacks_variables(refused, monkeypatch):

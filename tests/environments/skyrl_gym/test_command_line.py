@@ -141,7 +141,6 @@ def test_a_call_that_never_returns_does_not_keep_it(start: Start, tmp_path: Path
         (["--thought-tags", "x", "x"], {}, "a trace needs two different tags"),
         (["--env-config", "bonus"], {}, "--env-config bonus is no KEY=VALUE"),
         (["--env-python", "/no/python"], {}, "/no/python cannot be run"),
-        ([], {"bridge": "no/such"}, "bridge"),
         (["--group-size", "0"], {}, "group_size=0"),
         ([], {"tokenizer": "./no-tokenizer"}, "no-tokenizer"),
     ],
