@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import LaunchFailed as LaunchFailed
     from shmbridge.errors import LayoutMismatch as LayoutMismatch
     from shmbridge.errors import LeaseReleased as LeaseReleased
+    from shmbridge.errors import NoColumn as NoColumn
     from shmbridge.errors import NoConsumer as NoConsumer
     from shmbridge.errors import NotAdmitted as NotAdmitted
     from shmbridge.errors import NotReady as NotReady
@@ -107,6 +108,7 @@ _HOMES = {
             "LaunchFailed",
             "LayoutMismatch",
             "LeaseReleased",
+            "NoColumn",
             "NoConsumer",
             "NotAdmitted",
             "NotReady",
@@ -143,7 +145,10 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         value = getattr(import_module(f"shmbridge.{_HOMES[name]}"), name)
     else:
-        raise AttributeError(f"module 'shmbridge' has no attribute {name!r}")
+        import sys
+
+        here = sys.modules[__name__]
+        raise AttributeError(f"module 'shmbridge' has no attribute {name!r}", name=name, obj=here)
     globals()[name] = value
     return value
 

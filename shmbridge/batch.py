@@ -8,6 +8,7 @@ import numpy as np
 from shmbridge._ext.blocks import Pool
 from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
 from shmbridge.errors import BatchTooBig, LeaseReleased
+from shmbridge.other_names import no_column
 from shmbridge.record.batch_numbers import batch_numbers
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Ragged, RaggedLists, Record, RecordMeta
@@ -119,12 +120,17 @@ class Batch:
     def __getitem__(self, name: str) -> Any:
         if name == "loss_mask" and name not in self._columns and name not in self._in_place:
             return self._mask()
-        return self._columns[_NAMES.get(name, name)]
+        try:
+            return self._columns[_NAMES.get(name, name)]
+        except (KeyError, TypeError):
+            raise no_column(name, "batch", {**STANDARD, **self._columns}, self._columns) from None
 
     def __getattr__(self, name: str) -> Any:
         name = _NAMES.get(name, name)
-        if name.startswith("_") or not (name in STANDARD or name in self._columns):
-            raise AttributeError(f"Batch has no column {name!r}")
+        if name.startswith("_"):
+            raise AttributeError(f"'Batch' object has no attribute {name!r}")
+        if not (name in STANDARD or name in self._columns):
+            raise no_column(name, "batch", {**STANDARD, **self._columns}, self._columns)
         return self._mask() if name == "loss_mask" and name not in self._in_place else self._columns.get(name)
 
     def train_whole_rows(self) -> None:

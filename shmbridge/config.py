@@ -9,6 +9,7 @@ import time
 import msgspec
 
 from shmbridge.errors import BadArgument, BadBridgeName
+from shmbridge.shown import kind_of, shown
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
@@ -16,6 +17,8 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|)\s*")
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0}
 _LONGEST_ID = 63
 _LAST_PORT = 65535
+_ARTICLE: dict[type, str] = {int: "a whole number", str: "text"}
+_LARGEST_LANE = 1 << 50
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -40,7 +43,8 @@ def check_bridge_name(bridge: str) -> str:
     """Returns the name, or raises BadBridgeName."""
     if not isinstance(bridge, str) or not _NAME.fullmatch(bridge):
         raise BadBridgeName(
-            f"bridge name {bridge!r} is not 1 to 48 of A-Z a-z 0-9 _ -", hint='choose a name such as "run1"'
+            f"bridge name {shown(bridge)} is not 1 to 48 of A-Z a-z 0-9 _ -",
+            hint='choose a name such as "run1"',
         )
     return bridge
 
@@ -51,7 +55,7 @@ def check_producer_id(given: str | None) -> str:
         return ""
     if not isinstance(given, str):
         raise BadArgument(
-            f"producer_id={given!r} is a {type(given).__name__}, no text", hint=f'producer_id="{given}"'
+            f"producer_id={shown(given)} is {kind_of(given)}, no text", hint=f'producer_id="{given!s:.40}"'
         )
     if (size := len(given.encode(errors="surrogatepass"))) > _LONGEST_ID:
         raise BadArgument(
@@ -63,26 +67,56 @@ def check_producer_id(given: str | None) -> str:
     return given
 
 
+def check_env_name(env_name: str) -> str:
+    """Returns the environment's name. Raises BadArgument for what is no text, or no Unicode."""
+    if not isinstance(env_name, str):
+        raise BadArgument(
+            f"env_name={shown(env_name)} is {kind_of(env_name)}, no text",
+            hint='env_name="gsm8k"' if env_name is None else f'env_name="{env_name}"',
+        )
+    try:
+        env_name.encode()
+    except UnicodeEncodeError:
+        raise BadArgument(
+            f"env_name={shown(env_name)} is not Unicode text", hint='env_name="gsm8k"'
+        ) from None
+    return env_name
+
+
 def check_choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
     """Raises BadArgument, with the nearest choice, unless `given` is one of those allowed."""
     if given in allowed:
         return
-    near = difflib.get_close_matches(str(given), allowed, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(given), allowed, n=1, cutoff=0.55)
     hint = f'did you mean "{near[0]}"?' if near else f'{name}="{allowed[0]}"'
-    raise BadArgument(f"{name}={given!r} is none of {', '.join(map(repr, allowed))}", hint=hint)
+    choices = ", ".join(f'"{choice}"' for choice in allowed)
+    raise BadArgument(f"{name}={shown(given)} is none of {choices}", hint=hint)
 
 
 def check_run(run: Run | None) -> Run | None:
     """Returns the run, or raises BadArgument."""
-    if run is None or isinstance(run, Run):
+    if isinstance(run, Run):
+        for field, kind in Run.__annotations__.items():
+            value = getattr(run, field)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                hint = (
+                    f"{field}={value}, without quotes"
+                    if str(value).isdigit()
+                    else f"{field} is {_ARTICLE[kind]}"
+                )
+                raise BadArgument(
+                    f"run.{field}={shown(value)} is {kind_of(value)}, not {_ARTICLE[kind]}", hint=hint
+                )
         return run
-    shown = (
+    if run is None:
+        return run
+    fields = (
         ", ".join(f"{key}={value!r}" for key, value in run.items())
         if isinstance(run, dict)
         else "batch_size=64"
     )
     raise BadArgument(
-        f"run= is a {type(run).__name__}, not a shmbridge.Run", hint=f"run=shmbridge.Run({shown:.200})"
+        f"run= is {kind_of(run)}, not a shmbridge.Run", hint=f"run=shmbridge.Run({fields:.200})"
     )
 
 
@@ -92,7 +126,7 @@ def check_lanes(lanes: int | str) -> int | None:
         return None
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
         raise BadArgument(
-            f"lanes={lanes!r} is no number of lanes from 1",
+            f"lanes={shown(lanes)} is no number of lanes from 1",
             hint='lanes="auto", or as many as environments write at once',
         )
     return lanes
@@ -106,10 +140,46 @@ def check_count(name: str, count: object, least: int, most: int) -> int:
         number = None
     if number is None or not least <= number <= most:
         raise BadArgument(
-            f"{name}={count!r} is no whole number from {least} to {most}",
+            f"{name}={shown(count)} is no whole number from {least} to {most}",
             hint=f"{name}={min(max(least, 1), most)}",
         )
     return number
+
+
+def check_version(name: str, version: object) -> int:
+    """Returns a policy version, from 0 and below 2**62; or raises BadArgument."""
+    try:
+        number = operator.index(version)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if 0 <= number < 1 << 62:
+        return number
+    said = version if isinstance(version, str) else ""
+    hint = f"{name}={said}, without quotes" if said.isdigit() else f"{name} counts from 0, such as the step"
+    raise BadArgument(f"{name}={shown(version)} is no whole number from 0", hint=hint)
+
+
+def check_staleness(max_staleness: object) -> int | None:
+    """Returns the most versions that a group may be behind, None for any; or raises BadArgument."""
+    if max_staleness is None:
+        return None
+    try:
+        number = operator.index(max_staleness)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise BadArgument(
+            f"max_staleness={shown(max_staleness)} is no whole number from 0",
+            hint="max_staleness=2 versions behind, or None for no limit",
+        )
+    return number
+
+
+def check_seconds(name: str, seconds: object) -> float:
+    """Returns seconds, 0 or more; or raises BadArgument."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise BadArgument(f"{name}={shown(seconds)} is no number of seconds from 0", hint=f"{name}=10.0")
+    return seconds
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
@@ -126,7 +196,8 @@ def check_timeout(timeout_s: float | None) -> float | None:
         seconds = math.nan
     if math.isnan(seconds):
         raise BadArgument(
-            f"timeout_s={timeout_s!r} is no number of seconds", hint="timeout_s=5.0, or None to wait for ever"
+            f"timeout_s={shown(timeout_s)} is no number of seconds",
+            hint="timeout_s=5.0, or None to wait for ever",
         )
     if isinstance(timeout_s, str):
         raise BadArgument(f"timeout_s={timeout_s!r} is text", hint=f"timeout_s={timeout_s}, without quotes")
@@ -140,23 +211,36 @@ def deadline_of(timeout_s: float | None) -> float:
 
 def check_lane_bytes(size: int | str, least: int) -> int:
     """Returns a lane's bytes, a multiple of 64. Raises BadArgument for no size, or less than `least`."""
+    if not isinstance(size, (bool, int, str)) and hasattr(size, "__index__"):
+        size = operator.index(size)
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         whole = isinstance(size, float) and size >= least and size == int(size)
         hint = f"lane_bytes={int(size)}" if whole else 'lane_bytes="64M"'
         raise BadArgument(
-            f'lane_bytes={size!r} is a {type(size).__name__}: bytes as an int, or a text such as "64M"',
+            f'lane_bytes={shown(size)} is {kind_of(size)}: bytes as an int, or a text such as "64M"',
             hint=hint,
         )
-    found = parse_size(size)
-    if found < least:
-        meant = (
-            f'lane_bytes="{size}M" if mebibytes were meant, or '
-            if str(size).isdigit() and 0 < int(size) <= 1 << 20
-            else ""
-        )
+    try:
+        found = parse_size(size)
+    except ValueError:
+        digits = re.match(r"\s*(\d+)\s*[kmgtKMGT]?", str(size))
+        unit = digits[0].strip().replace(" ", "").upper() if digits else "64M"
         raise BadArgument(
-            f"lane_bytes={size!r} is less than the least, {least} ({format_size(least)})",
-            hint=f'{meant}lane_bytes="64M"',
+            f"lane_bytes={shown(size)} is not a size: bytes, or a number with K, M, G or T",
+            hint=f'lane_bytes="{unit}"',
+        ) from None
+    if found < least:
+        small = str(size).strip().isdigit() and 0 < int(size) <= 1 << 20
+        raise BadArgument(
+            f"lane_bytes={shown(size)} is less than the least, {least} ({format_size(least)})",
+            hint=f'lane_bytes="{str(size).strip()}M", if mebibytes were meant'
+            if small
+            else 'lane_bytes="64M"',
+        )
+    if found > _LARGEST_LANE:
+        raise BadArgument(
+            f"lane_bytes={shown(size)} is more than the most, {format_size(_LARGEST_LANE)}",
+            hint='lane_bytes="64M"',
         )
     return found & ~63
 
@@ -198,4 +282,4 @@ def format_size(size: float) -> str:
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
         size /= 1024
-    return f"{size:.3g} TiB"
+    return f"{size:.3g} TiB" if size < 1000 else f"{size:.0f} TiB"

@@ -20,8 +20,18 @@ from shmbridge.batching.iteration import Iterations
 from shmbridge.batching.queue import GroupQueue, OutsideQueue
 from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.scheduler import Policy
-from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout, deadline_of
-from shmbridge.errors import ConsumerEmpty, ServesRanks
+from shmbridge.config import (
+    Run,
+    check_bridge_name,
+    check_choice,
+    check_count,
+    check_lanes,
+    check_run,
+    check_staleness,
+    check_timeout,
+    deadline_of,
+)
+from shmbridge.errors import BadArgument, ConsumerEmpty, ServesRanks
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.control_view import Hub
 from shmbridge.hub.counters import lane_counters
@@ -41,6 +51,7 @@ from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.one_process import OneProcess
 from shmbridge.segments.placement import MemoryUse
+from shmbridge.shown import kind_of, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,6 +61,8 @@ if TYPE_CHECKING:
     from shmbridge.ranks.share_book import Mode
 
 log = logging.getLogger(__name__)
+
+_MOST_POLLED = 1 << 31
 
 
 class Consumer(OneProcess):
@@ -106,8 +119,8 @@ class Consumer(OneProcess):
         outside: OutsideQueue | None = None,
         tap: Tap | None = None,
     ) -> None:
-        if resume not in ("redeliver", "discard"):
-            raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
+        check_choice("resume", resume, ("redeliver", "discard"))
+        _check_outside(outside)
         self.columns, self.bridge, self._tap = columns_of(schema), bridge, check_tap(tap)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         run, words = check_run(run), become_hub(check_bridge_name(bridge))
@@ -222,8 +235,12 @@ class Consumer(OneProcess):
 
         Never blocks.
         """
-        if self._ranks is None and (records := self._turns.poll(max_records)):
-            return records
+        try:
+            if self._ranks is None and (records := self._turns.poll(max_records)):
+                return records
+        except (TypeError, OverflowError):
+            check_count("max_records", max_records, 0, _MOST_POLLED)
+            raise
         self._check_mine()
         self._state.check_open()
         try:
@@ -338,7 +355,8 @@ class Consumer(OneProcess):
             timeout_s: seconds to wait.
         """
         self._check_mine()
-        size, most_stale = self._former.want(groups, rows), self._former.most_stale(max_staleness)
+        size = self._former.want(groups, rows)
+        most_stale = check_staleness(self._former.most_stale(max_staleness))
         return self._iterations.take_groups(BatchRequest(size, max_staleness=most_stale, timeout_s=timeout_s))
 
     @then_close
@@ -356,6 +374,8 @@ class Consumer(OneProcess):
         `keep` runs in the thread that forms batches: it must be quick and must not call the consumer. An
         exception from it ends the batches; its group stays.
         """
+        if keep is not None and not callable(keep):
+            raise BadArgument(f"keep={shown(keep)} cannot be called", hint="a function of a group, or None")
         self._former.screen = keep
 
     def take_back_dropped(self) -> int:
@@ -427,7 +447,10 @@ class Consumer(OneProcess):
 
         self._state.check_open()
         if self._ranks is not None:
-            raise ValueError("this consumer serves ranks already")
+            raise BadArgument(
+                f"the consumer of bridge {self.bridge!r} serves ranks already",
+                hint="keep the server that serve_ranks returned, or close this consumer first",
+            )
         self._iterations.stop_prefetch()
         with self._closing.whole:  # close() stops its thread
             self._state.check_open()
@@ -617,3 +640,8 @@ class Consumer(OneProcess):
 
     def __repr__(self) -> str:
         return f"<Consumer of {self.bridge!r}: {len(self._lanes)} lanes, epoch {self.hub_epoch}>"
+
+
+def _check_outside(outside: object) -> None:
+    if outside is not None and not isinstance(outside, OutsideQueue):
+        raise BadArgument(f"outside= is {kind_of(outside)}, not an OutsideQueue", hint="leave it out")

@@ -113,6 +113,12 @@ class LaneRemoved(ShmBridgeError, RuntimeError):
     code = "SB207"
 
 
+class NoColumn(ShmBridgeError, KeyError, AttributeError):
+    """A column was asked for that a record, a batch or a claim does not have."""
+
+    code = "SB208"
+
+
 class LaneFull(ShmBridgeError, TimeoutError):
     """The lane had no room within the time allowed; nothing was committed."""
 

@@ -20,6 +20,8 @@ from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.admission.tickets import Ticket, Tickets
 from shmbridge.config import (
     check_bridge_name,
+    check_choice,
+    check_env_name,
     check_lane_bytes,
     check_producer_id,
     check_timeout,
@@ -36,7 +38,7 @@ from shmbridge.errors import (
 )
 from shmbridge.put import producer_errors
 from shmbridge.put.claim import Slot
-from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp
+from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp, groups_of
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.still_linked import LOOK_S, OwnNames
 from shmbridge.schema import Columns, columns_of
@@ -89,10 +91,9 @@ class Producer(OneProcess):
         schema: "pa.Schema | None" = None,
         producer_id: str | None = None,
     ) -> None:
-        if on_full not in ("block", "raise", "drop"):
-            raise ValueError(f'on_full={on_full!r} is not "block", "raise" or "drop"')
+        check_choice("on_full", on_full, ("block", "raise", "drop"))
         self.bridge = check_bridge_name(bridge)
-        self.env_name, self.on_full = env_name, on_full
+        self.env_name, self.on_full = check_env_name(env_name), on_full
         self._given_id = check_producer_id(producer_id) or f"{env_name[:32] or 'producer'}-{os.getpid()}"
         self.lane_bytes = check_lane_bytes(lane_bytes, sizing.SMALLEST_LANE)
         self.columns = columns_of(schema)
@@ -217,7 +218,7 @@ class Producer(OneProcess):
 
         Records committed before an error stay committed.
         """
-        return [self.put(group, **options) for group in groups]
+        return [self.put(group, **options) for group in groups_of(groups)]
 
     async def put_async(
         self,

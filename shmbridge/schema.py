@@ -15,6 +15,7 @@ import numpy as np
 
 from shmbridge._ext.column import Form
 from shmbridge.errors import SchemaMismatch
+from shmbridge.shown import kind_of, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -253,9 +254,10 @@ def columns_of(schema: "pa.Schema | None") -> Columns:
         return standard_columns()
     if not (type(schema).__name__ == "Schema" and type(schema).__module__.startswith("pyarrow")):
         raise SchemaMismatch(
-            f"schema= is a {type(schema).__name__}, not a pyarrow.Schema",
+            f"schema= is {kind_of(schema)}, not a pyarrow.Schema",
             hint='schema=pyarrow.schema([("mine", pyarrow.int32())])',
         )
+    _check_names(schema.names)
     mine = Columns(_column_of(field) for field in schema)
     standard_columns().check_agrees(mine, "in TRAJECTORY_SCHEMA", "in schema=")
     extra = [column for column in mine.order if column.name not in STANDARD]
@@ -265,6 +267,14 @@ def columns_of(schema: "pa.Schema | None") -> Columns:
             hint="carry them in one binary column",
         )
     return Columns([*STANDARD.values(), *extra])
+
+
+def _check_names(names: list[str]) -> None:
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise SchemaMismatch(
+            f"column {twice!r} stands twice in schema=", hint="give each field a name of its own"
+        )
 
 
 def _column_of(field: "pa.Field") -> Column:
@@ -292,7 +302,7 @@ def _column_of(field: "pa.Field") -> Column:
     if name not in DTYPES or (kind is Kind.MAP and name != "float32"):
         raise SchemaMismatch(
             f"column {field.name!r}: no lane carries {field.type}",
-            hint="fixed-width numbers, list<number>, list<list<number>>, map<utf8, float32>, utf8 and binary",
+            hint="numbers of fixed width, list<number>, list<list<number>>, map<utf8, float32>, utf8, binary",
         )
     column = Column(_checked_name(field.name), kind, np.dtype(name), per_record=_says_per_record(field))
     return standard if standard is not None and standard.same_type(column) else column
@@ -301,7 +311,7 @@ def _column_of(field: "pa.Field") -> Column:
 def _checked_name(name: str) -> str:
     if not 1 <= len(name.encode()) <= 56 or "\0" in name:
         raise SchemaMismatch(
-            f"column name {name!r} has {len(name.encode())} bytes, allowed are 1 to 56",
+            f"column name {shown(name)} has {len(name.encode())} bytes, allowed are 1 to 56",
             hint="choose a shorter name",
         )
     if name in ALIASES or name == "env_id":

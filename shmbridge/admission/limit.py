@@ -6,6 +6,11 @@ Pure counting. docs/explanation/staleness.md has the rule, its proof, and its as
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shmbridge.config import check_count
+from shmbridge.errors import BadArgument
+from shmbridge.shown import shown
+
+_MOST = 1 << 31
 PROMISE_NS = 1_000_000_000  # how long a granted ticket is reserved for a producer that does not show it
 
 
@@ -24,24 +29,27 @@ class OffPolicyLimit:
 def limit_of(
     max_off_policy_steps: int | None, groups_per_step: int | None, policy: str
 ) -> OffPolicyLimit | None:
-    """Returns the limit a consumer is to keep, or None. Raises ValueError if it cannot be kept."""
+    """Returns the limit a consumer is to keep, or None. Raises BadArgument if it cannot be kept."""
     if max_off_policy_steps is None:
         if groups_per_step is not None:
-            raise ValueError(
-                f"groups_per_step={groups_per_step} is for max_off_policy_steps, and that is None"
+            raise BadArgument(
+                f"groups_per_step={groups_per_step} is for max_off_policy_steps, and that is None",
+                hint="max_off_policy_steps=2, or leave groups_per_step out",
             )
         return None
-    if groups_per_step is None or groups_per_step < 1 or max_off_policy_steps < 0:
-        raise ValueError(
-            f"max_off_policy_steps={max_off_policy_steps}, groups_per_step={groups_per_step}: at least 0, "
-            "and at least 1: of a batch"
+    steps = check_count("max_off_policy_steps", max_off_policy_steps, 0, _MOST)
+    if groups_per_step is None:
+        raise BadArgument(
+            f"max_off_policy_steps={steps} without groups_per_step, the groups of a batch",
+            hint="groups_per_step=8, as batches(groups=8)",
         )
+    groups_per_step = check_count("groups_per_step", groups_per_step, 1, _MOST)
     if policy != "oldest":
-        raise ValueError(
-            f"policy={policy!r} lets newer groups overtake older ones: max_off_policy_steps needs "
-            'policy="oldest"'
+        raise BadArgument(
+            f"policy={shown(policy)} lets newer groups overtake older ones, and max_off_policy_steps={steps}",
+            hint='policy="oldest"',
         )
-    return OffPolicyLimit(max_off_policy_steps, groups_per_step)
+    return OffPolicyLimit(steps, groups_per_step)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shmbridge.errors import BadArgument
 from shmbridge.record.groups import Group
+from shmbridge.shown import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,12 @@ class Want:
         ]
         if len(given) != 1:
             said = "groups and rows are both given" if given else "neither groups nor rows is given"
-            raise BadArgument(f"how large is a batch? {said}", hint="groups=8, or rows=64")
+            raise BadArgument(f"the size of a batch: {said}", hint="groups=8, or rows=64")
         name, size = given[0]
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise BadArgument(f"{name}={size!r} is no number of {name} from 1", hint=f"{name}=8")
+            number = str(size).strip() if isinstance(size, str) else ""
+            hint = f"{name}={number}, without quotes" if number.isdigit() else f"{name}=8"
+            raise BadArgument(f"{name}={shown(size)} is no number of {name} from 1", hint=hint)
 
     def __str__(self) -> str:
         return f"{self.groups} groups" if self.rows is None else f"{self.rows} trajectories"

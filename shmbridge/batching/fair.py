@@ -10,6 +10,7 @@ from operator import attrgetter
 from shmbridge.atropos.env_status import MIN_ENV_WEIGHT, EnvWeight
 from shmbridge.batching.batch_size import Want
 from shmbridge.batching.deficit_round_robin import Flow, RoundRobin
+from shmbridge.config import check_seconds
 from shmbridge.record.groups import Group
 
 _BEHIND_A_HEAD = 32  # groups of a flow tried for the rest of a batch
@@ -32,8 +33,7 @@ class FairScheduler:
         is_live: Callable[[str], bool],
         allocation_wait_s: float,
     ) -> None:
-        if not allocation_wait_s >= 0:
-            raise ValueError(f"allocation_wait_s={allocation_wait_s}: at least 0")
+        check_seconds("allocation_wait_s", allocation_wait_s)
         self._shares, self._is_live, self._allocation_wait_s = shares, is_live, allocation_wait_s
         self._applied: Mapping[str, EnvWeight] | None = None
         self._allocated: list[tuple[Flow, float]] = []

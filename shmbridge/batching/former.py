@@ -19,6 +19,8 @@ from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.scheduler import Policy, Want, scheduler_of
 from shmbridge.batching.staleness import StalenessHistogram, is_stale
 from shmbridge.batching.stuck import too_big
+from shmbridge.config import check_seconds
+from shmbridge.errors import BadArgument
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
@@ -66,7 +68,7 @@ class BatchFormer:
             closing,
         )
         self._policy, self._lock = policy, closing.lock()
-        self._partial = GroupAssembler(group_timeout_s)
+        self._partial = GroupAssembler(check_seconds("group_timeout_s", group_timeout_s))
         self._complete = scheduler_of(
             policy, control_plane.env_shares, lanes.has_live_producer, allocation_wait_s
         )
@@ -186,16 +188,14 @@ class BatchFormer:
         """Returns the size of a batch. Raises ValueError."""
         limit = self._state.limit
         if limit is not None and groups != limit.groups_per_step:
-            raise ValueError(
-                f"a batch of groups={groups}, rows={rows}: this consumer has "
-                f"groups_per_step={limit.groups_per_step}"
-            )
+            said = f"groups={groups}, rows={rows}: this consumer has groups_per_step={limit.groups_per_step}"
+            raise BadArgument(f"a batch of {said}", hint=f"groups={limit.groups_per_step}")
         if self._policy != "atropos":
             return Want(groups, rows)
         if (run := self._state.run) is None:
-            raise ValueError(
-                'policy "atropos" forms batches of run.batch_size trajectories: announce a run, '
-                "Consumer(run=)"
+            raise BadArgument(
+                'policy "atropos" forms batches of run.batch_size trajectories: announce a run',
+                hint="Consumer(run=shmbridge.Run(batch_size=64))",
             )
         return Want(None, run.batch_size)
 

@@ -5,8 +5,10 @@ from typing import Self
 
 from shmbridge.batch import Batch, Hold, Layout, MakeBatch, as_batch
 from shmbridge.batching.batch_size import Want
-from shmbridge.config import check_choice, check_count, check_timeout
+from shmbridge.config import check_choice, check_count, check_seconds, check_staleness, check_timeout
+from shmbridge.errors import BadArgument
 from shmbridge.record.groups import Group
+from shmbridge.shown import shown
 
 _MOST_PREFETCHED = 1024
 
@@ -24,14 +26,21 @@ class BatchRequest:
     timeout_s: float | None = None
 
     def checked(self) -> Self:
-        """Returns the request for an iteration, with plain numbers. Raises BadArgument or ValueError."""
+        """Returns the request for an iteration, with plain numbers. Raises BadArgument."""
         prefetch = check_count("prefetch", self.prefetch, 0, _MOST_PREFETCHED)
-        timeout_s, max_staleness = check_timeout(self.timeout_s), self.max_staleness
-        if min(max_staleness or 0, timeout_s or 0) < 0:
-            raise ValueError(f"max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
+        timeout_s = check_timeout(self.timeout_s)
+        if timeout_s is not None and timeout_s < 0:
+            check_seconds("timeout_s", timeout_s)
+        if self.make is not None and not callable(self.make):
+            raise BadArgument(
+                f"make={shown(self.make)} cannot be called",
+                hint="make=a function of (groups, layout), or a Batch class",
+            )
         check_choice("layout", self.layout, ("padded", "packed"))
         check_choice("hold", self.hold, ("step", "gather", "caller"))
-        return replace(self, prefetch=prefetch, timeout_s=timeout_s)
+        return replace(
+            self, prefetch=prefetch, timeout_s=timeout_s, max_staleness=check_staleness(self.max_staleness)
+        )
 
     def batch_of(self, groups: list[Group]) -> Batch:
         """Returns the groups as a batch. Raises TypeError if `make` returns no batch."""

@@ -11,6 +11,7 @@ from shmbridge.batching.atropos import AtroposScheduler
 from shmbridge.batching.batch_size import Want as Want
 from shmbridge.batching.fair import FairScheduler
 from shmbridge.batching.oldest import OldestScheduler
+from shmbridge.config import check_choice
 from shmbridge.record.groups import Group
 
 Policy = Literal["fair", "atropos", "oldest"]
@@ -75,12 +76,11 @@ def scheduler_of(
 ) -> Scheduler:
     """Returns a scheduler of that policy. `is_live` says whether a producer may still put something.
 
-    Raises ValueError for an unknown policy.
+    Raises BadArgument for an unknown policy.
     """
+    check_choice("policy", policy, ("fair", "atropos", "oldest"))
     if policy == "fair":
         return FairScheduler(shares, is_live, allocation_wait_s)
     if policy == "atropos":
         return AtroposScheduler(shares)
-    if policy == "oldest":
-        return OldestScheduler()
-    raise ValueError(f'policy={policy!r} is not "fair", "atropos" or "oldest"')
+    return OldestScheduler()

@@ -101,7 +101,9 @@ class LaneSet:
         """
         with self._adopting:
             if self.turns.closed:
-                raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
+                raise Closed(
+                    f"the consumer of bridge {self.bridge!r} is closed", hint=f"Consumer({self.bridge!r})"
+                )
             # Read before the names are listed: a later arrival is looked for again.
             arrivals = self._control.arrivals
             # Deliberately stale until all are adopted, so that take() calls adopt() and blocks on _adopting.

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from shmbridge._ext import header
 from shmbridge.admission.limit import OffPolicyLimit
-from shmbridge.config import Run
-from shmbridge.errors import Closed, ConsumerTaken
+from shmbridge.config import Run, check_version
+from shmbridge.errors import BadArgument, Closed, ConsumerTaken
 from shmbridge.segments import locks, membership
 from shmbridge.segments.closing import Closing
 from shmbridge.segments.locks import LockByte
@@ -66,7 +66,9 @@ class HubState:
         words = self._words  # read once: a signal handler may close at any line
         if words is None or words.mapping.forked:
             self.check_process()
-            raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
+            raise Closed(
+                f"the consumer of bridge {self.bridge!r} is closed", hint=f"Consumer({self.bridge!r})"
+            )
         return words
 
     @property
@@ -91,7 +93,9 @@ class HubState:
     def check_open(self) -> None:
         """Raises Closed if the consumer is closed, or belongs to the process before fork."""
         if self.check_process() is None or self._closing.closed:
-            raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
+            raise Closed(
+                f"the consumer of bridge {self.bridge!r} is closed", hint=f"Consumer({self.bridge!r})"
+            )
 
     @contextlib.contextmanager
     def until_closed(self) -> Iterator[None]:
@@ -147,29 +151,32 @@ class HubState:
 
     def publish(self, version: int) -> None:
         """Publishes a policy version. Raises ValueError if it goes backwards."""
-        if not 0 <= version < 1 << 62:
-            raise ValueError(f"policy version {version} is not within 0 and 2**62")
+        version = check_version("version", version)
         with self._publishing:  # the control plane's thread publishes, too
             if version < self.policy_version:
-                raise ValueError(
+                raise BadArgument(
                     f"policy version {version} is before {self.policy_version}: "
-                    "versions of one bridge only rise"
+                    "versions of one bridge only rise",
+                    hint=f"count on from {self.policy_version}, or use another bridge for a run from 0",
                 )
             self.words.policy_version = version
 
     def note_training_version(self, version: int) -> None:
         """See Consumer.note_training_version."""
+        version = check_version("version", version)
         ahead = version - self.policy_version
         if version < self.training_version:
-            raise ValueError(
+            raise BadArgument(
                 f"version {version} is before {self.training_version}, which is in training: "
-                "versions of one bridge only rise"
+                "versions of one bridge only rise",
+                hint=f"count on from {self.training_version}",
             )
         if self.limit is not None and ahead > self.limit.max_off_policy_steps:
-            raise ValueError(
+            raise BadArgument(
                 f"version {version} in training is {ahead} steps ahead of the published "
                 f"{self.policy_version}, and max_off_policy_steps={self.limit.max_off_policy_steps}: "
-                f"no group could begin; publish_policy_version({version}) first"
+                "no group could begin",
+                hint=f"publish_policy_version({version}) first",
             )
         self._training_version = version
 

@@ -7,7 +7,9 @@ import numpy as np
 
 from shmbridge._ext.lane_writer import Claim, LaneWriter
 from shmbridge._ext.plan import Plan
-from shmbridge.errors import ClaimOpen
+from shmbridge.errors import BadArgument, ClaimOpen, NoColumn
+from shmbridge.other_names import did_you_mean
+from shmbridge.shown import shown
 
 
 class Slot(Claim):
@@ -30,16 +32,31 @@ class Slot(Claim):
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         """Returns the column's values: those of every row, one after another.
 
-        KeyError for a column that was not claimed, ClaimOpen after the block.
+        NoColumn (a KeyError) for a column that was not claimed, ClaimOpen after the block.
         """
         if not self.is_open:
             raise ClaimOpen(
                 "the claim is over, committed or given up",
                 hint="write inside the block, before the producer closes",
             )
+        if name not in self._columns:
+            raise self._not_claimed(name)
         view = self.plan.view(self.memory(), self._columns[name])
         self._unused.pop(name, None)
         return view
+
+    def __setitem__(self, name: str, values: object) -> None:
+        """Refuses `slot[column] = values`: the memory is written in place."""
+        if name not in self._columns:
+            raise self._not_claimed(name)
+        raise BadArgument(
+            f"slot[{name!r}] = ... would replace the view, and write nothing", hint=f"slot[{name!r}][:] = ..."
+        )
+
+    def _not_claimed(self, name: object) -> NoColumn:
+        claimed = ", ".join(map(repr, self._columns))
+        hint = did_you_mean(name, self._columns) or f"add it to lengths= of claim: {{{name!r}: ...}}"
+        return NoColumn(f"column {shown(name)} was not claimed; the claim has {claimed}", hint=hint)
 
     @property
     def unused(self) -> str | None:

@@ -15,9 +15,10 @@ import numpy as np
 from shmbridge._ext.column import Form, PackedColumn
 from shmbridge._ext.pack import BadValue, row_of
 from shmbridge.errors import InvalidRecord
-from shmbridge.put import group_errors, hints
+from shmbridge.put import group_errors
 from shmbridge.put.untrainable_notices import PutNotices
-from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
+from shmbridge.schema import FINISH_REASONS, JSON_COLUMNS, Column, Columns, Kind, Tag
+from shmbridge.shown import is_tensor, shown
 
 Array = np.ndarray[Any, Any]
 _ATROPOS_MARKS = ("masks", "scores")
@@ -44,13 +45,10 @@ class Converter:
     def mapping(self, group: Any) -> dict[str, Any]:
         """Returns the columns of a group that is not a dict."""
         if type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow"):
-            return _from_arrow(group, self.table)
+            return with_reason_codes(_from_arrow(group, self.table))
         if isinstance(group, Mapping):
-            return dict(group.items())
-        raise InvalidRecord(
-            f"a group is a mapping of columns or a pyarrow.RecordBatch, not {type(group).__name__}",
-            hint='put({"tokens": [[1, 2], [3]]})',
-        )
+            return with_reason_codes(dict(group.items()))
+        raise group_errors.no_group(group)
 
     def convert(self, form: Form, value: Any, group: Any, rows: int) -> Any:
         """Returns a value in a form that C reads, or its column; None for side data not one value a row."""
@@ -61,13 +59,13 @@ class Converter:
             of_atropos = isinstance(group, Mapping) and any(mark in group for mark in _ATROPOS_MARKS)
             return self._json(form, column, value, rows, self._foreign or of_atropos)
         if is_nested(value):
-            raise group_errors.not_rows(column, "nested tensor", f"pass {form.name}.unbind()")
+            raise group_errors.not_rows(column, value, f"pass {form.name}.unbind()")
         if column.kind is not Kind.SCALAR and type(value).__module__.split(".")[0] == "pyarrow":
-            what = f"pyarrow.{type(value).__name__}"
-            raise group_errors.not_rows(column, what, f"pass {form.name}.to_pylist()")
+            raise group_errors.not_rows(column, value, f"pass {form.name}.to_pylist()")
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-            hint = hints.for_whole(form.name, column.type_name, value)
-            raise group_errors.not_rows(column, type(value).__name__, hint)
+            raise group_errors.not_rows(column, value)
+        if is_tensor(value) and not _is_readable(value):
+            raise group_errors.not_on_cpu(column, value, None)
         try:
             if column.kind is Kind.MAP:
                 return _maps(form, column, value)
@@ -85,7 +83,9 @@ class Converter:
         try:
             trained = [None if row is None else np.not_equal(row, -100) for row in rows]
         except (TypeError, ValueError, RuntimeError) as wrong:
-            raise group_errors.not_of_type(self.table["masks"], wrong, hint="-100, or the token") from wrong
+            raise group_errors.not_of_type(
+                self.table["masks"], wrong, hint="masks are -100, or the token, for each token"
+            ) from wrong
         return (trained[0], masks[1]) if is_flat(masks) else trained
 
     def extra(self, extra: Any, unknown: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,11 @@ class Converter:
         except TypeError:
             number = -1
         if not 0 <= number < 1 << 31:
-            raise InvalidRecord(f"env_id {value!r} is not an environment's number", column="env_id")
+            raise InvalidRecord(
+                f"env_id {shown(value)} is not an environment's number",
+                hint="the number that registering it gave, from 0; leave it out elsewhere",
+                column="env_id",
+            )
         return number
 
     def note_uneven(self, wrong: InvalidRecord) -> None:
@@ -145,14 +149,30 @@ def first_masked(value: Any) -> int | None:
     return int(np.ma.getmaskarray(value).reshape(-1).argmax())
 
 
-def checked_lengths(name: str, lengths: Any) -> Array:
-    """Returns a caller's row lengths as uint32. Raises InvalidRecord if they are not lengths."""
-    found = np.asarray(lengths)
+def checked_lengths(name: str, lengths: Any, rows: int | None = None) -> Array:
+    """Returns a caller's row lengths as uint32; `rows`: of a claim. Raises InvalidRecord if they are not
+    lengths.
+    """
+    try:
+        found = np.asarray(lengths)
+    except _CANNOT:
+        raise group_errors.no_lengths(name, lengths, rows) from None
     no_lengths = first_masked(lengths) is not None or found.ndim != 1 or found.dtype.kind not in "iu"
     if no_lengths or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
-        wanted = "whole numbers from 0, one a row"
-        raise InvalidRecord(f"column {name!r}: lengths are {wanted}, not {lengths!r:.80}", column=name)
+        raise group_errors.no_lengths(name, lengths, rows)
     return found.astype(np.uint32)
+
+
+def with_reason_codes(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a mapping with the names of its finish reasons, if it has such, as their codes."""
+    reasons = group.get("finish_reason")
+    if isinstance(reasons, (list, tuple)) and any(isinstance(reason, str) for reason in reasons):
+        return {**group, "finish_reason": [_reason_code(reason) for reason in reasons]}
+    return group
+
+
+def _reason_code(reason: Any) -> Any:
+    return FINISH_REASONS.index(reason) if isinstance(reason, str) and reason in FINISH_REASONS else reason
 
 
 def is_nested(value: Any) -> bool:
@@ -184,6 +204,11 @@ def _array(value: Any) -> Array:
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
+def _is_readable(tensor: Any) -> bool:
+    """Returns whether a tensor's numbers are in the CPU's memory, one after another."""
+    return str(tensor.device) == "cpu" and str(tensor.layout) == "torch.strided"
+
+
 def _check_mask(column: Column, row: int, position: int | None) -> None:
     if position is not None:
         raise BadValue(column.name, row, position, np.ma.masked, "is no value: the array is masked there")
@@ -195,6 +220,8 @@ def _row(column: Column, number: int, row: Any) -> Any:
         return row
     if isinstance(row, (str, bytes, Mapping)) or not (hasattr(row, "__array__") or hasattr(row, "__len__")):
         raise BadValue(column.name, number, 0, row, "is not a row of numbers")
+    if is_tensor(row) and not _is_readable(row):
+        raise group_errors.not_on_cpu(column, row, number)
     array = _array(row)
     if array.ndim != 1:
         raise BadValue(column.name, number, 0, row, "is not one-dimensional")
@@ -238,7 +265,7 @@ _COMMON = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lists
 
 def _maps(form: Form, column: Column, value: Any) -> PackedColumn:
     rows = list(value)
-    pairs = [{} if row is None else dict(row) for row in rows]
+    pairs = [_pairs(column, number, row) for number, row in enumerate(rows)]
     keys, values = [], []
     for number, row in enumerate(pairs):
         for key, each in row.items():
@@ -256,6 +283,13 @@ def _maps(form: Form, column: Column, value: Any) -> PackedColumn:
         validity=_validity(rows),
         rows=[values],
     )
+
+
+def _pairs(column: Column, number: int, row: Any) -> dict[Any, Any]:
+    try:
+        return {} if row is None else dict(row)
+    except (TypeError, ValueError):
+        raise group_errors.no_map(column.name, number, row) from None
 
 
 def _texts(form: Form, column: Column, value: Iterable[Any]) -> PackedColumn:

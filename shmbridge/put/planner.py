@@ -18,13 +18,16 @@ from shmbridge._ext.pack import BadValue
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
-from shmbridge.put.convert import Converter, checked_lengths
+from shmbridge.other_names import did_you_mean, nearest
+from shmbridge.put.convert import Converter, checked_lengths, with_reason_codes
 from shmbridge.put.group_errors import as_invalid as as_invalid
 from shmbridge.put.group_errors import as_written
+from shmbridge.put.group_errors import groups_of as groups_of
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
+from shmbridge.shown import counted, kind_of, shown
 
 Version = int | tuple[int, int] | None
 Split = Literal["train", "eval"]
@@ -40,15 +43,17 @@ def checked_stamp(
     Raises InvalidRecord.
     """
     if split not in ("train", "eval"):
-        raise InvalidRecord(f'split={split!r} is not "train" or "eval"')
+        raise InvalidRecord(f'split={shown(split)} is not "train" or "eval"', hint=_split_hint(split))
     raw_id = str(group_id).encode(errors="replace")
     if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != str(group_id):
         raise InvalidRecord(
-            f"group_id {str(group_id)[:40]!r} is not text of at most {_LONGEST_GROUP_ID} bytes"
+            f"group_id {shown(str(group_id))} is not text of at most {_LONGEST_GROUP_ID} bytes of UTF-8",
+            hint='a short id, group_id="question-1", and the rest in extra={...}',
         )
     if group_size is not None and not (_is_int(group_size) and 1 <= group_size < 1 << 31):
         raise InvalidRecord(
-            f"group_size={group_size!r} is not a number of rows", hint="group_size=8: rows of the whole group"
+            f"group_size={shown(group_size)} is not a number of rows",
+            hint="group_size=8: rows of the whole group; leave it out for a group put whole",
         )
     bounds = version if isinstance(version, tuple) else (version, version)
     try:
@@ -57,7 +62,8 @@ def checked_stamp(
         oldest, newest = 0, -1
     if not -1 <= oldest <= newest < 1 << 62:
         raise InvalidRecord(
-            f"policy_version={version!r} is not a version, or (oldest, newest)", hint=_version_hint(version)
+            f"policy_version={shown(version)} is not a version, or (oldest, newest)",
+            hint=_version_hint(version),
         )
     said = 0 if version is None else 1 if bounds == (version, version) else 2
     return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval", said)
@@ -67,16 +73,20 @@ def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def _split_hint(split: object) -> str:
+    if isinstance(split, str) and split:
+        return 'split="train"' if split.lower().startswith("tr") else 'split="eval"'
+    return 'leave it out for "train"'
+
+
 def _version_hint(version: object) -> str:
     if isinstance(version, str) and version.isdigit():
         return f"policy_version={version}, without quotes"
-    if (
-        isinstance(version, tuple)
-        and len(version) == 2
-        and all(map(_is_int, version))
-        and version[0] > version[1]
-    ):
-        return f"oldest first: policy_version={version[::-1]}"
+    if isinstance(version, float) and version.is_integer() and version >= 0:
+        return f"policy_version={int(version)}, a whole number"
+    if isinstance(version, (tuple, list)) and len(version) == 2 and all(map(_is_int, version)):
+        oldest, newest = sorted(map(int, version))
+        return f"a tuple, oldest first: policy_version=({oldest}, {newest})"
     return (
         "policy_version=3: the version when generation began, from 0; leave it out for "
         "producer.policy_version"
@@ -140,11 +150,7 @@ class RecordPlanner:
 
         Raises InvalidRecord, RecordTooBig.
         """
-        if rows < 1 or "tokens" not in lengths:
-            raise InvalidRecord(
-                f"a claim needs `tokens` and at least one row, got {rows} rows of "
-                f"{', '.join(lengths) or 'nothing'}"
-            )
+        rows = _checked_claim(rows, lengths)
         try:
             columns = {
                 name: _claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()
@@ -157,6 +163,8 @@ class RecordPlanner:
 
     def _planned(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
         forms = self._foreign_forms if foreign else self.forms
+        if type(group) is dict and "finish_reason" in group:
+            group = with_reason_codes(group)
         try:
             plan = forms.plan(group, stamp, (group, foreign), fold_masks)
         except BadValue as bad:
@@ -171,14 +179,18 @@ class RecordPlanner:
         """Returns the plan. Raises RecordTooBig; InvalidRecord for a fragment that contradicts its group."""
         size, of_group = plan.extent_bytes, plan.stamp.group_size
         if of_group and of_group < plan.rows:
-            raise InvalidRecord(f"group_size={of_group} is less than the {plan.rows} rows given")
+            raise InvalidRecord(
+                f"group_size={of_group} is less than the {counted(plan.rows, 'row')} given",
+                hint=f"group_size={plan.rows} or more, of all fragments; leave it out for a whole group",
+            )
         self.fragments.check(plan)
         if size <= self.most_bytes:
             return plan
         least, eight = (sizing.as_option(sizing.lane_bytes_holding(held, size)) for held in (1, 8))
+        held = f"{counted(plan.rows, 'row')}, {counted(plan.tokens, 'token')}"
+        lane = format_size(self.lane_bytes)
         raise RecordTooBig(
-            f"a record of {format_size(size)} ({plan.rows} rows, {plan.tokens} tokens); half of the lane's "
-            f"{format_size(self.lane_bytes)} is the limit",
+            f"a record of {format_size(size)} ({held}); half of the lane's {lane} is the limit",
             hint=f'Producer(lane_bytes="{least}") holds one, "{eight}" eight of them; or put the group in '
             "fragments with group_size=",
         )
@@ -225,16 +237,45 @@ def _beyond_the_layout(wrong: BeyondLayout) -> RecordTooBig:
     return RecordTooBig(str(wrong), hint="put the group in fragments with group_size=")
 
 
+def _checked_claim(rows: object, lengths: object) -> int:
+    """Returns the rows of a claim. Raises InvalidRecord."""
+    if not _is_int(rows) or rows < 1:  # type: ignore[operator]
+        raise InvalidRecord(f"rows={shown(rows)} is no number of rows from 1", hint="rows=8")
+    if not isinstance(lengths, Mapping):
+        raise InvalidRecord(
+            f"a claim's lengths are {kind_of(lengths)}, not a mapping from column to lengths",
+            hint='claim(2, {"tokens": [3, 5], "score": None})',
+        )
+    if "tokens" not in lengths:
+        has = ", ".join(map(shown, lengths)) or "nothing"
+        meant = next((name for name in lengths if nearest(name, ("tokens",))), None)
+        hint = f"rename {meant!r} to 'tokens'" if meant else 'add the length of each row: {"tokens": [3, 5]}'
+        raise InvalidRecord(f"a claim needs 'tokens', and has {has}", hint=hint, column="tokens")
+    return operator.index(rows)  # type: ignore[arg-type]
+
+
 def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> PackedColumn:
     column = table.get(name)
-    if column is None or column.kind not in (Kind.LIST, Kind.SCALAR):
+    if column is None:
+        if name in ALIASES:
+            hint = f"claims have the columns' own names: {ALIASES[name]!r}"
+        else:
+            hint = did_you_mean(name, table) or "declare it: Producer(schema=pyarrow.schema([...]))"
+        raise InvalidRecord(f"unknown column {shown(name)} in a claim", hint=hint, column=str(name))
+    if column.kind not in (Kind.LIST, Kind.SCALAR):
         raise InvalidRecord(
-            f"column {name!r} cannot be claimed: only number and list<number> columns can", column=name
+            f"column {name!r} is {column.type_name}, and only numbers and lists of numbers can be claimed",
+            hint=f"put the group with {name!r}, or leave it out",
+            column=name,
         )
     form, rows = table.forms[name], 1 if column.per_record else rows
     if column.kind is Kind.SCALAR:
         return PackedColumn(form, entries=rows, count=rows)
-    lengths = checked_lengths(name, wanted)
+    lengths = checked_lengths(name, wanted, rows)
     if lengths.shape != (rows,):
-        raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
+        raise InvalidRecord(
+            f"column {name!r}: {counted(len(lengths), 'length')} for {counted(rows, 'row')}",
+            hint=f"one length for each row: claim({len(lengths) or 1}, ...), or {counted(rows, 'length')}",
+            column=name,
+        )
     return PackedColumn(form, entries=rows, count=int(lengths.sum()), lengths=lengths)

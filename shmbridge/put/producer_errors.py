@@ -76,7 +76,7 @@ def ahead(producer_id: str, bridge: str, stamped: int, published: int) -> str:
 
 def closed(producer_id: str) -> Closed:
     """The producer has left the bridge."""
-    return Closed(f"producer {producer_id} is closed")
+    return Closed(f"producer {producer_id} is closed", hint="open a new one: Producer(bridge)")
 
 
 def forked(producer_id: str) -> Closed:

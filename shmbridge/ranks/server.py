@@ -13,7 +13,7 @@ from shmbridge._ext import header
 from shmbridge.batching.former import BatchFormer
 from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.staleness import is_stale
-from shmbridge.config import check_count, deadline_of
+from shmbridge.config import check_choice, check_count, check_staleness, deadline_of
 from shmbridge.control.messages import (
     BAD_VALUE,
     NO_MORE_BATCHES,
@@ -27,7 +27,7 @@ from shmbridge.control.messages import (
     Refused,
     SharesDone,
 )
-from shmbridge.errors import BatchTooBig
+from shmbridge.errors import BadArgument, BatchTooBig
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.state import HubState
 from shmbridge.ranks.share_book import Mode, Share, ShareBook
@@ -63,14 +63,15 @@ class RankServer:
         dead_rank: DeadRank,
     ) -> None:
         world_size = check_count("world_size", world_size, 1, MOST_RANKS)
-        if prefetch < 0 or (max_staleness is not None and max_staleness < 0):
-            raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
-        if groups < (world_size if mode == "sharded" else 1):
-            raise ValueError(f"groups={groups}: each of {world_size} ranks needs one of every batch")
+        prefetch = check_count("prefetch", prefetch, 0, 1024)
+        max_staleness = check_staleness(max_staleness)
+        check_choice("mode", mode, ("sharded", "broadcast"))
+        check_choice("dead_rank", dead_rank, ("wait", "spread"))
         former.want(groups, None)
-        if mode not in ("sharded", "broadcast") or dead_rank not in ("wait", "spread"):
-            raise ValueError(
-                f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"'
+        if mode == "sharded" and groups < world_size:
+            raise BadArgument(
+                f"groups={groups}: each of {world_size} ranks needs one of every batch",
+                hint=f'groups={world_size} or more, or mode="broadcast"',
             )
         self.world_size = world_size
         self._former, self._state, self._control_plane, self._closing = former, state, control_plane, closing

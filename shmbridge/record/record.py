@@ -10,11 +10,13 @@ from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.record import LeasedRecord
 from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
-from shmbridge.errors import LeaseReleased, RecordUnreadable
+from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable
+from shmbridge.other_names import no_column
 from shmbridge.record.columns import RaggedLists as RaggedLists
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 from shmbridge.segments import segment
 from shmbridge.segments.one_process import OneProcess
+from shmbridge.shown import shown
 
 if TYPE_CHECKING:
     import polars as pl
@@ -150,7 +152,7 @@ class Record(OneProcess, LeasedRecord):
         KeyError if absent, RecordUnreadable if the text is not JSON.
         """
         if name not in JSON_COLUMNS:
-            raise KeyError(f"{name} is not JSON")
+            raise NoColumn(f"column {shown(name)} is not JSON text", hint=f"record[{shown(name)}]")
         try:
             values = [None if text is None else msgspec.json.decode(text) for text in self[name]]
             return values[0] if self._lane.columns[name].per_record else values
@@ -163,8 +165,8 @@ class Record(OneProcess, LeasedRecord):
             hint="end that producer: it is broken, or something overwrites shared memory",
         )
 
-    def _absent(self, name: str) -> KeyError:
-        return KeyError(f"{name}: absent from this record, which has {', '.join(self.columns)}")
+    def _absent(self, name: str) -> NoColumn:
+        return no_column(name, "record", self._lane.columns, self.columns)
 
     def _too_late(self, name: str) -> LeaseReleased:
         return LeaseReleased(

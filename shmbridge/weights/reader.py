@@ -11,6 +11,7 @@ import numpy as np
 
 from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
+from shmbridge.config import check_timeout, deadline_of
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte
@@ -106,7 +107,7 @@ class WeightsReader(WeightsEnd):
         version. Sleeps until the writer rings, with the GIL released. Raises NotReady after `timeout_s`
         seconds.
         """
-        if (latest := self._await(after, time.monotonic() + timeout_s)) is None:
+        if (latest := self._await(after, deadline_of(check_timeout(timeout_s)))) is None:
             newer = "" if after is None else f" but {after}"
             raise NotReady(
                 f"no weights on bridge {self.bridge!r}{newer} within {timeout_s} s",
@@ -144,7 +145,7 @@ class WeightsReader(WeightsEnd):
         """
         hold = _Hold()
         try:
-            found, held, slot = self._take(hold, version, time.monotonic() + timeout_s, timeout_s)
+            found, held, slot = self._take(hold, version, deadline_of(check_timeout(timeout_s)), timeout_s)
             header.fault(b"weights.leased")
             self._told = self._segments
             comparable_from = self._comparable_from

@@ -10,7 +10,7 @@ import os
 from shmbridge._ext import header, versions
 from shmbridge._ext.header import Control
 from shmbridge._ext.versions import Versions
-from shmbridge.errors import LayoutMismatch
+from shmbridge.errors import BadArgument, LayoutMismatch
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte
 
@@ -31,9 +31,12 @@ def floor(control: Control, bridge: str) -> int | None:
 
 
 def require_above(version: int, last: int | None) -> None:
-    """Raises ValueError unless the version is above the last one."""
+    """Raises BadArgument unless the version is above the last one."""
     if last is not None and version <= last:
-        raise ValueError(f"weights version {version} is not after {last}: versions of one bridge only rise")
+        raise BadArgument(
+            f"weights version {version} is not after {last}: versions of one bridge only rise",
+            hint=f"publish version {last + 1}, or use another bridge for a run from 0",
+        )
 
 
 def keep(control: Control, found: Versions, bridge: str) -> None:

@@ -6,7 +6,6 @@ tensors.py copies the values. A death at any line leaves the last complete versi
 
 import asyncio
 import logging
-import operator
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,8 @@ import numpy as np
 from shmbridge._ext import header, tensor_bytes, versions
 from shmbridge._ext.mapping import Mapping
 from shmbridge._ext.versions import Versions
-from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
+from shmbridge.config import check_timeout, check_version, deadline_of
+from shmbridge.errors import BadArgument, ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
 from shmbridge.segments import locks, segment
 from shmbridge.segments.helper_threads import run_to_end
 from shmbridge.segments.locks import LockByte
@@ -254,10 +254,10 @@ class WeightsWriter(WeightsEnd):
                 "this writer",
                 hint="leave its `with` block; a writer is for one thread",
             )
-        version = operator.index(version)
+        version = check_version("version", version)
         version_floor.require_above(version, self.last_version)
-        if not 0 <= version < versions.end:
-            raise ValueError(f"weights version {version} is not from 0 to 2^60")
+        if version >= versions.end:
+            raise BadArgument(f"weights version {version} is not from 0 to 2^60", hint="version counts steps")
         return version
 
     def _segment(self) -> Versions:
@@ -347,7 +347,7 @@ class WeightsWriter(WeightsEnd):
             locks.unlock(mapping.fd, byte)
 
     def _hold(self, byte: int, timeout_s: float, who: str, hint: str) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = deadline_of(check_timeout(timeout_s))
         while not locks.lock_exclusive(self._segment().mapping.fd, byte):
             if time.monotonic() > deadline:
                 if _in_event_loop():

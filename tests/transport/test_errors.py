@@ -41,6 +41,7 @@ BUILTIN = {
     "LeaseReleased": RuntimeError,
     "BatchTooBig": ValueError,
     "ConsumerTaken": RuntimeError,
+    "NoColumn": KeyError,
     "NoConsumer": TimeoutError,
     "BridgeDraining": RuntimeError,
     "UnknownEnvironment": ValueError,

@@ -231,7 +231,7 @@ def test_leaving_removes_an_empty_lane(make_producer, segments) -> None:
 
 def test_a_record_of_half_a_lane_is_too_big_and_says_what_would_do(producer, consumer) -> None:
     with pytest.raises(
-        shmbridge.RecordTooBig, match=r"39\.\d KiB \(1 rows, 10000 tokens\).*64 KiB.*lane_bytes="
+        shmbridge.RecordTooBig, match=r"39\.\d KiB \(1 row, 10000 tokens\).*64 KiB.*lane_bytes="
     ):
         producer.put({"tokens": [np.arange(10_000)]})
     assert producer.put(GROUP) == 0

@@ -225,10 +225,10 @@ def test_an_answer_of_a_hub_that_is_gone_counts_for_nothing(producer, make_consu
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_off_policy_steps": 1}, "groups_per_step=None"),
+        ({"max_off_policy_steps": 1}, "without groups_per_step"),
         ({"max_off_policy_steps": -1, "groups_per_step": 2, "policy": "oldest"}, "max_off_policy_steps=-1"),
         ({"groups_per_step": 2}, "is for max_off_policy_steps"),
-        ({"max_off_policy_steps": 1, "groups_per_step": 2}, 'needs policy="oldest"'),
+        ({"max_off_policy_steps": 1, "groups_per_step": 2}, 'policy="oldest"'),
     ],
 )
 def test_a_limit_that_could_not_be_kept_is_refused(make_consumer, options, said) -> None:

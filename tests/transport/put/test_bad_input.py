@@ -53,7 +53,7 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
 @pytest.mark.parametrize(
     ("group", "column", "row", "said", "hint"),
     [
-        ({"tokens": [[1], [2, 2**31]]}, "tokens", 1, "2147483648", "int32 holds -2147483648 to 2147483647"),
+        ({"tokens": [[1], [2, 2**31]]}, "tokens", 1, "2147483648", "a token id is 0 to 2147483647"),
         ({"tokens": ((1,), (2, -1))}, "tokens", 1, "-1 is negative", "without padding"),
         (
             {"tokens": [[1]], "rewards": [[NAN]]},
@@ -65,7 +65,7 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
         ({"tokens": [[1], [2]], "messages": [[]]}, "messages", -1, "tokens have 2", ""),
         ({"tokens": [[1]], "messages": ["[" * 100_000]}, "messages", 0, "is no JSON", "json.dumps"),
         ({"tokens": [[1]], "advantage": [[1]]}, "advantage", -1, "unknown", "did you mean 'advantages'?"),
-        (pa.record_batch({"tokens": [[1]], "score": [NAN]}), "score", 0, "nan", "a finite number"),
+        (pa.record_batch({"tokens": [[1]], "score": [NAN]}), "score", 0, "nan", "or pass None"),
         ({"tokens": deque()}, "tokens", -1, "empty", "skip the group"),
         ([[1, 2]], "", -1, "a group is a mapping", "put({"),
     ],

@@ -112,7 +112,7 @@ def test_scalar_integers_at_and_beyond_their_limits(through, kind) -> None:
 def test_a_token_outside_int32_is_refused_with_its_place(through, value) -> None:
     wrong = through.refuses({"tokens": [[1, 2], [3, 4, value]]})
     assert (wrong.column, wrong.row, wrong.position) == ("tokens", 1, 2)
-    assert str(int(value)) in str(wrong)
+    assert str(int(value))[:10] in str(wrong)
 
 
 @pytest.mark.parametrize("kind", [*LISTS, *FLOATS, pa.bool_()], ids=str)

@@ -60,7 +60,7 @@ def test_each_uneven_column_gets_a_notice_with_its_numbers(said) -> None:
     uneven = {"inference_logprobs": [[-1.0]], "advantages": [[1.0] * 3, [1.0] * 3]}
     logprobs, advantages = said({**MASKED, **uneven}, {**MASKED, "inference_logprobs": [[-1.0] * 5]})
     assert "'inference_logprobs'" in logprobs
-    assert "row 0 has 1 values, tokens have 3" in logprobs
+    assert "row 0 has 1 value, tokens have 3" in logprobs
     assert "'advantages' has 2 rows, tokens have 1" in advantages
 
 

@@ -435,7 +435,7 @@ def test_a_closed_reader_says_so(bridge) -> None:
 
 @pytest.mark.parametrize("version", [-1, 1 << 60])
 def test_versions_are_counted_from_zero(ends, version) -> None:
-    with pytest.raises(ValueError, match="is not from 0"):
+    with pytest.raises(ValueError, match="from 0"):
         ends[0].publish(version, tensors(0))
 
 
