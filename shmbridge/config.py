@@ -139,9 +139,11 @@ def check_count(name: str, count: object, least: int, most: int) -> int:
     except TypeError:
         number = None
     if number is None or not least <= number <= most:
+        digits = count.strip() if isinstance(count, str) else ""
+        is_text = digits.isdecimal() and least <= int(digits) <= most
         raise BadArgument(
             f"{name}={shown(count)} is no whole number from {least} to {most}",
-            hint=f"{name}={min(max(least, 1), most)}",
+            hint=f"{name}={digits}, without quotes" if is_text else f"{name}={min(max(least, 1), most)}",
         )
     return number
 
