@@ -1,5 +1,6 @@
 """User settings and how they are written: sizes, bridge names, the announcement of a training run. No I/O."""
 
+import contextlib
 import difflib
 import math
 import operator
@@ -55,7 +56,7 @@ def check_producer_id(given: str | None) -> str:
         return ""
     if not isinstance(given, str):
         raise BadArgument(
-            f"producer_id={shown(given)} is {kind_of(given)}, no text", hint=f'producer_id="{given!s:.40}"'
+            f"producer_id={shown(given)} is {kind_of(given)}, no text", hint='producer_id="mine"'
         )
     if (size := len(given.encode(errors="surrogatepass"))) > _LONGEST_ID:
         raise BadArgument(
@@ -71,8 +72,7 @@ def check_env_name(env_name: str) -> str:
     """Returns the environment's name. Raises BadArgument for what is no text, or no Unicode."""
     if not isinstance(env_name, str):
         raise BadArgument(
-            f"env_name={shown(env_name)} is {kind_of(env_name)}, no text",
-            hint='env_name="gsm8k"' if env_name is None else f'env_name="{env_name}"',
+            f"env_name={shown(env_name)} is {kind_of(env_name)}, no text", hint='env_name="gsm8k"'
         )
     try:
         env_name.encode()
@@ -85,9 +85,10 @@ def check_env_name(env_name: str) -> str:
 
 def check_choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
     """Raises BadArgument, with the nearest choice, unless `given` is one of those allowed."""
-    if given in allowed:
+    word = given if isinstance(given, str) else ""
+    if word in allowed:
         return
-    near = difflib.get_close_matches(str(given), allowed, n=1, cutoff=0.55)
+    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.55)
     hint = f'did you mean "{near[0]}"?' if near else f'{name}="{allowed[0]}"'
     choices = ", ".join(f'"{choice}"' for choice in allowed)
     raise BadArgument(f"{name}={shown(given)} is none of {choices}", hint=hint)
@@ -111,7 +112,7 @@ def check_run(run: Run | None) -> Run | None:
     if run is None:
         return run
     fields = (
-        ", ".join(f"{key}={value!r}" for key, value in run.items())
+        ", ".join(f"{key}={shown(value)}" for key, value in run.items())
         if isinstance(run, dict)
         else "batch_size=64"
     )
@@ -122,7 +123,7 @@ def check_run(run: Run | None) -> Run | None:
 
 def check_lanes(lanes: int | str) -> int | None:
     """Returns the most lanes, None for "auto"; or raises BadArgument."""
-    if lanes == "auto":
+    if isinstance(lanes, str) and lanes == "auto":
         return None
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
         raise BadArgument(
@@ -213,10 +214,11 @@ def deadline_of(timeout_s: float | None) -> float:
 
 def check_lane_bytes(size: int | str, least: int) -> int:
     """Returns a lane's bytes, a multiple of 64. Raises BadArgument for no size, or less than `least`."""
-    if not isinstance(size, (bool, int, str)) and hasattr(size, "__index__"):
-        size = operator.index(size)
+    if not isinstance(size, (bool, int, str)):
+        with contextlib.suppress(TypeError):  # no number, which is said below
+            size = operator.index(size)
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        whole = isinstance(size, float) and size >= least and size == int(size)
+        whole = isinstance(size, float) and size >= least and size.is_integer()
         hint = f"lane_bytes={int(size)}" if whole else 'lane_bytes="64M"'
         raise BadArgument(
             f'lane_bytes={shown(size)} is {kind_of(size)}: bytes as an int, or a text such as "64M"',

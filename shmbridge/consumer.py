@@ -235,12 +235,10 @@ class Consumer(OneProcess):
 
         Never blocks.
         """
-        try:
-            if self._ranks is None and (records := self._turns.poll(max_records)):
-                return records
-        except (TypeError, OverflowError):
-            check_count("max_records", max_records, 0, _MOST_POLLED)
-            raise
+        if type(max_records) is not int or max_records > _MOST_POLLED:
+            max_records = check_count("max_records", max_records, 0, _MOST_POLLED)
+        if self._ranks is None and (records := self._turns.poll(max_records)):
+            return records
         self._check_mine()
         self._state.check_open()
         try:

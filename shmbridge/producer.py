@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import operator
 import os
 import threading
 import time
@@ -386,7 +387,7 @@ class Producer(OneProcess):
         stamp = checked_stamp(own if group_id is None else group_id, group_size, version, published, split)
         newest = version[1] if isinstance(version, tuple) else version
         # Counted, not refused: an engine may have a version a moment before it is published.
-        if newest is not None and newest > published:
+        if newest is not None and operator.index(newest) > published:
             self._fast_put.ahead += 1
             if self._fast_put.ahead == 1:
                 log.warning("%s", producer_errors.ahead(self.producer_id, self.bridge, newest, published))

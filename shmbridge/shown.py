@@ -1,12 +1,24 @@
 """How an error shows what a caller gave: one line, short, without the words of a library's repr."""
 
-import re
 import reprlib
 import sys
 from typing import Any
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_short = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    """Python's own short repr, in which all but plain values stand by their kind."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Returns a NumPy number as written; else what the value is."""
+        plain = _as_python(x)
+        return repr(plain)[:40] if isinstance(plain, _PLAIN) else kind_of(x)
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Returns an int, also one with more digits than Python writes."""
+        return super().repr_int(x, level) if x.bit_length() < 10_000 else "a number of thousands of digits"
+
+
+_short = _Short()
 _short.maxlist = _short.maxtuple = _short.maxarray = 4
 _short.maxdict = _short.maxset = _short.maxlevel = 2
 _short.maxstring = _short.maxother = 40
@@ -53,11 +65,7 @@ def shown(value: Any) -> str:
         return _array_shown(value)
     if not isinstance(value, _PLAIN):
         return kind_of(value)
-    try:
-        said = _short.repr(value)
-    except ValueError:  # Python writes no int of more than 4,300 digits
-        return "a number of thousands of digits"
-    return " ".join(_ADDRESS.sub("", said).split())
+    return " ".join(_short.repr(value).split())
 
 
 def _as_python(value: Any) -> Any:

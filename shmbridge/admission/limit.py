@@ -33,7 +33,7 @@ def limit_of(
     if max_off_policy_steps is None:
         if groups_per_step is not None:
             raise BadArgument(
-                f"groups_per_step={groups_per_step} is for max_off_policy_steps, and that is None",
+                f"groups_per_step={shown(groups_per_step)} is for max_off_policy_steps, and that is None",
                 hint="max_off_policy_steps=2, or leave groups_per_step out",
             )
         return None

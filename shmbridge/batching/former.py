@@ -29,6 +29,7 @@ from shmbridge.record.groups import NO_VERSION, Group, GroupAssembler, hand_out,
 from shmbridge.record.unreleased import Call
 from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.discard_reasons import Discard
+from shmbridge.shown import shown
 
 if TYPE_CHECKING:
     from shmbridge.control.environments import QueueView
@@ -188,8 +189,8 @@ class BatchFormer:
         """Returns the size of a batch. Raises ValueError."""
         limit = self._state.limit
         if limit is not None and groups != limit.groups_per_step:
-            said = f"groups={groups}, rows={rows}: this consumer has groups_per_step={limit.groups_per_step}"
-            raise BadArgument(f"a batch of {said}", hint=f"groups={limit.groups_per_step}")
+            said = f"groups={shown(groups)}, rows={shown(rows)}: groups_per_step={limit.groups_per_step}"
+            raise BadArgument(f"a batch of {said} of the consumer", hint=f"groups={limit.groups_per_step}")
         if self._policy != "atropos":
             return Want(groups, rows)
         if (run := self._state.run) is None:

@@ -1,5 +1,6 @@
 """The errors for a group that `put` refuses: column, row, numbers, hint."""
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -111,7 +112,8 @@ def _is_table(value: Any) -> bool:
 def groups_of(groups: Any) -> Iterable[Any]:
     """Returns the groups given to put_many. Raises BadArgument for one group, or for what has no groups."""
     if isinstance(groups, Iterable) and not isinstance(groups, (Mapping, str, bytes)):
-        return groups
+        with contextlib.suppress(TypeError):  # a 0-d array says that it is iterable
+            return iter(groups)
     raise BadArgument(
         f"put_many takes groups, one after another, not {kind_of(groups)}",
         hint="put(group), or put_many([group])"

@@ -42,12 +42,16 @@ def checked_stamp(
 
     Raises InvalidRecord.
     """
-    if split not in ("train", "eval"):
+    if not isinstance(split, str) or split not in ("train", "eval"):
         raise InvalidRecord(f'split={shown(split)} is not "train" or "eval"', hint=_split_hint(split))
-    raw_id = str(group_id).encode(errors="replace")
-    if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != str(group_id):
+    try:
+        name = str(group_id)
+    except Exception:  # of an object of the caller's, or an int of thousands of digits
+        name = "\ud800"
+    raw_id = name.encode(errors="replace")
+    if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != name:
         raise InvalidRecord(
-            f"group_id {shown(str(group_id))} is not text of at most {_LONGEST_GROUP_ID} bytes of UTF-8",
+            f"group_id {shown(group_id)} is not text of at most {_LONGEST_GROUP_ID} bytes of UTF-8",
             hint='a short id, group_id="question-1", and the rest in extra={...}',
         )
     if group_size is not None and not (_is_int(group_size) and 1 <= group_size < 1 << 31):
@@ -239,7 +243,7 @@ def _beyond_the_layout(wrong: BeyondLayout) -> RecordTooBig:
 
 def _checked_claim(rows: object, lengths: object) -> int:
     """Returns the rows of a claim. Raises InvalidRecord."""
-    if not _is_int(rows) or rows < 1:  # type: ignore[operator]
+    if not _is_int(rows) or not 1 <= rows < 1 << 62:  # type: ignore[operator]
         raise InvalidRecord(f"rows={shown(rows)} is no number of rows from 1", hint="rows=8")
     if not isinstance(lengths, Mapping):
         raise InvalidRecord(

@@ -28,7 +28,8 @@ def scene():
 
 def words_of(source: str) -> set[str]:
     """Returns what the caller wrote: texts, numbers, and names of arguments."""
-    texts = re.findall(r"""["']([^"']+)["']""", source)
+    texts = ["producer"] if "producer." in source else []
+    texts += re.findall(r"""["']([^"']+)["']""", source)
     names = re.findall(r"\b[A-Za-z_]\w*\b|-?\d+(?:\.\d+)?", source)
     known = {"shmbridge", "put", "np", "pa", "array", *dir(builtins)} - {"None"}
     return {*texts, *names} - known
