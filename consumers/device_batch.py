@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -118,8 +118,10 @@ class DeviceBatch(shmbridge.Batch):
         self._end_copies()
         super().release()
 
-    def __getattr__(self, name: str) -> Any:
-        return self._usable(super().__getattr__(name))
+    if not TYPE_CHECKING:  # as in Batch
+
+        def __getattr__(self, name: str) -> Any:
+            return self._usable(super().__getattr__(name))
 
     def __getitem__(self, name: str) -> Any:
         return self._usable(super().__getitem__(name))

@@ -1,7 +1,7 @@
 """Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pyx)."""
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import numpy as np
 
@@ -9,9 +9,12 @@ from shmbridge._ext.blocks import Pool
 from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
 from shmbridge.errors import BatchTooBig, LeaseReleased
 from shmbridge.other_names import no_column
+from shmbridge.record.attributes import BatchColumns
 from shmbridge.record.batch_numbers import batch_numbers
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Ragged, RaggedLists, Record, RecordMeta
+from shmbridge.record.rows_without import advantages_or
+from shmbridge.record.shown import columns_as_html
 from shmbridge.schema import STANDARD, Column, Kind
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ _NAMES = {"scores": "score"}
 _POOL = Pool()  # reuses memory of dropped arrays for the next batch
 
 
-class Batch:
+class Batch(BatchColumns):
     """Rows of several groups as arrays; B rows, N tokens in all, T tokens in the longest row.
 
     Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other
@@ -54,7 +57,7 @@ class Batch:
     """
 
     def __init__(self, groups: list[Group], layout: Layout, in_place: Collection[str] = ()) -> None:
-        self.layout = layout
+        self.layout: Layout = layout
         self.groups = groups
         self.manifest: Manifest | None = None  # from which a learner rank got it
         self.records: list[Record] = [record for group in groups for record in group.records]
@@ -117,21 +120,69 @@ class Batch:
     def __contains__(self, name: object) -> bool:
         return _NAMES.get(name, name) in self._columns  # type: ignore[call-overload]
 
-    def __getitem__(self, name: str) -> Any:
-        if name == "loss_mask" and name not in self._columns and name not in self._in_place:
-            return self._mask()
-        try:
-            return self._columns[_NAMES.get(name, name)]
-        except (KeyError, TypeError):
-            raise no_column(name, "batch", {**STANDARD, **self._columns}, self._columns) from None
+    if not TYPE_CHECKING:  # a checker knows the standard columns, by BatchColumns
 
-    def __getattr__(self, name: str) -> Any:
-        name = _NAMES.get(name, name)
-        if name.startswith("_"):
-            raise AttributeError(f"'Batch' object has no attribute {name!r}")
-        if not (name in STANDARD or name in self._columns):
-            raise no_column(name, "batch", {**STANDARD, **self._columns}, self._columns)
-        return self._mask() if name == "loss_mask" and name not in self._in_place else self._columns.get(name)
+        def __getitem__(self, name: str) -> Any:
+            if name == "loss_mask" and name not in self._columns and name not in self._in_place:
+                return self._mask()
+            try:
+                return self._columns[_NAMES.get(name, name)]
+            except (KeyError, TypeError):
+                raise no_column(name, "batch", {**STANDARD, **self._columns}, self._columns) from None
+
+        def __getattr__(self, name: str) -> Any:
+            name = _NAMES.get(name, name)
+            if name.startswith("_"):
+                raise AttributeError(f"'Batch' object has no attribute {name!r}")
+            if not (name in STANDARD or name in self._columns):
+                raise no_column(name, "batch", {**STANDARD, **self._columns}, self._columns)
+            return (
+                self._mask()
+                if name == "loss_mask" and name not in self._in_place
+                else self._columns.get(name)
+            )
+
+    def advantages_or(self, fallback: "float | np.ndarray[Any, Any]") -> np.ndarray[Any, Any]:
+        """Returns `advantages`, with `fallback` in the rows that lack them: float32, a copy, shaped as
+        `tokens`.
+
+        A row that lacks them also has zeros in `advantages`; `has("advantages")` tells. Padding stays 0.
+
+        Args:
+            fallback: one number, one for each row (B,), or one for each token, shaped as `tokens`.
+
+        Raises:
+            ValueError: `fallback` has another shape.
+        """
+        return advantages_or(self, fallback)
+
+    def keys(self) -> list[str]:
+        """Returns the names of the columns: `dict(batch)` has every column."""
+        return self.columns
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yields each column with its name."""
+        return ((name, self[name]) for name in self.columns)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "a Batch holds leases and cannot be copied -> copy its arrays: to_torch(), to_arrow()"
+        )
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        self.__copy__()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        self.__copy__()
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__dict__.get("_columns", ()), "loss_mask", "scores"})
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self.columns
 
     def train_whole_rows(self) -> None:
         """Sets `loss_mask` to 1 in rows with neither a mask nor `prompt_length`; `has` stays.
@@ -253,8 +304,13 @@ class Batch:
 
     def __repr__(self) -> str:
         return (
-            f"<Batch {self.layout}: {self.group_count} groups, {len(self)} rows, {self.token_count} tokens, "
-            f"{', '.join(self.columns)}>"
+            f"<{type(self).__name__} {self.layout}: {self.group_count} groups, {len(self)} rows, "
+            f"{self.token_count} tokens, {', '.join(self.columns)}{'' if self.records else '; released'}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return columns_as_html(
+            repr(self), [(name, _described(self[name], self.has(name))) for name in self.columns]
         )
 
     def _gathering(self) -> Gather:
@@ -310,6 +366,14 @@ class Batch:
             self._columns[name] = RaggedLists(
                 values, np.where(unfit, 0, lists.lengths), lists.inner_lengths[of_lists], None
             )
+
+
+def _described(value: Any, has: np.ndarray[Any, Any]) -> str:
+    """Returns what a column is, in words."""
+    of = getattr(value, "values", value)
+    shape = "x".join(map(str, getattr(value, "shape", ()))) or f"{len(value)} rows"
+    lacking = int(len(has) - has.sum())
+    return f"{getattr(of, 'dtype', 'list')} {shape}" + (f", {lacking} rows lack it" if lacking else "")
 
 
 def forget_spare_memory() -> None:

@@ -2,12 +2,14 @@
 
 The consumer owns its parts and fixes who may call them and in which order they start and end: lanes
 (lanes.py), bridge state (hub/state.py), waiting (waiting.py), groups and batches (batching/former.py,
-iteration.py), admission (hub/promises.py), learner ranks (ranks/server.py), and the control server, which
-sees them through hub/control_view.py. No part holds a reference to the consumer.
+iteration.py), admission (hub/promises.py), learner ranks (ranks/server.py), the control server, which
+sees them through hub/control_view.py, and the end of all (hub/ending.py). No part holds a reference to the
+consumer, so that one which nobody holds is collected.
 """
 
-import logging
+import functools
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -17,6 +19,7 @@ from shmbridge.admission.limit import limit_of
 from shmbridge.batch import Hold
 from shmbridge.batching.former import BatchFormer, Screen
 from shmbridge.batching.iteration import Iterations
+from shmbridge.batching.iterator import Batches
 from shmbridge.batching.queue import GroupQueue, OutsideQueue
 from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.scheduler import Policy
@@ -34,11 +37,12 @@ from shmbridge.config import (
 from shmbridge.errors import BadArgument, ConsumerEmpty, ServesRanks
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.control_view import Hub
-from shmbridge.hub.counters import lane_counters
+from shmbridge.hub.counters import Counting
+from shmbridge.hub.ending import Ending
 from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.latency import RecentLatency
+from shmbridge.hub.own_hubs import become_hub, note_hub
 from shmbridge.hub.promises import Admission
-from shmbridge.hub.state import HubState, become_hub
+from shmbridge.hub.state import HubState
 from shmbridge.hub.tap import Tap, check_tap
 from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import Group
@@ -47,20 +51,18 @@ from shmbridge.record.unreleased import Call
 from shmbridge.schema import columns_of
 from shmbridge.segments import membership, one_thread, os_limits
 from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.closing import Closing, then_close
+from shmbridge.segments.closing import then_close
 from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.one_process import OneProcess
-from shmbridge.segments.placement import MemoryUse
 from shmbridge.shown import kind_of, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shmbridge.batch import Batch, Layout, MakeBatch
-    from shmbridge.ranks.server import DeadRank, RankServer
+    from shmbridge.batch import Layout, MakeBatch
+    from shmbridge.ranks.dealer import DeadRank, ShareDealer
+    from shmbridge.ranks.server import RankServer
     from shmbridge.ranks.share_book import Mode
-
-log = logging.getLogger(__name__)
 
 _MOST_POLLED = 1 << 31
 
@@ -97,6 +99,8 @@ class Consumer(OneProcess):
             OutsideQueue.
         tap: gets every record before it is handed out, such as a shmbridge.archive.recorder.Recorder; closed
             with the consumer. Records that resume="discard" drops are handed out to nobody, the tap included.
+        replace: first close an earlier consumer of this bridge in this very process, as when a notebook's
+            cell runs again. One of another process is never touched: ConsumerTaken.
 
     Raises:
         BadArgument: `lanes` is not a number from 1, `run` is not a shmbridge.Run, or `tap` is no tap.
@@ -118,30 +122,34 @@ class Consumer(OneProcess):
         groups_per_step: int | None = None,
         outside: OutsideQueue | None = None,
         tap: Tap | None = None,
+        replace: bool = False,
     ) -> None:
         check_choice("resume", resume, ("redeliver", "discard"))
         _check_outside(outside)
-        self.columns, self.bridge, self._tap = columns_of(schema), bridge, check_tap(tap)
+        self.columns, self.bridge, tap = columns_of(schema), bridge, check_tap(tap)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
-        run, words = check_run(run), become_hub(check_bridge_name(bridge))
+        run, words = check_run(run), become_hub(check_bridge_name(bridge), replace=replace)
+        ending = self._ending = Ending(bridge, tap)
         try:
-            self._closing = Closing(self._give_up, self._stop_taking)
+            self._closing = ending.closing
             self._state = HubState(bridge, words, self._closing, run, limit)
-            self._final: dict[str, float] = {}
-            self._memory, self._latency = MemoryUse(), RecentLatency()
-            self._ranks: RankServer | None = None
+            self._ranks: ShareDealer | None = None
             self._start(
                 words,
                 check_lanes(lanes),
                 resume,
                 (policy, group_timeout_s, allocation_wait_s),
                 outside or OutsideQueue(),
+                tap,
             )
         except BaseException:
             membership.leave(words.mapping.fd, bridge)
             vars(self).clear()  # else a cycle keeps the segment mapped until a collection
+            vars(ending).clear()
             raise
-        self._no_exit_call = at_exit(self._leave_unclosed)
+        ending.no_exit_call = at_exit(ending.leave_unclosed)
+        note_hub(bridge, ending)
+        weakref.finalize(self, ending.collected).atexit = False
         one_thread.watch(
             self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups")
         )
@@ -153,11 +161,12 @@ class Consumer(OneProcess):
         resume: str,
         scheduling: tuple[Policy, float, float],
         outside: OutsideQueue,
+        tap: Tap | None,
     ) -> None:
         """Starts all parts. A death or failure in here leaves the bridge unchanged."""
         state, closing, (policy, group_timeout_s, allocation_wait_s) = self._state, self._closing, scheduling
         most = os_limits.lanes_at_most() if lanes is None else lanes
-        self._lanes = LaneSet(self.bridge, words, self.columns, most, closing, self._tap)
+        self._lanes = LaneSet(self.bridge, words, self.columns, most, closing, tap)
         self._turns = self._lanes.turns
         try:
             self._lanes.adopt(strict=True)
@@ -184,6 +193,21 @@ class Consumer(OneProcess):
             )
             self._admission = Admission(state, self._lanes, self._former.committed)
             self._hub = Hub(state, self._lanes, self._former, self._queue, self._admission, closing)
+            self._ending.parts(
+                state,
+                self._lanes,
+                self._waiting,
+                self._control_plane,
+                self._former,
+                self._iterations,
+                Counting(
+                    state,
+                    self._lanes,
+                    self._waiting,
+                    self._control_plane,
+                    (self._queue, self._former, self._admission),
+                ),
+            )
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     record.discard(Discard.RESUME)
@@ -288,11 +312,11 @@ class Consumer(OneProcess):
         rows: int | None = None,
         make: "MakeBatch | None" = None,
         whole_rows: bool = False,
-    ) -> "Iterator[Batch]":
+    ) -> "Batches":
         """Yields batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
-        Blocks in `next` until a batch is full. Do not call get or poll while iterating, and iterate once at a
-        time.
+        Blocks in `next` until a batch is full; `async for` waits without blocking the event loop. Do not call
+        get or poll while iterating, and iterate once at a time.
 
         Args:
             groups: groups in a batch; under policy "atropos" a batch has `run.batch_size` trajectories
@@ -328,7 +352,8 @@ class Consumer(OneProcess):
             prefetch=prefetch,
             timeout_s=timeout_s,
         )
-        return self._iterations.iterate(request.checked())
+        begin = functools.partial(self._iterations.iterate, request.checked())
+        return Batches(begin, self, f"{request.size} on {self.bridge!r}")
 
     @then_close
     def take_groups(
@@ -441,6 +466,7 @@ class Consumer(OneProcess):
             dead_rank: the shares of a dead rank go to the next process that takes its number ("wait"), or to
                 the other ranks ("spread").
         """
+        from shmbridge.ranks.dealer import ShareDealer
         from shmbridge.ranks.server import RankServer
 
         self._state.check_open()
@@ -452,7 +478,7 @@ class Consumer(OneProcess):
         self._iterations.stop_prefetch()
         with self._closing.whole:  # close() stops its thread
             self._state.check_open()
-            server = self._ranks = self._hub.ranks = RankServer(
+            dealer = self._ranks = self._hub.ranks = self._ending.ranks = ShareDealer(
                 self._former,
                 self._state,
                 self._control_plane,
@@ -465,7 +491,7 @@ class Consumer(OneProcess):
                 dead_rank=dead_rank,
             )
         self._control_plane.look_again()
-        return server
+        return RankServer(dealer, self.bridge, self)
 
     # -- bridge state
 
@@ -547,41 +573,9 @@ class Consumer(OneProcess):
 
         Never blocks; any thread.
         """
-        # In a forked child the lock may be held for ever by a thread that does not exist there.
-        self._state.check_process()
-        with self._closing.whole:
-            return self._final if self._closing.closed else self._count()
-
-    def _count(self) -> dict[str, float]:
-        return {
-            **lane_counters(self._lanes, self._waiting, self._memory),
-            **self._queue.stats(self._control_plane.env_shares()),
-            **self._former.stats(),
-            **self._state.waits(),
-            **self._latency.stats(self._state.words.latency[0]),
-            "policy_version": self.policy_version,
-            **self._admission.stats(),
-            **(self._ranks.stats() if self._ranks else {}),
-            **(self._lanes.tapped.stats() if self._lanes.tapped else {}),
-        }
+        return self._ending.stats()
 
     # -- the end
-
-    def _leave_unclosed(self) -> None:
-        """At process exit: leased records stay un-released, for the next consumer."""
-        self._stop_forming()
-        self._lanes.abandon()
-        self._lanes.unlock()
-        membership.leave(self._state.control_fd, self.bridge)
-
-    def _stop_forming(self) -> None:
-        self._iterations.stop()
-        if self._ranks is not None:
-            self._ranks.stop()
-
-    def _stop_taking(self) -> None:
-        """A close() is pending."""
-        self._turns.ending = True
 
     def close(self) -> None:
         """Gives the bridge up; releases nothing.
@@ -597,43 +591,12 @@ class Consumer(OneProcess):
         """
         self._closing.close()
 
-    def _give_up(self) -> None:
-        if self._state.words_gone:  # after an interrupt that came past the last line
-            return
-        self._stop_forming()
-        self._control_plane.close()
-        with self._closing.whole:
-            try:
-                self._final = self.stats()
-            except Exception:  # a failing counter must not leave the bridge taken
-                log.exception("the counters of bridge %r cannot be read at its consumer's end", self.bridge)
-            self._closing.closed = True
-            self._waiting.end()
-        self._state.ring()  # wakes the threads that wait for a record
-        self._former.forget()
-        if self._ranks is not None:
-            self._ranks.stop()  # one that was being made during the stop above
-            self._ranks.forget()
-        self._no_exit_call()
-        self._waiting.close()
-        if self._lanes.close() == 0:
-            membership.leave(self._state.control_fd, self.bridge)
-        self._close_tap()
-        self._state.let_words_go()
-
-    def _close_tap(self) -> None:
-        try:
-            if self._tap is not None:
-                self._tap.close()
-        except Exception:  # the bridge is to be free again whatever the tap does
-            log.exception("the tap of bridge %r failed at its end", self.bridge)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._lanes.abandon()
+            self._ending.abandon()
         self.close()
 
     def __repr__(self) -> str:

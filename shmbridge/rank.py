@@ -8,13 +8,13 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Self
 
 from shmbridge._ext import header
 from shmbridge._ext.lane_reader import Drops
 from shmbridge._ext.rank_reader import RankReader
 from shmbridge.batch import Batch, Hold, Layout, unreadable
+from shmbridge.batching.iterator import Batches, Steps
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
@@ -108,12 +108,12 @@ class Rank(OneProcess):
         timeout_s: float | None = None,
         hold: Hold = "step",
         whole_rows: bool = False,
-    ) -> Iterator[Batch]:
+    ) -> Batches:
         """Yields this rank's share of every batch, in the form of Consumer.batches, until the bridge is
         drained.
 
-        Blocks in `next` until there is a share, at most `timeout_s` seconds. `batch.manifest` describes the
-        whole batch.
+        Blocks in `next` until there is a share, at most `timeout_s` seconds; `async for` waits without
+        blocking the event loop. `batch.manifest` describes the whole batch.
 
         Args:
             layout: "packed" (N,) or "padded" (B, T).
@@ -131,12 +131,23 @@ class Rank(OneProcess):
         """
         check_choice("layout", layout, ("padded", "packed"))
         check_choice("hold", hold, ("step", "gather", "caller"))
-        return self._iterate(layout, timeout_s, hold, whole_rows)
+        begin = functools.partial(self._iterate, layout, timeout_s, hold, whole_rows)
+        return Batches(begin, self, f"rank {self.rank} of {self.bridge!r}")
 
     def _iterate(
-        self, layout: Layout, timeout_s: float | None, hold: Hold, whole_rows: bool
-    ) -> Iterator[Batch]:
-        while (share := self.next_share(timeout_s)) is not None:
+        self, layout: Layout, timeout_s: float | None, hold: Hold, whole_rows: bool, tick_s: float | None
+    ) -> Steps:
+        until_s = deadline_of(timeout_s)
+        while True:
+            try:
+                if (share := self._share_by(until_s, timeout_s, tick_s)) is None:
+                    return
+            except (ConsumerEmpty, NoConsumer):
+                if tick_s is None or time.monotonic() >= until_s:
+                    raise
+                yield None
+                continue
+            until_s = deadline_of(timeout_s)
             batch = self._gather(share, layout)
             if batch is None:
                 continue
@@ -150,6 +161,13 @@ class Rank(OneProcess):
             if hold != "caller":
                 batch.release()
                 share.release()
+            until_s = deadline_of(timeout_s)
+
+    def _share_by(self, until_s: float, timeout_s: float | None, tick_s: float | None) -> RankShare | None:
+        """Returns the next share; None if there are no more. Waits for `tick_s` at most, if that is given."""
+        if tick_s is None:
+            return self.next_share(timeout_s)
+        return self.next_share(max(min(until_s - time.monotonic(), tick_s), 0.0))
 
     def gather(self, share: RankShare, layout: Layout = "packed") -> Batch | None:
         """Returns a batch of the readable groups of a share, with its manifest; None if none is readable.

@@ -111,7 +111,7 @@ def credited(
     advantages, has_steps, odd_steps = _with_steps(batch, advantages, trained, credit)
     advantages, has_rewards = _with_token_rewards(batch, advantages, trained, credit, reduce)
     if own.any():
-        advantages = override_tokens(advantages, batch.advantages, own, trained)
+        advantages = override_tokens(advantages, batch["advantages"], own, trained)
     if credit.normalise != "none":
         advantages = batch_normalised(
             advantages, trained, reduce=reduce if credit.normalise == "global" else alone

@@ -35,16 +35,29 @@ cdef class View:
     """Kept by an array over a record's memory, so that the lease does not end before the array."""
 
     cdef Lease _lease
+    cdef uint32_t _column
+    cdef PyObject* _before           # in the list of its record's views; no references
+    cdef PyObject* _after
 
     def __dealloc__(self):
         if self._lease is not None:
+            if self._after != NULL:
+                (<View>self._after)._before = self._before
+            if self._before != NULL:
+                (<View>self._before)._after = self._after
+            else:
+                (<LeasedRecord>self._lease)._views = self._after
             self._lease.end_view()
 
 
-cdef View view_of(Lease lease):
+cdef View view_of(LeasedRecord record, uint32_t column):
     cdef View view = View.__new__(View)
-    lease.begin_view()
-    view._lease = lease
+    record.begin_view()
+    view._lease, view._column = record, column
+    view._before, view._after = NULL, record._views
+    if record._views != NULL:
+        (<View>record._views)._before = <PyObject*>view
+    record._views = <PyObject*>view
     return view
 
 
@@ -264,7 +277,7 @@ cdef class LeasedRecord(Lease):
         cdef uint64_t count = entry.values_bytes // self.reader._reader.columns[entry.column].item_bytes
         if count == 0:
             return nothing(dtype)
-        return array_over(view_of(self), dtype, self._extent + entry.values_at * <uint64_t>ALIGNMENT, count)
+        return array_over(view_of(self, entry.column), dtype, self._extent + entry.values_at * <uint64_t>ALIGNMENT, count)
 
     cdef object lengths(self, const directory_entry* entry):
         cdef const char* at = PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT
@@ -278,7 +291,7 @@ cdef class LeasedRecord(Lease):
         cdef cnp.npy_intp i
         if entry.validity_at == 0:
             return None
-        view = view_of(self)
+        view = view_of(self, entry.column)
         copy = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_BOOL)
         valid = <uint8_t*>cnp.PyArray_DATA(<cnp.ndarray>copy)
         for i in range(shape):
@@ -345,7 +358,7 @@ cdef class LeasedRecord(Lease):
             raise self._too_late(name)
         if entry == NULL or entry.kind != KIND_LIST or entry.checks_at == 0 or tokens == NULL:
             return None
-        view = view_of(self)
+        view = view_of(self, entry.column)
         said = <const uint64_t*>(self._extent + entry.checks_at * <uint64_t>ALIGNMENT)
         lengths = <const uint32_t*>(PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT)
         wanted = <const uint32_t*>(PyBytes_AS_STRING(self.index) + tokens.lengths_at * <uint64_t>ALIGNMENT)
@@ -357,6 +370,19 @@ cdef class LeasedRecord(Lease):
                 if lengths[row] == wanted[row]:
                     to[row] = said[row]
         return copy
+
+    def _viewed(self):
+        """Names of the columns of which views live, one per view, and "all" for one of all its memory; None if
+        the lease has ended.
+        """
+        cdef PyObject* view = self._views
+        names = []
+        if self._ended:
+            return None
+        while view != NULL:
+            names.append(self.reader.names[(<View>view)._column])
+            view = (<View>view)._after
+        return names + ["all"] * (self._exports - len(names))
 
     def _tag(self, name):
         """The TAG_ of a column's entry, -1 if it has none."""
@@ -383,5 +409,5 @@ cdef class LeasedRecord(Lease):
         cdef const uint8_t* at = self._extent + entry.keys_at * <uint64_t>ALIGNMENT
         if entry.keys_bytes == 0:
             return b""
-        view = view_of(self)
+        view = view_of(self, entry.column)
         return at[:entry.keys_bytes]

@@ -1,14 +1,16 @@
 """Iterations over batches: formed ahead or on request, and released step by step."""
 
+import enum
 import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from typing import Literal
 
 from shmbridge.batch import Batch, forget_spare_memory, unreadable
 from shmbridge.batching.former import BatchFormer
+from shmbridge.batching.iterator import Steps
 from shmbridge.batching.prefetch import Flag, Prefetcher
 from shmbridge.batching.queue import GroupQueue
 from shmbridge.batching.request import BatchRequest
@@ -31,6 +33,13 @@ _OVER = (
 _ONE_AT_A_TIME = "iterate once at a time; to look at a batch beside the loop, use prefetch=0"
 
 
+class _Answer(enum.Enum):
+    NOT_YET = enum.auto()
+
+
+_NOT_YET: Literal[_Answer.NOT_YET] = _Answer.NOT_YET
+
+
 class Iterations:
     """The iterations over one consumer's batches, one at a time: a new one ends the previous one."""
 
@@ -47,8 +56,13 @@ class Iterations:
         self._queue, self._closing = queued, closing
         self._prefetcher: Prefetcher | None = None
 
-    def iterate(self, request: BatchRequest) -> Iterator[Batch]:
-        """See Consumer.batches."""
+    def iterate(self, request: BatchRequest, tick_s: float | None) -> Steps:
+        """See Consumer.batches.
+
+        Args:
+            request: which batches.
+            tick_s: yields None after so many seconds without a batch; None: waits on.
+        """
         self._state.check_process()
         ahead: Prefetcher | None = None
         try:
@@ -57,8 +71,14 @@ class Iterations:
                 self._former.begin_again()
                 put_backs = self._former.put_backs
                 ahead = self._prefetch(request)
+                until_s = deadline_of(request.timeout_s)
                 while not self._closing.ending:
-                    batch = self._next(ahead, request)
+                    batch = self._next(ahead, request, until_s, tick_s)
+                    if batch is _NOT_YET:
+                        yield None
+                        self._state.check_process()
+                        continue
+                    until_s = deadline_of(request.timeout_s)
                     if batch is None:
                         if ahead is not None and self._prefetcher is not ahead and not self._closing.ending:
                             raise IterationOver(_OVER, hint=_ONE_AT_A_TIME)
@@ -82,6 +102,7 @@ class Iterations:
                     if request.hold != "caller":
                         batch.release()
                     self._former.end_step()
+                    until_s = deadline_of(request.timeout_s)
         finally:
             if ahead is not None:
                 # Only signal: the GC may finalize this generator in any thread, even in the prefetch thread,
@@ -101,17 +122,19 @@ class Iterations:
         self._former.count_batch()
         return True
 
-    def _next(self, ahead: Prefetcher | None, request: BatchRequest) -> Batch | None:
-        timeout_s, self._former.somebody_waits = request.timeout_s, True
+    def _next(
+        self, ahead: Prefetcher | None, request: BatchRequest, until_s: float, tick_s: float | None
+    ) -> "Batch | Literal[_Answer.NOT_YET] | None":
+        stop_s = min(until_s, deadline_of(tick_s))
+        self._former.somebody_waits = True
         try:
             with self._state.asking():
                 if ahead is not None:
-                    return ahead.next(timeout_s)
-                deadline_s = deadline_of(timeout_s)
-                batch = self._form(request, Flag(), deadline_s)
+                    return ahead.next(None if stop_s == float("inf") else max(stop_s - time.monotonic(), 0.0))
+                batch = self._form(request, Flag(), stop_s)
                 if (
                     batch is not None
-                    or time.monotonic() < deadline_s
+                    or time.monotonic() < stop_s
                     or self._closing.ending
                     or self._waiting.drained()
                 ):
@@ -120,9 +143,11 @@ class Iterations:
             pass
         finally:
             self._former.somebody_waits = False
+        if stop_s < until_s:
+            return _NOT_YET
         raise ConsumerEmpty(
-            f"no batch of {request.size} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} "
-            f"lanes have a living producer, {self._queue.groups()} groups are queued",
+            f"no batch of {request.size} within {request.timeout_s} s; {self._lanes.live} of "
+            f"{len(self._lanes)} lanes have a living producer, {self._queue.groups()} groups are queued",
             hint=self._waiting.hint_when_empty(),
         )
 

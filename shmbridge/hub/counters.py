@@ -1,6 +1,13 @@
-"""The counters of a consumer's lanes, flat: produced = released + held + discarded. Used by the consumer."""
+"""The counters of a consumer, flat: produced = released + held + discarded. Used by its end."""
 
+from collections.abc import Mapping
+from typing import Protocol
+
+from shmbridge.atropos.env_status import EnvWeight
+from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.latency import RecentLatency
+from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import Waiting
 from shmbridge.segments.placement import MemoryUse
 
@@ -26,3 +33,46 @@ def lane_counters(lanes: LaneSet, waiting: Waiting, memory: MemoryUse) -> dict[s
         "lanes_refused": len(lanes.refused),
         "lanes_waiting": int(lanes.some_wait),
     }
+
+
+class Counted(Protocol):
+    """A part with counters of its own."""
+
+    def stats(self) -> dict[str, float]:
+        """Returns its counters, flat."""
+
+
+class CountedQueue(Protocol):
+    """The queue of groups, as far as the counters use it."""
+
+    def stats(self, shares: Mapping[str, EnvWeight]) -> dict[str, float]:
+        """Returns the groups in all, and by environment."""
+
+
+class Counting:
+    """Counts all parts of one consumer, but its ranks. One thread at a time; never blocks."""
+
+    def __init__(
+        self,
+        state: HubState,
+        lanes: LaneSet,
+        waiting: Waiting,
+        control_plane: ControlPlane,
+        others: tuple[CountedQueue, Counted, Counted],
+    ) -> None:
+        self._state, self._lanes, self._waiting, self._control_plane = state, lanes, waiting, control_plane
+        self._queue, self._former, self._admission = others
+        self._memory, self._latency = MemoryUse(), RecentLatency()
+
+    def stats(self) -> dict[str, float]:
+        """Returns the counters."""
+        return {
+            **lane_counters(self._lanes, self._waiting, self._memory),
+            **self._queue.stats(self._control_plane.env_shares()),
+            **self._former.stats(),
+            **self._state.waits(),
+            **self._latency.stats(self._state.words.latency[0]),
+            "policy_version": self._state.policy_version,
+            **self._admission.stats(),
+            **(self._lanes.tapped.stats() if self._lanes.tapped else {}),
+        }

@@ -11,31 +11,9 @@ from collections.abc import Iterator
 from shmbridge._ext import header
 from shmbridge.admission.limit import OffPolicyLimit
 from shmbridge.config import Run, check_version
-from shmbridge.errors import BadArgument, Closed, ConsumerTaken
-from shmbridge.segments import locks, membership
+from shmbridge.errors import BadArgument, Closed
+from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing
-from shmbridge.segments.locks import LockByte
-
-
-def become_hub(bridge: str) -> header.Control:
-    """Takes the hub lock and returns the control segment's words. Raises ConsumerTaken."""
-    control = membership.open_control(bridge)
-    namespace = locks.pid_namespace()
-    if not locks.lock_after(
-        lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0,
-        control.mapping.fd,
-        LockByte.HUB,
-    ):
-        pid = control.hub_pid
-        membership.leave(control.mapping.fd, bridge)
-        me = " (this very process)" if pid == os.getpid() else ""
-        raise ConsumerTaken(
-            f"bridge {bridge!r} has a living consumer: pid {pid}{me}",
-            hint=f"close it and drop its records first, or use another bridge; ps -p {pid}",
-        )
-    control.enter(os.getpid(), namespace)  # so that a second consumer names the right pid in its error
-    header.fault(b"hub.locked")
-    return control
 
 
 class HubState:

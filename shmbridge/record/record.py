@@ -1,7 +1,8 @@
 """A committed trajectory group (or a fragment) as its reader sees it: zero-copy columns, Arrow, Atropos."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -12,7 +13,9 @@ from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
 from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable
 from shmbridge.other_names import no_column
+from shmbridge.record.attributes import RecordColumns
 from shmbridge.record.columns import RaggedLists as RaggedLists
+from shmbridge.record.shown import columns_as_html, user_names
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 from shmbridge.segments import segment
 from shmbridge.segments.one_process import OneProcess
@@ -42,14 +45,16 @@ class Lane:
         )
 
 
-class Record(OneProcess, LeasedRecord):
+class Record(RecordColumns, OneProcess, LeasedRecord):
     """One record, leased: its memory does not change until release() was called and the last view of it is
     gone.
 
     `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are
-    present. Use it as a context manager, which releases it unless it is left by an exception, or call
-    release(). A record dropped without release stays un-released: it is handed out again if its meta and
-    columns were never read, else the next consumer gets it. One thread at a time; views may go anywhere.
+    present. A standard column is also an attribute, `record.tokens`, None where it is absent. As in a data
+    frame, iteration gives the names of the columns. Use it as a context manager, which releases it unless it
+    is left by an exception, or call release(). A record dropped without release stays un-released: it is
+    handed out again if its meta and columns were never read, else the next consumer gets it. One thread at a
+    time; views may go anywhere.
     """
 
     __slots__ = ()
@@ -92,12 +97,42 @@ class Record(OneProcess, LeasedRecord):
         if kind is None:
             self.release()
 
+    def keys(self) -> list[str]:
+        """Returns the names of the columns that are present: `dict(record)` has every column."""
+        return self.columns
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yields each column that is present with its name."""
+        return ((name, self[name]) for name in self.columns)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(f"a Record is a lease and cannot be copied -> {self._instead}")
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        self.__copy__()
+
+    def __dir__(self) -> list[str]:
+        return user_names(super().__dir__(), _NOT_FOR_USERS)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self.columns
+
     def __repr__(self) -> str:
         meta = self.meta
         return (
             f"<Record {meta.producer_id}#{meta.sequence} group {meta.group_id} "
             f"{self.rows}/{meta.group_size} rows {self.token_count} tokens "
-            f"v{meta.min_policy_version}{' redelivered' if meta.redelivered else ''}>"
+            f"v{meta.min_policy_version}{' redelivered' if meta.redelivered else ''}"
+            f"{' released' if self.is_released else ''}>"
+        )
+
+    def _repr_html_(self) -> str:
+        columns = {} if self.is_released else self._lane.columns
+        return columns_as_html(
+            repr(self), [(name, columns[name].type_name) for name in self.columns if name in columns]
         )
 
     def tag(self, name: str) -> Tag | None:
@@ -203,6 +238,26 @@ class Record(OneProcess, LeasedRecord):
         keys = self._decoded(name, _cut(self._keys(name), self._inner_lengths(name)))
         pairs = iter(zip(keys, self._values(name).tolist(), strict=True))
         return [dict(next(pairs) for _ in range(count)) for count in self._lengths(name).tolist()]
+
+
+# What the bridge itself needs of a record.
+_NOT_FOR_USERS = frozenset(
+    {
+        *(
+            "abandon",
+            "column_entries",
+            "discard",
+            "env_id",
+            "extent_bytes",
+            "flags",
+            "generation",
+            "group_id",
+        ),
+        *("group_size", "handed_out_by", "index", "lane_columns", "lane_memory", "lane_name", "look"),
+        *("looked_at", "map_lane_writable", "max_policy_version", "min_policy_version", "reader"),
+        *("redelivered", "sequence", "slot", "t_created_ns", "t_publish_ns"),
+    }
+)
 
 
 def _cut(raw: bytes, lengths: np.ndarray[Any, Any]) -> list[bytes]:

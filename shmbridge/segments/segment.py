@@ -70,6 +70,11 @@ def lane_names(bridge: str) -> list[str]:
     return _names(bridge, "l")
 
 
+def is_lane_of(name: str, bridge: str) -> bool:
+    """Returns whether a segment's name is that of a lane of the bridge."""
+    return name.startswith(f"/{_PREFIX}{bridge}.l.")
+
+
 def value_names(bridge: str) -> list[str]:
     """Returns the names of all segments of values of the bridge that exist now, sorted."""
     return _names(bridge, "v")

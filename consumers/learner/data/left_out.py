@@ -183,7 +183,8 @@ def _binary_masks(batch: shmbridge.Batch) -> Bools:
     rows: Bools = batch.has("masks")
     if not rows.any():
         return rows
-    odd = (batch.masks < 0) | (batch.masks > 1)
+    masks = batch["masks"]
+    odd = (masks < 0) | (masks > 1)
     before = np.concatenate([[0], np.cumsum(odd)])
     binary: Bools = rows & (np.diff(before[batch.cu_seqlens]) == 0) & (batch.lengths > 0)
     return binary

@@ -157,14 +157,14 @@ def closes_in_handler(consumer: shmbridge.Consumer, call: Callable[[], object]) 
 def test_a_wait_for_the_ranks_ends_when_a_handler_closes(consumer) -> None:
     """The signal comes where the wait holds the lock and is about to free it."""
     server = consumer.serve_ranks(1, groups=1)
-    wait = server._change.wait
+    wait = server._dealer._change.wait
 
     def interrupted(timeout: float | None = None) -> bool:
         if threading.current_thread() is threading.main_thread():
             signal.raise_signal(SIGNAL)
         return wait(timeout)
 
-    server._change.wait = interrupted
+    server._dealer._change.wait = interrupted
     assert closes_in_handler(consumer, server.wait) is False
     assert consumer._closing.over
 

@@ -22,6 +22,7 @@ from shmbridge.control import messages
 from shmbridge.control.client import ControlClient
 from shmbridge.control.server import ControlServer
 from shmbridge.hub.asyncio_wait import LoopBell
+from shmbridge.hub.ending import Ending
 from shmbridge.hub.lane import HubLane
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
@@ -190,7 +191,7 @@ def test_two_threads_and_a_handler_may_close_at_once(consumer, monkeypatch, plac
     """A SIGTERM handler may close a consumer that is being closed."""
     ended: list[None] = []
     other = Meanwhile(lambda: ended.append(consumer.close()))
-    after(monkeypatch, shmbridge.Consumer, place, lambda: (other(), consumer.close()))
+    after(monkeypatch, Ending, place, lambda: (other(), consumer.close()))
     consumer.close()
     assert other.ends()
     assert ended == [None]
