@@ -12,7 +12,7 @@ trainers; the GRPO learner publishes through `learner/train/publishing.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self
 
@@ -39,14 +39,30 @@ class WeightSync:
         pause: how to treat requests in flight: "keep" (continue them under the new weights), "wait" or
             "abort".
         timeout_s: limit for the engines' part of a push.
+        announce: called with each version once all engines have it, such as
+            `consumer.publish_policy_version`: groups that begin from then on are stamped with it.
 
     Raises:
         ConsumerTaken: another process writes this bridge's weights. EngineFailed: `engine` is not an engine.
     """
 
-    def __init__(self, bridge: str, engine: Any, *, pause: Pause = "keep", timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        bridge: str,
+        engine: Any,
+        *,
+        pause: Pause = "keep",
+        timeout_s: float = 300.0,
+        announce: Callable[[int], object] | None = None,
+    ) -> None:
         if pause not in PAUSES:
             raise ValueError(f"pause={pause!r} is none of {', '.join(PAUSES)}")
+        if announce is not None and not callable(announce):
+            raise TypeError(
+                f"announce= is a {type(announce).__name__}, which cannot be called with a version -> "
+                "announce=consumer.publish_policy_version"
+            )
+        self._announce = announce
         self._given = engine
         engines = [engine_of(each) for each in (engine if isinstance(engine, (list, tuple)) else [engine])]
         self._writer = WeightsWriter(bridge)
@@ -151,11 +167,16 @@ class WeightSync:
     def _update(self, version: int) -> None:
         update = Update(self._writer.bridge, version, self._pause, self._timeout_s)
         raise_for(self._fleet.update(update), self._size, f"are not at version {version}")
+        if self._announce is not None:
+            self._announce(version)
 
     def close(self) -> None:
         """Closes engines and segment; the last version stays readable. Idempotent."""
         self._fleet.close()
         self._writer.close()
+
+    def __repr__(self) -> str:
+        return f"<WeightSync to {self._size} engines: {self._writer!r}>"
 
     def __enter__(self) -> Self:
         return self

@@ -495,6 +495,17 @@ class Consumer(OneProcess):
 
     # -- bridge state
 
+    def step_done(self) -> None:
+        """Counts a step of the run, for a loop over `get` or `poll`: `current_step` rises by one.
+
+        Call it after each optimizer step. Environments with a number of steps end by that count. `batches`,
+        `take_groups` and ranks count by themselves; under policy "atropos" the batches formed are counted,
+        and this changes nothing. Never blocks; any thread.
+        """
+        self._state.check_open()
+        self._queue.count_batch()
+        self._former.end_step()
+
     @property
     def hub_epoch(self) -> int:
         """The number of this hub among the hubs of the bridge: 1 for the first, rising."""
@@ -507,7 +518,10 @@ class Consumer(OneProcess):
 
     @property
     def current_step(self) -> int:
-        """The run's step: `starting_step`, and batches handed out, or formed under policy "atropos"."""
+        """The run's step: `starting_step`, and batches handed out, or formed under policy "atropos".
+
+        In a loop over `get` or `poll` it moves with `step_done` only.
+        """
         return self._hub.current_step
 
     @property
@@ -600,7 +614,18 @@ class Consumer(OneProcess):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Consumer of {self.bridge!r}: {len(self._lanes)} lanes, epoch {self.hub_epoch}>"
+        return f"<Consumer of {self.bridge!r}: {self._described()}>"
+
+    def _described(self) -> str:
+        if self._closing.over:
+            return "closed"
+        words = (
+            f"epoch {self.hub_epoch}",
+            f"{len(self._lanes)} lanes",
+            f"{self._queue.groups()} groups queued",
+        )
+        states = {"pausing": self.paused, "draining": self.draining, "serves ranks": self._ranks is not None}
+        return ", ".join([*words, *(state for state, is_so in states.items() if is_so)])
 
 
 def _check_outside(outside: object) -> None:

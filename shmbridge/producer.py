@@ -62,7 +62,7 @@ _SAY_SO_AFTER_S = 5.0
 class Producer(OneProcess):
     """One producer's end of a bridge.
 
-    For one thread at a time, which SHMBRIDGE_DEBUG=1 checks; a context manager.
+    For one thread at a time, which SHMBRIDGE_DEBUG=1 checks; a context manager, also for `async with`.
 
     Construction blocks only to reserve the lane's memory (0.1 to 0.3 ms per MiB); a consumer need not exist
     yet.
@@ -629,10 +629,18 @@ class Producer(OneProcess):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+        await asyncio.sleep(0)  # the tasks of put_async see the end
+
     def __repr__(self) -> str:
+        state = "; closed" if self._closed else "; of the process before fork" if self._lane.forked else ""
         return (
             f"<Producer {self.producer_id} on {self.bridge!r}: {self._writer.slot_count} slots, "
-            f"{format_size(self.lane_bytes)}>"
+            f"{format_size(self.lane_bytes)}{state}>"
         )
 
 

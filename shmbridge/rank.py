@@ -462,4 +462,7 @@ class Rank(OneProcess):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Rank {self.rank} of {self.world_size} of {self.bridge!r}, epoch {self._epoch}>"
+        state = (
+            "closed" if self._control_words is None else f"epoch {self._epoch}, {len(self._open)} shares open"
+        )
+        return f"<Rank {self.rank} of {self.world_size} of {self.bridge!r}: {state}>"

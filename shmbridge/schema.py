@@ -143,6 +143,10 @@ class Columns(Mapping[str, Column]):
     def __len__(self) -> int:
         return len(self.order)
 
+    def __repr__(self) -> str:
+        own = [name for name in self if name not in STANDARD]
+        return f"<Columns: {len(self)}{', own: ' + ', '.join(own) if own else ''}>"
+
     @cached_property
     def forms(self) -> dict[str, Form]:
         """The facts that packing needs of each column, by name."""

@@ -15,6 +15,7 @@ from shmbridge.consumers.losses.aggregation import (
     spread,
     token_mean,
 )
+from shmbridge.consumers.losses.batch_logprobs import batch_logprobs
 from shmbridge.consumers.losses.chunked import chosen_logprobs_chunked
 from shmbridge.consumers.losses.kl import kl_estimate
 from shmbridge.consumers.losses.logprobs import chosen_logprobs, entropy, log_distribution
@@ -56,6 +57,7 @@ __all__ = [
     "PolicyLoss",
     "Terms",
     "aggregate",
+    "batch_logprobs",
     "chosen_logprobs",
     "chosen_logprobs_chunked",
     "cispo_loss",

@@ -53,6 +53,10 @@ class Ticket(OneProcess):
         self._held.give_back(self._key)
         self._end.detach()  # last: if this is interrupted, the finalizer still ends the ticket
 
+    def __repr__(self) -> str:
+        state = "held" if self._held.holds(self._key) else "ended"
+        return f"<Ticket for a group under policy version {self.policy_version}: {state}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -75,6 +79,9 @@ class _Held:
     @property
     def count(self) -> int:
         return len(self._tickets)
+
+    def holds(self, ticket: object) -> bool:
+        return ticket in self._tickets
 
     def show(self, ticket: object) -> None:
         with self._lock:

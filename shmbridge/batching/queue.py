@@ -32,6 +32,9 @@ class GroupQueue:
     def __init__(self, former: BatchFormer, lanes: LaneSet, outside: OutsideQueue) -> None:
         self._former, self._lanes, self._outside = former, lanes, outside.waiting
 
+    def __repr__(self) -> str:
+        return f"<GroupQueue: {self.groups()} groups>"
+
     def groups(self, producer_id: str | None = None) -> int:
         """Returns the groups committed and not yet in a batch, of one producer or all. Never blocks.
 

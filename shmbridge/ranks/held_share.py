@@ -41,6 +41,12 @@ class RankShare:
         for record in self.records:
             record.release()
 
+    def __repr__(self) -> str:
+        records = self.records
+        state = "; released" if records and all(record.is_released for record in records) else ""
+        said = f"{len(self.groups)} groups, {len(records)} records"
+        return f"<RankShare {self.manifest.number} of rank {self.manifest.rank}: {said}{state}>"
+
     def __enter__(self) -> Self:
         return self
 

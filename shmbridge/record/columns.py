@@ -33,6 +33,10 @@ class RaggedLists:
         start = int(self.inner_lengths[:first].sum())
         return Ragged(self.values[start : start + int(inner.sum())], inner, None)
 
+    def __repr__(self) -> str:
+        said = f"{len(self)} rows, {len(self.inner_lengths)} lists, {len(self.values)} values"
+        return f"<RaggedLists {self.values.dtype}: {said}>"
+
 
 class ReadableRecord(Protocol):
     """A Record, as an export reads it; see Record."""

@@ -36,6 +36,12 @@ class Group:
         for record in self.records:
             record.discard(reason)
 
+    def __repr__(self) -> str:
+        of = f" {self.records[0].group_id} of {self.producer_id}" if self.records else ""
+        state = f"; {self.wrong}" if self.wrong else ""
+        said = f"{self.rows}/{self.size} rows, {self.tokens if self.records else 0} tokens"
+        return f"<Group{of}: {said}, {len(self.records)} records{state}>"
+
     @property
     def complete(self) -> bool:
         """Whether all rows are here."""

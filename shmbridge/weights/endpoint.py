@@ -44,6 +44,16 @@ class WeightsEnd(OneProcess):
         self._require_open()
         return None if self._versions is None else memoryview(self._versions.mapping).toreadonly()
 
+    def __repr__(self) -> str:
+        if self._control is None:
+            state = "closed"
+        elif self._control.mapping.forked:
+            state = "of the process before fork"
+        else:
+            latest = self._versions.latest if self._versions is not None else None
+            state = "no version yet" if latest is None else f"version {int(latest[0])}"
+        return f"<{type(self).__name__} of {self.bridge!r}: {state}>"
+
     def _before_leaving(self) -> None:
         """Does an end's own work before it leaves."""
         self._versions = None

@@ -44,6 +44,10 @@ class WeightsLease:
         self._stamps = found.stamps(slot)
         self._comparable_from = comparable_from
 
+    def __repr__(self) -> str:
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        return f"<WeightsLease of version {self.version}: {len(self.tensors)} tensors, {size} bytes>"
+
     def changed_since(self, version: int) -> frozenset[str]:
         """Returns the names of the tensors that were written after that version; all names if unknown, for
         example for a version of another segment.

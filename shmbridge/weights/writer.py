@@ -400,6 +400,10 @@ class WeightsFilling:
         self._found, self._base = found, found.slot_at(slot)
         self._rows = {spec.name: (row, spec) for row, spec in enumerate(table)}
 
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else "over"
+        return f"<WeightsFilling of version {self.version}: {len(self._rows)} tensors, {state}>"
+
     def write(self, name: str, tensor: Any, index: Index | None = None) -> None:
         """Copies a tensor, or the shard of it that `index` (a tuple of slices into the full tensor) names.
 
