@@ -1,6 +1,7 @@
 """A leased record, a group of records, and their exports to Arrow and to Atropos."""
 
 __all__ = [
+    "attributes",
     "batch_arrow",
     "batch_numbers",
     "columns",
@@ -8,5 +9,7 @@ __all__ = [
     "meta_types",
     "record",
     "row_checks",
+    "rows_without",
+    "shown",
     "unreleased",
 ]

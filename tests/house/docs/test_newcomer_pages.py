@@ -37,6 +37,11 @@ def test_the_memory_page_prints_its_numbers(capsys: pytest.CaptureFixture[str]) 
     assert f"# {mib} MiB" in text
 
 
+def test_the_notebook_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    run("notebook.md")
+    assert capsys.readouterr().out == "[0. 0. 0. 0. 0.]\n"
+
+
 def test_multi_turn_rows_arrive_as_written() -> None:
     assert len(blocks("multi-turn.md", "python")) == 2
     run("multi-turn.md")

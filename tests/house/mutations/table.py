@@ -96,7 +96,7 @@ MUTATIONS = (
         1,
         "a column in use does not hold its record",
         "shmbridge/_ext/record.pyx",
-        "        return array_over(view_of(self), dtype,",
+        "        return array_over(view_of(self, entry.column), dtype,",
         "        return array_over(self.index, dtype,",
         "tests/transport/record/test_record.py",
     ),

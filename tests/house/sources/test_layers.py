@@ -54,6 +54,8 @@ ORDER = {
 # Base classes with a single subclass of ours that are complete by themselves.
 ONE_SUBCLASS = {
     "Action": "argparse's; gem's own of that name has none",
+    "BatchColumns": "a table of names and types, held to the schema; a Batch gathers",
+    "RecordColumns": "a table of names and types, held to the schema; a Record leases",
     "Batch": "a DeviceBatch, of another package, has tensors besides",
     "LargerDigitEnv": "a whole environment; the other one asks other questions",
     "Parallel": "one process; both ways of many share a base of their own",
