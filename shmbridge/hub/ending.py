@@ -18,9 +18,10 @@ from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
 from shmbridge.hub.tap import Tap
 from shmbridge.hub.waiting import Waiting
-from shmbridge.segments import membership
+from shmbridge.segments import locks, membership
 from shmbridge.segments.closing import Closing, is_own_thread
 from shmbridge.segments.helper_threads import start_apart
+from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Ending:
         self.ranks: Ranks | None = None
         self.no_exit_call: Callable[[], object] = int  # cancels `leave_unclosed` at process exit
         self._pid, self._left = os.getpid(), False
+        self._readers: list[weakref.ref[Mapping]] = []  # of the lanes, at the end
 
     def parts(
         self,
@@ -119,6 +121,7 @@ class Ending:
             self.ranks.forget()
         self.no_exit_call()
         self._waiting.close()
+        self._readers += [weakref.ref(lane.reader.lane) for lane in self._lanes]
         if self._lanes.close() == 0:
             membership.leave(self._state.control_fd, self.bridge)
         self._close_tap()
@@ -154,9 +157,17 @@ class Ending:
 
         Any thread.
         """
+        for lane in self._readers:
+            if (mapping := lane()) is not None and not mapping.forked:
+                locks.unlock(mapping.fd, LockByte.READER)
         mapping = self._control()
         if self.closing.over and mapping is not None and not mapping.forked:
             membership.leave(mapping.fd, self.bridge)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, and nothing refers to the bridge's memory through it."""
+        return self.closing.over and self._control() is None
 
     # -- at process exit
 

@@ -4,7 +4,6 @@ of a closed one can be named.
 
 import gc
 import os
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,12 +16,16 @@ from shmbridge.segments import locks, membership
 from shmbridge.segments.locks import LockByte
 from shmbridge.segments.segment import is_lane_of
 
-# By bridge. A child of fork inherits its parent's, whose close() does nothing there.
-_ours: "weakref.WeakValueDictionary[str, Ending]" = weakref.WeakValueDictionary()
+# By bridge, until nothing refers to its memory; a hub that is here is collected all the same. A child of fork
+# inherits its parent's, whose close() does nothing there.
+_ours: dict[str, Ending] = {}
 
 
 def note_hub(bridge: str, ending: Ending) -> None:
-    """Notes the newest hub of this process on a bridge; weakly."""
+    """Notes the newest hub of this process on a bridge, and forgets those that are gone."""
+    for name, ended in list(_ours.items()):
+        if ended.is_gone:
+            _ours.pop(name, None)
     _ours[bridge] = ending
 
 
@@ -70,8 +73,6 @@ def _give_back(ended: Ending) -> bool:
             views = True
         else:
             record.abandon()
-            if not record.reader.held:
-                locks.unlock(record.reader.lane.fd, LockByte.READER)
     if not views:
         ended.free()
     return not views
@@ -91,8 +92,8 @@ def _taken(bridge: str, pid: int, own: bool) -> ConsumerTaken:
         )
     return ConsumerTaken(
         f"bridge {bridge!r} has a closed consumer in pid {pid} (this very process): {_still_held(bridge)}",
-        hint="drop them: del, or copy what you keep. IPython keeps what a cell showed: %reset -f out, and "
-        "_ = __ = ___ = None; after an error also sys.last_traceback = sys.last_value = None",
+        hint="drop them: del, or copy what you keep. IPython keeps what cells showed: show three other "
+        "results, then %reset -f out; after an error also sys.last_traceback = sys.last_value = None",
     )
 
 

@@ -89,6 +89,27 @@ def test_records_without_views_go_back(producer, make_consumer):
     assert again.stats()["released_total"] == 0
 
 
+@pytest.mark.parametrize("earlier_is", ["held", "dropped"])
+def test_replaced_once_the_views_are_gone_whatever_else_is_held(producer, make_consumer, earlier_is, caplog):
+    """A loop variable keeps a batch, and with it the lane's lock, after a view made the first try fail."""
+    producer.put_many([GROUP] * 3)
+    bridge = make_consumer().bridge
+    earlier = make_consumer(replace=True)
+    batch = next(earlier.batches(groups=1, prefetch=0, timeout_s=5))
+    view = earlier.get(5)["tokens"]
+    with pytest.raises(shmbridge.ConsumerTaken, match="1 of tokens"):
+        shmbridge.Consumer(bridge, replace=True)
+    if earlier_is == "dropped":
+        earlier = None
+        gc.collect()
+    del view
+    gc.collect()
+    with shmbridge.Consumer(bridge, replace=True) as again:
+        assert [record.meta.sequence for record in again.poll()] == [0, 1, 2]
+    assert "is refused" not in caplog.text
+    del batch, earlier
+
+
 def test_a_buffer_of_a_record_counts_as_a_view(producer, make_consumer):
     producer.put(GROUP)
     earlier = make_consumer()
