@@ -96,7 +96,7 @@ def record(terminal: Terminal, frames: list[tuple[float, list[Text]]]) -> None:
         if not killed and any(reward in said for reward in KILL_AT):
             terminal.type(1, "pkill -9 -f consumers.grpo   # the learner, in the middle of a step")
             killed = True
-        if killed and upper and upper[-1].plain.rstrip() == "$":
+        if killed and said.rstrip().endswith("\n$"):
             frames.append((time.monotonic() - began_s, [*upper, *lower]))
             return
         time.sleep(LOOK_S)
