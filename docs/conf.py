@@ -36,6 +36,7 @@ html_search_scorer = str(DOCS / "_static/scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 html_last_updated_fmt = None
+highlight_language = "none"
 pygments_style = "default"
 pygments_dark_style = "github-dark"
 

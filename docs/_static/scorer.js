@@ -2,6 +2,7 @@
 var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     if (/^docs\/(how-to|tutorials)\//.test(page)) return score + 8;
+    if (/^docs\/explanation\/(?!attacks)|^docs\/errors/.test(page)) return score + 4;
     if (/^(CHANGELOG|docs\/README|docs\/adr\/|docs\/explanation\/attacks|docs\/model\/|bench\/)/.test(page)) return score - 12;
     return score;
   },

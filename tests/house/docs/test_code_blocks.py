@@ -17,8 +17,6 @@ BLOCK = re.compile(r"^```python( fragment)?\n(.*?)^```", re.MULTILINE | re.DOTAL
 # The test that runs a page's blocks.
 RUN_BY = {
     "README.md": "tests/house/docs/test_readme.py",
-    "docs/explanation/batches.md": "tests/adapters/learner/test_forward.py",
-    "docs/explanation/staleness.md": "tests/transport/admission/test_capacity.py",
     "docs/how-to/arrow-polars-duckdb-torch.md": "tests/house/docs/test_arrow_page.py",
     "docs/how-to/gem.md": "tests/environments/gem/test_page.py",
     "docs/how-to/how-much-memory.md": "tests/house/docs/test_newcomer_pages.py",
@@ -29,7 +27,7 @@ RUN_BY = {
     "docs/how-to/own-loop.md": "tests/house/docs/test_newcomer_pages.py",
     "docs/how-to/record-and-replay.md": "tests/house/docs/test_record_page.py",
     "docs/how-to/rewards.md": "tests/house/docs/test_rewards_page.py",
-    "docs/how-to/skyrl-gym.md": "tests/trainers/skyrl/test_page.py",
+    "docs/how-to/skyrl-gym.md": "tests/environments/skyrl_gym/test_policy_server.py",
     "docs/how-to/skyrl.md": "tests/trainers/skyrl/test_page.py",
     "docs/how-to/transferqueue.md": "tests/trainers/transferqueue/test_docs.py",
     "docs/how-to/trl.md": "tests/trainers/trl/test_page.py",

@@ -22,7 +22,8 @@ QUESTIONS = [
     ("kubernetes", "docs/how-to/kubernetes.html"),
     ("TRL", "docs/how-to/trl.html"),
     ("verl", "docs/how-to/verl.html"),
-    ("out of memory", "docs/how-to/train.html"),
+    ("OOM", "docs/how-to/train.html"),
+    ("out of memory", "docs/how-to/how-much-memory.html"),
     ("wandb", "docs/reference/metrics.html"),
     ("replay rollouts", "docs/how-to/record-and-replay.html"),
     ("process rewards", "docs/tutorials/process-rewards.html"),
@@ -31,9 +32,9 @@ QUESTIONS = [
     ("own loss", "docs/how-to/own-loop.html"),
     ("prometheus alerts", "docs/how-to/alerts.html"),
     ("training loop", "docs/how-to/own-loop.html"),
-    ("layout version", "docs/errors/README.html"),
+    ("upgrade", "docs/reference/layout.html"),
     ("test fixtures", "docs/reference/testing.html"),
-    ("kill -9", "docs/explanation/crash-model.html"),
+    ("crash", "docs/explanation/crash-model.html"),
 ]
 BEST = 3  # the answer is among the first three
 
