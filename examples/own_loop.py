@@ -56,3 +56,5 @@ with shmbridge.Consumer(bridge) as consumer, WeightsWriter(bridge) as weights:
             if step == STEPS:
                 break
         consumer.drain()  # the run is over: environments end
+if len(sys.argv) == 1:
+    shmbridge.clean(bridge, dry_run=False)  # groups that were put after the last step

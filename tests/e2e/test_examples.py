@@ -88,6 +88,15 @@ def test_the_own_loop_learns_and_goes_on_after_a_kill(own):
     assert second[-1] > begun[0] + 0.4
 
 
+@pytest.mark.parametrize("name", ["own_loop.py", "multi_turn_env.py", "evaluate.py"])
+def test_an_example_on_a_bridge_of_its_own_leaves_nothing(name):
+    if name == "own_loop.py":
+        pytest.importorskip("torch")
+    process = start(name)
+    said(process)
+    assert [info.name for info in shmbridge.list_bridges() if info.name.endswith(f"-{process.pid}")] == []
+
+
 def test_multi_turn_episodes_are_trained_where_the_policy_spoke():
     out = said(start("multi_turn_env.py"))
     asked, product = re.findall(r"\[calc (\d+\*\d+)\] .*\ntool: (\d+)\n", out)[0]
