@@ -212,14 +212,15 @@ def deadline_of(timeout_s: float | None) -> float:
     return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
-def check_lane_bytes(size: int | str, least: int) -> int:
+def check_lane_bytes(given: int | str, least: int) -> int:
     """Returns a lane's bytes, a multiple of 64. Raises BadArgument for no size, or less than `least`."""
+    size: object = given
     if not isinstance(size, (bool, int, str)):
         with contextlib.suppress(TypeError):  # no number, which is said below
-            size = operator.index(size)
+            size = operator.index(given)  # type: ignore[arg-type]
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         whole = isinstance(size, float) and size >= least and size.is_integer()
-        hint = f"lane_bytes={int(size)}" if whole else 'lane_bytes="64M"'
+        hint = f"lane_bytes={size:.0f}" if whole else 'lane_bytes="64M"'
         raise BadArgument(
             f'lane_bytes={shown(size)} is {kind_of(size)}: bytes as an int, or a text such as "64M"',
             hint=hint,
