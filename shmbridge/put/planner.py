@@ -243,7 +243,7 @@ def _beyond_the_layout(wrong: BeyondLayout) -> RecordTooBig:
 
 def _checked_claim(rows: object, lengths: object) -> int:
     """Returns the rows of a claim. Raises InvalidRecord."""
-    if not _is_int(rows) or not 1 <= rows < 1 << 62:  # type: ignore[operator]
+    if not _is_int(rows) or rows < 1:  # type: ignore[operator]
         raise InvalidRecord(f"rows={shown(rows)} is no number of rows from 1", hint="rows=8")
     if not isinstance(lengths, Mapping):
         raise InvalidRecord(
