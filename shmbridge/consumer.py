@@ -149,7 +149,8 @@ class Consumer(OneProcess):
             raise
         ending.no_exit_call = at_exit(ending.leave_unclosed)
         note_hub(bridge, ending)
-        weakref.finalize(self, ending.collected).atexit = False
+        finalizer = weakref.finalize(self, ending.collected)
+        finalizer.atexit, ending.no_finalizer = False, finalizer.detach
         one_thread.watch(
             self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups")
         )

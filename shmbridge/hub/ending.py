@@ -26,6 +26,7 @@ from shmbridge.segments.locks import LockByte
 log = logging.getLogger(__name__)
 
 _COLLECTED_WAITS_S = 5.0
+_PARTS = ("_lanes", "_waiting", "_control_plane", "_former", "_iterations", "_counting")
 
 
 class Iterations(Protocol):
@@ -78,6 +79,7 @@ class Ending:
         self.final: dict[str, float] = {}
         self.ranks: Ranks | None = None
         self.no_exit_call: Callable[[], object] = int  # cancels `leave_unclosed` at process exit
+        self.no_finalizer: Callable[[], object] = int  # cancels `collected`, which would hold all parts
         self._pid, self._left = os.getpid(), False
         self._readers: list[weakref.ref[Mapping]] = []  # of the lanes, at the end
 
@@ -100,7 +102,8 @@ class Ending:
 
     def _stop_taking(self) -> None:
         """A close() is pending."""
-        self._lanes.turns.ending = True
+        if (lanes := vars(self).get("_lanes")) is not None:
+            lanes.turns.ending = True
 
     def _give_up(self) -> None:
         if self._state.words_gone:  # after an interrupt that came past the last line
@@ -126,6 +129,10 @@ class Ending:
             membership.leave(self._state.control_fd, self.bridge)
         self._close_tap()
         self._state.let_words_go()
+        self.no_finalizer()
+        for part in _PARTS:  # they lead to leases, and this object may outlive them all
+            vars(self).pop(part, None)
+        self._tap = self.ranks = None
 
     def stats(self) -> dict[str, float]:
         """Returns the counters now, the last ones after the end."""
@@ -150,7 +157,8 @@ class Ending:
 
     def abandon(self) -> None:
         """Leases end without release from now on."""
-        self._lanes.abandon()
+        if (lanes := vars(self).get("_lanes")) is not None:
+            lanes.abandon()
 
     def free(self) -> None:
         """Frees the bridge after the end, when objects still refer to its lanes but nobody reads them.

@@ -136,6 +136,9 @@ class HandMadeBatch:
     present: dict[str, np.ndarray] = field(default_factory=dict)
     released: int = 0
 
+    def __getitem__(self, column: str) -> Any:
+        return getattr(self, column)
+
     def has(self, column: str) -> np.ndarray:
         return self.present.get(column, np.zeros(len(self.meta), dtype=bool))
 

@@ -16,6 +16,7 @@ ALL = [
 ]
 BUILTIN = {
     "ArchiveFull": OSError,
+    "ArchiveUnwritable": OSError,
     "ArchiveTaken": RuntimeError,
     "ArchiveUnreadable": ValueError,
     "BadArgument": ValueError,

@@ -295,6 +295,6 @@ def test_a_folder_for_the_control_segment_is_a_typed_error_and_a_file_for_the_so
 
 
 def test_a_name_that_is_no_text_leaves_no_lane(bridge, segments) -> None:
-    with pytest.raises(ValueError, match="surrogates"):
+    with pytest.raises(ValueError, match="not Unicode text"):
         shmbridge.Producer(bridge, env_name="\ud800", producer_id="p")
     assert segments() == []

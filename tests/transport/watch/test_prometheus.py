@@ -97,7 +97,7 @@ def test_counters_are_those_of_stats(bridge, exporter, make_producer, make_consu
     for _ in range(4):
         math_env.put(GROUP, policy_version=5)
     code.put(GROUP, policy_version=6)
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(ValueError, match="tokens have 2"):
         code.put({"tokens": [[1], [2]], "scores": [0.5]})
     for record in consumer.poll(3):
         record.release()
