@@ -21,6 +21,19 @@ COPIED = (
     "README.md",
     "CHANGELOG.md",
     "LICENSE",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "Makefile",
+    "Dockerfile",
+    "compose.yaml",
+    ".dockerignore",
+    ".pre-commit-config.yaml",
+    "constraints-cpu.txt",
+    "tests",
+    "docs",
+    "examples",
+    ".ci",
+    ".github",
 )
 
 
