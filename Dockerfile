@@ -1,5 +1,6 @@
 # A learner or an environment. Shared memory is sized where a container starts: docker run --shm-size=16g, see docs/how-to/docker.md
 FROM python:3.12-slim-bookworm AS build
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY . /src
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src

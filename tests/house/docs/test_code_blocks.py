@@ -20,6 +20,7 @@ RUN_BY = {
     "docs/how-to/arrow-polars-duckdb-torch.md": "tests/house/docs/test_arrow_page.py",
     "docs/how-to/gem.md": "tests/environments/gem/test_page.py",
     "docs/how-to/how-much-memory.md": "tests/house/docs/test_newcomer_pages.py",
+    "docs/how-to/install.md": "tests/house/packaging/test_project_files.py",
     "docs/how-to/multi-turn.md": "tests/house/docs/test_newcomer_pages.py",
     "docs/how-to/notebook.md": "tests/house/docs/test_newcomer_pages.py",
     "docs/how-to/other-trainers.md": "tests/adapters/trainers/test_other_trainers_page.py",

@@ -1,6 +1,8 @@
 """The archive, workflows, the image and the extras: what they name exists, and they say one thing."""
 
 import re
+import subprocess
+import sys
 import tarfile
 import tomllib
 from pathlib import Path
@@ -57,3 +59,10 @@ def test_the_image_has_what_the_build_reads() -> None:
     assert {"shmbridge", "producers", "consumers", "bench", "setup.py", "pyproject.toml", "README.md"} <= kept
     image = (ROOT / "Dockerfile").read_text()
     assert "\nUSER 1000\n" in image
+
+
+def test_the_first_record_of_the_page_moves(bridge: str) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/install.md").read_text(), re.DOTALL)
+    argv = [sys.executable, "-c", block.replace('"first"', repr(bridge))]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[5 6 7]\n"), done.stderr
