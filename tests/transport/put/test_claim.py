@@ -1,5 +1,6 @@
 """Writing a record in place: committed when the block ends, never seen when it raises."""
 
+import gc
 import sys
 import threading
 import time
@@ -155,6 +156,7 @@ def interrupted_at(number: int, call) -> bool:
                 raise Interrupt
         return trace
 
+    gc.disable()  # or the interrupt can come in the finalizer of an earlier test's object, which swallows it
     sys.settrace(trace)
     try:
         call()
@@ -162,6 +164,7 @@ def interrupted_at(number: int, call) -> bool:
         return True
     finally:
         sys.settrace(None)
+        gc.enable()
     return left[0] <= 0
 
 
