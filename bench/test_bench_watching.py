@@ -35,12 +35,12 @@ START_S = 3.0  # until a watcher has imported what it needs, at most; its import
 
 
 @contextlib.contextmanager
-def watcher(who: str, bridge: str, folder: Path) -> Iterator[None]:
+def watcher(beside: str, bridge: str, folder: Path) -> Iterator[None]:
     """Runs one of WATCHERS beside the block; nothing for "nobody"."""
-    if who == "nobody":
+    if beside == "nobody":
         yield
         return
-    command, _, not_idle = who.partition(", ")
+    command, _, not_idle = beside.partition(", ")
     flags = {"top": ["--json", "--interval", "1s"], "record": ["--out", str(folder)]}[command]
     program = ["-c", TAKES_ITS_SHARE] if not_idle else ["-m", "shmbridge.cli"]
     process = subprocess.Popen(
@@ -51,7 +51,7 @@ def watcher(who: str, bridge: str, folder: Path) -> Iterator[None]:
     )
     os.sched_setaffinity(process.pid, {cores()["trainer"]})
     time.sleep(START_S)
-    assert process.poll() is None, f"{who} has ended"
+    assert process.poll() is None, f"{beside} has ended"
     try:
         yield
     finally:
@@ -66,25 +66,25 @@ def ends_cpu(window: dict[str, Any]) -> float:
 @pytest.mark.timeout(900)
 @pytest.mark.benchmark(group="watching")
 def test_cost_of_watching(benchmark: Any, quick: bool, tmp_path: Path) -> None:
-    windows: dict[str, list[dict[str, Any]]] = {who: [] for who in ("nobody", *WATCHERS)}
+    windows: dict[str, list[dict[str, Any]]] = {beside: [] for beside in ("nobody", *WATCHERS)}
 
     def measure() -> None:
         with Flow("put", LENGTH, window=64) as flow:
             groups = flow.warm(500, 1.0 if quick else 3.0)
             for number in range(3 if quick else 9):
-                for who, found in windows.items():
-                    with watcher(who, flow.bridge, tmp_path / f"{who}-{number}"):
+                for beside, found in windows.items():
+                    with watcher(beside, flow.bridge, tmp_path / f"{beside}-{number}"):
                         found.append(flow.go(groups=groups))
 
     benchmark.pedantic(measure, rounds=1)
-    rate = {who: median(each["tokens_per_s"] for each in found) for who, found in windows.items()}
-    cpu = {who: median(map(ends_cpu, found)) for who, found in windows.items()}
-    for who in WATCHERS:
-        benchmark.extra_info[who] = {
-            "throughput_ratio": rate[who] / rate["nobody"],
-            "cpu_ratio": cpu[who] / cpu["nobody"],
+    rate = {beside: median(each["tokens_per_s"] for each in found) for beside, found in windows.items()}
+    cpu = {beside: median(map(ends_cpu, found)) for beside, found in windows.items()}
+    for beside in WATCHERS:
+        benchmark.extra_info[beside] = {
+            "throughput_ratio": rate[beside] / rate["nobody"],
+            "cpu_ratio": cpu[beside] / cpu["nobody"],
         }
         print(
-            f"\n{who} beside a run: {rate[who] / rate['nobody']:.3f} of its throughput, "
-            f"{cpu[who] / cpu['nobody']:.3f} of the CPU time of its ends"
+            f"\n{beside} beside a run: {rate[beside] / rate['nobody']:.3f} of its throughput, "
+            f"{cpu[beside] / cpu['nobody']:.3f} of the CPU time of its ends"
         )

@@ -69,7 +69,7 @@ def check_producer_id(given: str | None) -> str:
 
 
 def check_env_name(env_name: str) -> str:
-    """Returns the environment's name. Raises BadArgument for what is no text, or no Unicode."""
+    """Returns the environment's name. Raises BadArgument if it is not a text, or not valid Unicode."""
     if not isinstance(env_name, str):
         raise BadArgument(
             f"env_name={shown(env_name)} is {kind_of(env_name)}, no text", hint='env_name="gsm8k"'

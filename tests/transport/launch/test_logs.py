@@ -146,5 +146,5 @@ def test_following_begins_again_when_a_log_was_cut(run_dir) -> None:
     path = run_dir / "logs/learner.log"
     following = followed([LogFile("learner", path)])
     assert len(list(itertools.islice(following, 2))) == 2
-    path.write_text(lines("learner", "anew") + "\n")
-    assert next(following).text.endswith("anew")
+    path.write_text(lines("learner", "again") + "\n")
+    assert next(following).text.endswith("again")
