@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
+import command_line
 import control_messages
 import launch_file
 import layout
@@ -16,6 +17,7 @@ import learner_options
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 PAGES = {
+    "cli.md": command_line.page,
     "learner-options.md": learner_options.page,
     "launch-file.md": launch_file.page,
     "layout.md": layout.page,

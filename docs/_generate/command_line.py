@@ -1,15 +1,11 @@
-"""Writes docs/reference/cli.md: the help of every command, as the parsers give it.
-
-python docs/reference/make_cli_page.py
-"""
+"""The page of the command line: the help of every command, as the parsers give it."""
 
 import os
-from pathlib import Path
 
 from shmbridge.cli.commands import COMMANDS, help_text, parser_of
 
-PAGE = Path(__file__).with_name("cli.md")
-HEAD = """# The command line
+_WIDTH = 110
+_HEAD = """# The command line
 
 `shmbridge COMMAND`, or `python -m shmbridge COMMAND`. `train`, `serve` and `env` are the programs
 `python -m shmbridge.consumers.grpo`, `python -m shmbridge.consumers.policy_server` and
@@ -24,17 +20,13 @@ HEAD = """# The command line
 * `--debug`, or `SHMBRIDGE_DEBUG=1`, shows the traceback of every error.
 * At Tab: `source <(shmbridge completion bash)`; [completion](#completion) has zsh and fish.
 
-This page is written by `docs/reference/make_cli_page.py`, from the same parsers as `--help`.
+<!-- Written by docs/_generate from the parsers of shmbridge/cli/. -->
 """
 
 
 def page() -> str:
     """Returns the page."""
-    os.environ["COLUMNS"] = "110"
-    parts = [HEAD, f"```text\n{help_text(110)}\n```\n"]
+    os.environ["COLUMNS"] = str(_WIDTH)  # argparse asks for it
+    parts = [_HEAD, f"```text\n{help_text(_WIDTH)}\n```\n"]
     parts += [f"## {name}\n\n```text\n{parser_of(name).format_help().rstrip()}\n```\n" for name in COMMANDS]
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
