@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "navigation",
     "repository_files",
+    "search_words",
     "docstrings",
 ]
 root_doc = "docs/README"

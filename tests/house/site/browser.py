@@ -1,5 +1,6 @@
 """Chromium without a window."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -32,10 +33,39 @@ def page(url: str) -> str:
 
 
 def found(address: str, question: str) -> list[str]:
-    """Returns the pages that the site's search finds, best first, each once."""
+    """Returns the pages that the site's search shows, best first, each once."""
     text = page(f"{address}/search.html?q={quote_plus(question)}")
     links = re.findall(r'<li[^>]*><a href="([^"#?]+)', text[text.index('id="search-results"') :])
     return list(dict.fromkeys(links))
+
+
+# What the page of the search loads, and then a search for each question.
+MANY_QUESTIONS = """<!doctype html><html data-content_root="./"><body>
+<script src="_static/documentation_options.js"></script>
+<script src="_static/doctools.js"></script>
+<script src="_static/sphinx_highlight.js"></script>
+<script src="_static/searchtools.js"></script>
+<script src="_static/language_data.js"></script>
+<script src="searchindex.js"></script>
+<script>
+  const found = (question) => Search._performSearch(...Search._parseQuery(question)).reverse();
+  const pages = (question) => [...new Set(found(question).map(([page]) => page))];
+  const answers = %s.map((question) => pages(question).slice(0, 8));
+  document.body.innerHTML = "<pre></pre>";
+  document.querySelector("pre").textContent = JSON.stringify(answers);
+</script></body></html>"""
+
+
+def found_by_each(address: str, folder: Path, questions: list[str]) -> dict[str, list[str]]:
+    """Returns what the site's search finds for each question, best first, by one page put into its folder."""
+    there = folder / "many-questions.html"
+    there.write_text(MANY_QUESTIONS % json.dumps(questions))
+    try:
+        text = page(f"{address}/{there.name}")
+    finally:
+        there.unlink()
+    (answers,) = re.findall(r"<pre>(.*?)</pre>", text)
+    return dict(zip(questions, json.loads(answers), strict=True))
 
 
 def screenshot(url: str, into: Path, width: int = 1300, height: int = 1000) -> None:
