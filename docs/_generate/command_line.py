@@ -21,6 +21,8 @@ _HEAD = """# The command line
 * At Tab: `source <(shmbridge completion bash)`; [completion](#completion) has zsh and fish.
 
 <!-- Written by docs/_generate from the parsers of shmbridge/cli/. -->
+
+<!-- Search: clean, command line, cli, leaked shared memory, flags -->
 """
 
 
