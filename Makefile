@@ -140,7 +140,7 @@ docs: $(VENV)/.built ## the site of the documentation, into build/site/index.htm
 reference: $(VENV)/.built ## write the pages of docs/reference/ that are made of the code
 	$(RUN) docs/_generate
 
-test-docs: docs ## the site in a headless Chromium: pages, search, navigation, links
+test-docs: docs ## the site in a headless Chromium: pages, search, navigation, links; YAML by its schemas
 	$(BIN)/pytest tests/house/site
 
 lint: $(VENV)/.built ## ruff: rules and format
