@@ -134,8 +134,9 @@ endif
 	echo '$(CURDIR)' > "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shmbridge.pth"
 	touch $@
 
+# -a: all pages are written, since Sphinx forgets index entries of those that it leaves as they are.
 docs: $(VENV)/.built ## the site of the documentation, into build/site/index.html; warnings are errors
-	$(RUN) -m sphinx -W --keep-going -q -j 2 -c docs -b html . build/site
+	$(RUN) -m sphinx -W --keep-going -a -q -j 2 -c docs -b html . build/site
 
 reference: $(VENV)/.built ## write the pages of docs/reference/ that are made of the code
 	$(RUN) docs/_generate
