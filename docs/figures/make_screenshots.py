@@ -9,9 +9,6 @@ visitor sees first.
 import io
 import sys
 import tempfile
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -47,26 +44,12 @@ th, td { border: 1px solid #d1d9e0; padding: 6px 13px } tr:nth-child(2n) td { ba
 """
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """Serves files without a log."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
-
-
 def main() -> None:
     """Writes readme-first-screen.png and site-*.png."""
     readme()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with browser.served(SITE) as address:
         for name, page in PAGES.items():
-            picture(f"http://127.0.0.1:{server.server_port}/{page}", name, scale=0.6)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+            picture(f"{address}/{page}", name, scale=0.6)
 
 
 def readme() -> None:
