@@ -34,13 +34,16 @@ import msgspec
 import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
+from shmbridge.consumers import pretrained
 from shmbridge.consumers.policy_server_parts.api import BadRequest, Json, PolicyApi
 from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
 from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
 from shmbridge.consumers.policy_server_parts.generation import PolicyModel
 from shmbridge.consumers.policy_server_parts.options import parse
+from shmbridge.listening import cannot_listen
 from shmbridge.program import refuse, run_program, tell
 from shmbridge.weights import WeightsReader
 
@@ -142,7 +145,10 @@ async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> i
     await runner.setup()
     engine.start()
     try:
-        await web.TCPSite(runner, host, port).start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except (OSError, UnicodeError) as wrong:
+            raise cannot_listen(host, port, wrong) from wrong
         bound = runner.addresses[0]
         tell("policy server", f"http://{bound[0]}:{bound[1]} serves {api.model_name}")
         return await _until_stopped(stopped, engine)
@@ -184,12 +190,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load(options: argparse.Namespace) -> tuple[PolicyModel, PolicyApi]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
-    dtype = getattr(torch, options.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, torch_dtype=dtype)
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise shmbridge.BadArgument("--device cuda: torch sees no GPU here", hint="--device cpu")
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # of loading: it clutters logs
+    tokenizer: Any = pretrained.load(AutoTokenizer, options.model)
+    model: Any = pretrained.load(AutoModelForCausalLM, options.model).to(getattr(torch, options.dtype))
     policy = PolicyModel(model.to(device), tokenizer, version=options.model_version, seed=options.seed)
     return policy, PolicyApi(tokenizer, options.model, policy.context, policy.vocab_size)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
 import shmbridge
-from shmbridge.parser import Parser, bridge_name, size
+from shmbridge.parser import Parser, amount, bridge_name, size
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def prepare_parser(parser: Parser) -> None:
         help="do not wait for the hub between lanes: it may hand out in another order than the recorded one",
     )
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="longest wait for room or for the hub (no limit)"
+        "--timeout", type=amount, metavar="S", help="longest wait for room or for the hub (no limit)"
     )
 
 

@@ -189,9 +189,38 @@ def bridge_name(text: str) -> str:
 def size(text: str) -> int:
     """Returns the bytes of `64M`; for argparse's `type`: raises its ArgumentTypeError."""
     try:
-        return parse_size(text)
-    except ValueError as wrong:
+        if found := parse_size(text):
+            return found
+    except (ValueError, OverflowError) as wrong:
         raise argparse.ArgumentTypeError(str(wrong)) from None
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0, such as 64M")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Returns argparse's `type` of a whole number from `least` on, below 2**62."""
+
+    def typed(text: str) -> int:
+        try:
+            if least <= (value := int(text)) < 1 << 62:
+                return value
+        except ValueError:
+            pass
+        wanted = "above 0" if least == 1 else f"of {least} or above"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+
+    return typed
+
+
+def amount(text: str) -> float:
+    """Returns a number from 0 to below 1e9, such as seconds; for argparse's `type`: raises its
+    ArgumentTypeError.
+    """
+    try:
+        if 0 <= (value := float(text)) < 1e9:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or above")
 
 
 def _said(message: str) -> str:

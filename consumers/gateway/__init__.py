@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.listening import cannot_listen
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket: clients that connect from now on wait for the gateway instead of being
     refused.
 
-    Raises OSError. A socket passed by systemd (sd_listen_fds) is used as it is; its holder keeps clients
-    waiting while a gateway restarts.
+    A socket passed by systemd (sd_listen_fds) is used as it is; its holder keeps clients waiting while a
+    gateway restarts. Raises BadArgument, and OSError for a passed socket that is none.
     """
     if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
         try:
@@ -39,10 +40,13 @@ def listen(host: str, port: int) -> socket.socket:
                 f"{os.strerror(wrong.errno or 0)}"
             )
             raise OSError(f"{problem} -> unset LISTEN_FDS, or hand over the socket") from wrong
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, *_, address = found[0]
-    both = family == socket.AF_INET6  # "::" takes IPv4 too
-    return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        both = family == socket.AF_INET6  # "::" takes IPv4 too
+        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    except (OSError, UnicodeError) as wrong:
+        raise cannot_listen(host, port, wrong) from wrong
 
 
 def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shmbridge.config import parse_port
-from shmbridge.parser import Parser, bridge_name
+from shmbridge.parser import Parser, amount, bridge_name, whole
 
 _EXAMPLES = """\
 examples:
@@ -36,15 +36,17 @@ def parser(prog: str = "python -m shmbridge.consumers.policy_server") -> Parser:
         "--bridge", type=bridge_name, metavar="NAME", help="bridge to take new weights from [none]"
     )
     root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
-    root.add_argument("--model-version", type=int, default=0, help="version of the weights in --model [0]")
+    root.add_argument(
+        "--model-version", type=whole(0), default=0, help="version of the weights in --model [0]"
+    )
     root.add_argument("--host", default="127.0.0.1", help="address to bind [127.0.0.1]")
     root.add_argument("--port", type=parse_port, default=9004, help="port to bind; 0 takes a free one [9004]")
     root.add_argument(
-        "--window-ms", type=float, default=10.0, help="how long a request waits for others [10]"
+        "--window-ms", type=amount, default=10.0, help="how long a request waits for others [10]"
     )
-    root.add_argument("--max-rows", type=int, default=256, help="answers sampled in one batch [256]")
-    root.add_argument("--seed", type=int, default=0, help="of requests that bring none [0]")
+    root.add_argument("--max-rows", type=whole(1), default=256, help="answers sampled in one batch [256]")
+    root.add_argument("--seed", type=whole(0), default=0, help="of requests that bring none [0]")
     root.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[auto: cuda if any]")
     root.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="[float32]")
-    root.add_argument("--threads", type=int, default=1, help="CPU threads of the sampler [1]")
+    root.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the sampler [1]")
     return root

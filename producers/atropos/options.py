@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shmbridge.parser import Parser, bridge_name, size
+from shmbridge.parser import Parser, bridge_name, size, whole
 
 _EXAMPLES = """\
 examples:
@@ -92,7 +92,7 @@ def parser(prog: str = "python -m shmbridge.producers.atropos") -> Parser:
     )
     parser.add_argument(
         "--stop-after-refusals",
-        type=int,
+        type=whole(0),
         default=20,
         metavar="N",
         help="end after N groups in a row that were refused for one reason [20; 0: never]",

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from shmbridge.extras import require
-from shmbridge.parser import Parser
+from shmbridge.parser import Parser, whole
 from shmbridge.program import refuse
 
 HELP = "train a tiny model on two Atropos environments over a bridge: two CPU cores, minutes, no downloads"
@@ -43,9 +43,9 @@ def prepare_parser(parser: Parser) -> None:
     parser.add_argument(
         "--engine-flags", default="", metavar="WORDS", help="further flags of the server, in one word"
     )
-    parser.add_argument("--steps", type=_count, default=500, metavar="N", help="optimizer steps [500]")
+    parser.add_argument("--steps", type=whole(1), default=500, metavar="N", help="optimizer steps [500]")
     parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of the weights and the questions [1]"
+        "--seed", type=whole(0), default=1, metavar="N", help="of the weights and the questions [1]"
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where logs go [runs/demo-<time>]")
     parser.add_argument("learner_flags", nargs="*", metavar="-- FLAG", help="further flags of the learner")
@@ -69,9 +69,3 @@ def _script(text: str) -> Path:
     if not (path := Path(text)).is_file():
         raise argparse.ArgumentTypeError(f"there is no environment script {text}")
     return path
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)

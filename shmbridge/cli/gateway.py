@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 
-from shmbridge.config import parse_port
+from shmbridge.config import check_lane_bytes, parse_port
+from shmbridge.errors import BadArgument
 from shmbridge.log_format import log_to_stderr, stamp_files
-from shmbridge.parser import Parser, bridge_name, size
+from shmbridge.parser import Parser, amount, bridge_name, size, whole
 from shmbridge.program import refuse
 
 HELP = (
@@ -18,6 +19,7 @@ EXAMPLES = """examples:
   SHMBRIDGE_GATEWAY_TOKEN=... shmbridge gateway --bridge run1 --host 0.0.0.0
 
 exit codes: 0 ended by a signal; 1 an error of shmbridge; 2 wrong arguments, or the address is taken"""
+_TOKEN = "SHMBRIDGE_GATEWAY_TOKEN"
 
 
 def prepare_parser(parser: Parser) -> None:
@@ -39,12 +41,13 @@ def prepare_parser(parser: Parser) -> None:
         "--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode"
     )
     parser.add_argument(
-        "--token", default="", help="bearer token of every request; safer as SHMBRIDGE_GATEWAY_TOKEN"
+        "--token", type=_token, help="bearer token of every request; safer as SHMBRIDGE_GATEWAY_TOKEN"
     )
     parser.add_argument(
         "--host-name",
         action="append",
         default=[],
+        type=_host_name,
         metavar="NAME",
         help="host name with a dot under which clients reach the gateway; may be repeated",
     )
@@ -56,7 +59,7 @@ def prepare_parser(parser: Parser) -> None:
         help="memory of each remote environment's lane (default: %(default)s)",
     )
     parser.add_argument(
-        "--lanes", type=int, default=256, help="most lanes to take from at once (default: %(default)s)"
+        "--lanes", type=whole(1), default=256, help="most lanes to take from at once (default: %(default)s)"
     )
     parser.add_argument(
         "--max-body",
@@ -73,14 +76,14 @@ def prepare_parser(parser: Parser) -> None:
         help="most memory for posts that wait for room (default: %(default)s)",
     )
     parser.add_argument(
-        "--post-deadline", type=float, default=240.0, metavar="S", help="longest wait of a post for room"
+        "--post-deadline", type=amount, default=240.0, metavar="S", help="longest wait of a post for room"
     )
     parser.add_argument(
         "--record", metavar="DIR", help="write every record into Parquet files there before it is handed out"
     )
     parser.add_argument(
         "--env-timeout",
-        type=float,
+        type=amount,
         default=60.0,
         metavar="S",
         help="silence after which an environment loses its weight and lane, until its next request",
@@ -89,8 +92,10 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal ends it; prints the address on standard output."""
+    from shmbridge.archive.recorder import Recorder
     from shmbridge.consumers.gateway import listen, serve
     from shmbridge.consumers.gateway.options import GatewayOptions
+    from shmbridge.sizing import SMALLEST_LANE
 
     if not arguments.json:
         stamp_files("gateway")
@@ -100,9 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
             bridge=arguments.bridge,
             compat=arguments.compat,
             policy=arguments.policy,
-            lane_bytes=arguments.lane_bytes,
+            lane_bytes=check_lane_bytes(arguments.lane_bytes, SMALLEST_LANE),
             lanes=arguments.lanes,
-            token=(arguments.token or os.environ.get("SHMBRIDGE_GATEWAY_TOKEN", "")).strip(),
+            token=arguments.token or _token_of_surroundings(),
             host_names=(arguments.host, *arguments.host_name),
             max_body_bytes=arguments.max_body,
             held_bytes=arguments.held_bytes,
@@ -110,8 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
             env_timeout_s=arguments.env_timeout,
             record=arguments.record,
         )
+        if arguments.record:
+            Recorder(arguments.record).close()  # says now what would end the first batch
         listener = listen(arguments.host, arguments.port)
-    except (ValueError, OSError) as wrong:
+    except BadArgument as wrong:
+        refuse("shmbridge gateway", wrong)
+        return 2
+    except OSError as wrong:
         refuse("shmbridge gateway", wrong)
         return 2
     host, port = listener.getsockname()[:2]
@@ -127,3 +137,26 @@ def run(arguments: argparse.Namespace) -> int:
 
     serve(options, listener, ready)
     return 0
+
+
+def _token(text: str) -> str:
+    token = text.strip()
+    if not (token.isascii() and token.isprintable() and token):
+        raise argparse.ArgumentTypeError("a token is of letters, digits and signs of ASCII, at least one")
+    return token
+
+
+def _token_of_surroundings() -> str:
+    """Returns the token of SHMBRIDGE_GATEWAY_TOKEN, "" if it is not set. Raises BadArgument."""
+    if not (given := os.environ.get(_TOKEN, "")):
+        return ""
+    try:
+        return _token(given)
+    except argparse.ArgumentTypeError as wrong:
+        raise BadArgument(f"{_TOKEN}: {wrong}", hint=f"unset {_TOKEN}, or give it one") from None
+
+
+def _host_name(text: str) -> str:
+    if "/" in text or ":" in text or not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name alone, such as node7.example.org")
+    return text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmbridge.parser import Parser, bridge_name
+from shmbridge.parser import Parser, amount, bridge_name
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def prepare_parser(parser: Parser) -> None:
     )
     parser.add_argument("--lanes", action="store_true", help="every lane, not only sums and troubles")
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="time between the two looks that rates come from (0.5)"
+        "--seconds", type=amount, default=0.5, help="time between the two looks that rates come from (0.5)"
     )
     parser.add_argument("--prometheus", action="store_true", help="print the counters as Prometheus text")
     parser.add_argument(
@@ -96,14 +96,14 @@ def _print_text(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Serves Prometheus text until Ctrl-C."""
+    from shmbridge.listening import cannot_listen
     from shmbridge.watch.scrape import ScrapeServer
 
     host, port = arguments.listen
     try:
         server = ScrapeServer((host, port), _exporter(arguments.bridge))
     except OSError as wrong:
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        refuse("shmbridge inspect", f"cannot listen on {where}: {wrong.strerror} -> another --listen")
+        refuse("shmbridge inspect", cannot_listen(host, port, wrong, "--listen"))
         return 1
     with server:
         print(f"serving {server.url} until Ctrl-C", flush=True)

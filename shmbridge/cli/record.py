@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmbridge.parser import Parser, bridge_name
+from shmbridge.parser import Parser, amount, bridge_name, whole
 from shmbridge.program import refuse
 
 HELP = "write the records of a bridge into Parquet or Arrow files; slows nobody, says what it missed"
@@ -31,13 +31,13 @@ def prepare_parser(parser: Parser) -> None:
     parser.add_argument(
         "--format", choices=("parquet", "arrow"), default="parquet", help="of finished parts (%(default)s)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="end after N records")
-    parser.add_argument("--seconds", type=float, metavar="S", help="end after S seconds")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="end after N records")
+    parser.add_argument("--seconds", type=amount, metavar="S", help="end after S seconds")
     parser.add_argument(
         "--rotate-bytes", default="256M", metavar="SIZE", help="finish a part of this size (%(default)s)"
     )
     parser.add_argument(
-        "--rotate-seconds", type=float, default=60.0, metavar="S", help="or of this age (%(default)g)"
+        "--rotate-seconds", type=amount, default=60.0, metavar="S", help="or of this age (%(default)g)"
     )
     parser.add_argument(
         "--on-full-disk",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmbridge.parser import Parser, bridge_name
+from shmbridge.parser import Parser, bridge_name, whole
 
 if TYPE_CHECKING:
     from shmbridge.record.record import Record
@@ -32,7 +32,7 @@ def prepare_parser(parser: Parser) -> None:
     """Adds the arguments of `tail`."""
     parser.add_argument("bridge", type=bridge_name, metavar="BRIDGE", help="name of the bridge")
     parser.add_argument("--env", metavar="NAME", help="only records of this environment")
-    parser.add_argument("-n", type=int, metavar="N", help="end after N records")
+    parser.add_argument("-n", type=whole(0), metavar="N", help="end after N records")
     parser.add_argument("--new", action="store_true", help="only records committed from now on")
     parser.add_argument("--no-follow", action="store_true", help="end once everything there is was shown")
     parser.add_argument("--rows", action="store_true", help="a line per row, too")
@@ -45,13 +45,10 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints records until N were shown, the bridge is gone, nobody reads on, or Ctrl-C."""
-    from shmbridge.errors import BadArgument
     from shmbridge.watch.observer import Observer
     from shmbridge.watch.output import to_reader
     from shmbridge.watch.spare_cpu import use_only_spare_cpu
 
-    if arguments.n is not None and arguments.n < 0:
-        raise BadArgument(f"-n {arguments.n} is no number of records", hint="-n 10, or none for all")
     show = _lines(arguments)
     use_only_spare_cpu()
     follow = not arguments.no_follow

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shmbridge.consumers import pretrained
 from shmbridge.consumers.learner.config.learning_options import AdapterConfig
 from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
@@ -56,17 +56,11 @@ def load_model(
     """Returns the model on a device, with the configured dtype and adapters. Blocks for the disk.
 
     Raises:
-        StartupError: the model does not exist, or its adapters are others.
+        BadArgument: there is no such model, or it cannot be loaded.
+        StartupError: its adapters are others.
         PeftMissing, BadAdapter: as `add_adapters`.
     """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source).float()
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        # only the reason, without the library's traceback
-        here = "" if Path(source).exists() else "there is no such folder, and as a Hugging Face id: "
-        raise StartupError(
-            f"cannot load a model from {source}: {here}{str(error).splitlines()[0]}"
-        ) from error
+    model = pretrained.load(AutoModelForCausalLM, source).float()
     base = (parameter for name, parameter in model.named_parameters() if not is_adapter(name))
     cast_parameters(base, getattr(torch, compute.param_dtype))
     _adapt(model, source, adapters)
@@ -117,7 +111,7 @@ def _adapt(model: Any, source: Path | str, adapters: AdapterConfig) -> None:
 def load_tokenizer(source: Path | str) -> Any:
     """Returns the tokenizer stored beside a model, or None. Blocks for the disk."""
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return pretrained.load(AutoTokenizer, source)
     except Exception as error:  # the library may raise anything, and training needs no tokenizer
         say(f"no tokenizer beside {source}, so none in the checkpoints: {type(error).__name__}")
         return None

@@ -91,8 +91,8 @@ def load_learner(source: Path | None, config: LearnerConfig, world: World) -> tu
     Blocks for the disk, and for the other ranks.
 
     Raises:
-        StartupError: the model does not exist, or this rank has no device. PeerFailed: the same on another
-            rank.
+        BadArgument: there is no such model. StartupError: this rank has no device. PeerFailed: the same on
+            another rank.
         LayoutUnfit: packed batches are wanted, and the model does not keep packed rows apart.
     """
     compute = config.compute

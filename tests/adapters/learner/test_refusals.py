@@ -59,9 +59,9 @@ def saved(tiny_model, tmp_path):
 
 
 def test_a_model_that_is_not_there(refused, tmp_path):
-    assert "there is no such folder" in refused("--model", str(tmp_path / "nothing"))
+    assert "[SB106] there is no folder " in refused("--model", str(tmp_path / "nothing"))
     (tmp_path / "empty").mkdir()
-    assert "cannot load a model from" in refused("--model", str(tmp_path / "empty"))
+    assert "empty has no config.json -> " in refused("--model", str(tmp_path / "empty"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

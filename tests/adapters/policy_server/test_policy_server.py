@@ -392,6 +392,6 @@ async def test_the_program_refuses_a_taken_port_and_a_missing_model_with_a_reaso
     ):
         assert await asyncio.to_thread(first.wait, 60) == 1
         assert await asyncio.to_thread(second.wait, 60) == 1
-    assert "address already in use" in taken.read_text()
+    assert f"cannot listen on 127.0.0.1:{client.port}: the port is in use -> " in taken.read_text()
     assert "nothing" in missing.read_text()
     assert "Traceback" not in taken.read_text() + missing.read_text()

@@ -13,7 +13,7 @@ ORDER = {
     "shmbridge": """
         _ext errors counters log_format shown
         metrics config program schema other_names atropos
-        sizing segments parser extras
+        sizing segments parser extras listening
         record control weights
         batch put
         admission
@@ -29,7 +29,8 @@ ORDER = {
     """,
     "consumers": """
         __init__ advantages dataset_parts engines gateway
-        dataset device_batch long_waits losses policy_server_parts tested_versions trajectories vllm
+        dataset device_batch long_waits losses policy_server_parts pretrained
+        tested_versions trajectories vllm
         learner policy_server vllm_weights
         grpo weight_sync
         atropos_trainer record_factories roll skyrl transfer_queue trl verl

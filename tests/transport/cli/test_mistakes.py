@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 
@@ -22,15 +23,25 @@ MISTAKES = [
     ("inspect --josn", "shmbridge inspect: error: unknown flag --josn -> did you mean --json?"),
     ("inspect --json=5", "shmbridge inspect: error: --json: it takes no value, not '5'"),
     ("inspect run1 run2", "shmbridge inspect: error: one argument too many: run2 -> "),
-    ("inspect --seconds soon", "shmbridge inspect: error: --seconds: 'soon' is not a number -> "),
+    (
+        "inspect --seconds soon",
+        "shmbridge inspect: error: --seconds: 'soon' is not a number of 0 or above -> ",
+    ),
     ("inspect --seconds", "shmbridge inspect: error: --seconds: its value is missing -> "),
     ("tail", "shmbridge tail: error: missing: BRIDGE -> shmbridge tail --help"),
-    ("tail run1 -n many", "shmbridge tail: error: -n: 'many' is not a whole number -> "),
+    ("tail run1 -n many", "shmbridge tail: error: -n: 'many' is not a whole number of 0 or above -> "),
     ("tail run1 --lanes", "shmbridge tail: error: unknown flag --lanes -> "),
     ("gateway", "shmbridge gateway: error: missing: --bridge -> "),
     ("gateway --brigde run1", "shmbridge gateway: error: unknown flag --brigde -> did you mean --bridge?"),
     ("gateway --bridge run1 --port 99999", "shmbridge gateway: error: --port: '99999' is not a port: 0 to"),
     ("gateway --bridge run1 --compat strickt", "is none of default, strict -> did you mean strict?"),
+    ("gateway --bridge run1 --lanes 0", "--lanes: '0' is not a whole number above 0 -> "),
+    ("gateway --bridge run1 --post-deadline nan", "--post-deadline: 'nan' is not a number of 0 or above -> "),
+    ("gateway --bridge run1 --max-body 0", "--max-body: '0' is not a size above 0, such as 64M -> "),
+    ("gateway --bridge run1 --token tök", "--token: a token is of letters, digits and signs of ASCII"),
+    ("gateway --bridge run1 --host-name http://a.b", "'http://a.b' is not a name alone, such as node7"),
+    ("gateway --bridge run1 --host nosuch..host", "[SB106] host 'nosuch..host' has no address -> 127.0.0.1"),
+    ("gateway --bridge run1 --lane-bytes 1", "[SB106] lane_bytes=1 "),
     ("gateway --bridge run1 --max-body 5Q", "shmbridge gateway: error: --max-body: '5Q' is not a size"),
     ("report", "shmbridge report: error: missing: RUN_DIR -> "),
     ("report x --format pgn", "--format: 'pgn' is none of html, svg, png, none -> did you mean png?"),
@@ -41,6 +52,11 @@ MISTAKES = [
     ("train --steps -1", "shmbridge train: error: --steps: -1 is not a whole number above 0 -> "),
     ("train --lr", "shmbridge train: error: --lr: its value is missing -> "),
     ("train --bridge run1", "shmbridge train: error: missing: --model, --steps (as flags, or in the file of"),
+    ("serve --model x --max-rows 0", "--max-rows: '0' is not a whole number above 0 -> "),
+    ("serve --model x --window-ms -5", "--window-ms: '-5' is not a number of 0 or above -> "),
+    ("serve --model x --threads -3", "--threads: '-3' is not a whole number above 0 -> "),
+    ("serve --model x --seed 99999999999999999999", "is not a whole number of 0 or above -> "),
+    ("serve --model x --port 99999", "--port: '99999' is not a port: 0 to 65535"),
     ("serve --model x --dtype float16", "is none of float32, bfloat16 -> did you mean bfloat16?"),
     ("env script.py serve", "shmbridge env: error: missing: --bridge -> "),
     ("env --bridge run1", "shmbridge env: error: missing: SCRIPT"),
@@ -167,3 +183,25 @@ def test_without_asserts_too():
         [sys.executable, "-O", "-m", "shmbridge", "inspect", "--josn"], capture_output=True, text=True
     )
     assert (done.returncode, "did you mean --json?" in done.stderr) == (2, True)
+
+
+def test_an_address_that_cannot_be_had_is_named_with_what_to_do(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["gateway", "--bridge", "run1", "--port", str(port)]) == 2
+        assert capsys.readouterr().err == (
+            f"shmbridge gateway: error: [SB106] cannot listen on 127.0.0.1:{port}: the port is in use -> "
+            f"another --port, or find who has it: ss -ltnp 'sport = :{port}'\n"
+        )
+        assert main(["inspect", "--listen", f"127.0.0.1:{port}"]) == 1
+        assert "the port is in use -> another --listen, or " in capsys.readouterr().err
+    assert main(["gateway", "--bridge", "run1", "--host", "192.0.2.1"]) == 2
+    assert "192.0.2.1 is no address of this machine -> 127.0.0.1 for" in capsys.readouterr().err
+
+
+def test_a_gateway_that_cannot_record_says_so_before_it_serves(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["gateway", "--bridge", "run1", "--port", "0", "--record", str(tmp_path / "file")]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("shmbridge gateway: error: [SB704] ")
+    assert " -> " in line
