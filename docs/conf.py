@@ -4,6 +4,7 @@ The source is the repository's root, so that a relative link means the same on t
 Build it with `make docs`.
 """
 
+import logging
 import sys
 from pathlib import Path
 
@@ -47,6 +48,9 @@ myst_heading_anchors = 4
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+# Trainers that are installed in environments of their own.
+logging.getLogger("shmbridge").setLevel(logging.ERROR)  # their releases are not the tested ones
+autodoc_mock_imports = ["gem", "hydra", "ray", "roll", "skyrl", "transfer_queue", "trl", "verl", "vllm"]
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80

@@ -22,6 +22,8 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 from sphinx.util.osutil import relative_uri
 
+_PICTURES = {".svg", ".png", ".gif"}
+
 
 class LinksToFiles(SphinxTransform):
     """Makes links of what MyST takes for downloads, and for unknown names."""
@@ -45,7 +47,9 @@ class LinksToFiles(SphinxTransform):
             )
             if target.startswith("../") or not (root / target).exists():
                 continue
-            if (root / target / "README.md").exists():
+            if Path(target).suffix in _PICTURES:
+                goal = target  # copied
+            elif (root / target / "README.md").exists():
                 goal = f"{target}/README.html"
             else:
                 self.env.repository_files.setdefault(page, set()).add(target)
@@ -94,7 +98,7 @@ def _pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _copy(app: Sphinx, error: Exception | None) -> None:
     if error is None and app.builder.format == "html":
         for each in Path(app.srcdir, "docs/figures").iterdir():
-            if each.suffix in {".svg", ".png", ".gif"}:
+            if each.suffix in _PICTURES:
                 there = Path(app.outdir, "docs/figures", each.name)
                 there.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(each, there)

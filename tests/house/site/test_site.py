@@ -1,5 +1,6 @@
 """The built site: its pages in a browser, its search, its navigation, its links."""
 
+import ast
 import re
 import struct
 from html.parser import HTMLParser
@@ -176,6 +177,26 @@ def test_the_api_has_every_public_name(site: Path) -> None:
         "BridgeDataset",
         "wait_until",
     } <= names
+
+
+def test_the_api_has_what_pages_import(site: Path) -> None:
+    places = {
+        name
+        for each in (site / "docs/reference/api").glob("*.html")
+        for name in re.findall(r'id="(?:module-)?(shmbridge[\w.]*)"', each.read_text())
+    }
+    short = {name.rpartition(".")[2] for name in places}
+    missing = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for block in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for statement in ast.walk(ast.parse(block)):
+                if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("shmbridge"):
+                    missing |= {
+                        f"{page.name}: {statement.module}.{each.name}"
+                        for each in statement.names
+                        if each.name not in short and f"{statement.module}.{each.name}" not in places
+                    }
+    assert missing == set()
 
 
 @pytest.mark.parametrize(
