@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, words: list[str]) -> str:
         """Returns what is said about words that no flag or argument takes."""
         flags = [each.split("=")[0] for each in words if each.startswith("-")]
-        near = list(dict.fromkeys(filter(None, map(self._nearest, flags or words))))
+        near = list(dict.fromkeys(filter(None, map(self.nearest, flags or words))))
         if flags:
             what = f"unknown flag{'s' if len(flags) > 1 else ''} {', '.join(flags)}"
         else:
@@ -144,15 +144,15 @@ class Parser(argparse.ArgumentParser):
         unknown = [
             each for each in self._words if each[:1] == "-" and each not in self._option_string_actions
         ]
-        return [each for each in unknown if self._nearest(each.split("=")[0]) in missing]
+        return [each for each in unknown if self.nearest(each.split("=")[0]) in missing]
 
     def _parse_known_args(self, arg_strings: list[str], *rest: Any, **more: Any) -> Any:
         """Keeps the words, for what is said of them."""
         self._words = list(arg_strings)
         return super()._parse_known_args(arg_strings, *rest, **more)
 
-    def _nearest(self, word: str) -> str | None:
-        """The flag that was probably meant."""
+    def nearest(self, word: str) -> str | None:
+        """Returns the flag that was probably meant by a word that is none."""
         name = word.lstrip("-").replace("_", "-")
         if self._meant is not None and (found := self._meant(name)):
             return found

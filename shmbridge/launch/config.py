@@ -12,6 +12,8 @@ from msgspec import Meta, Struct
 
 from shmbridge.config import check_bridge_name, parse_size
 from shmbridge.errors import BadConfig, ShmBridgeError
+from shmbridge.parser import none_of
+from shmbridge.wrong_value import wrong_value, wrong_yaml
 
 Scalar = bool | int | float | str
 Variables = dict[str, str | int | float]
@@ -174,12 +176,14 @@ def load(path: Path) -> Config:
         document, tree = yaml.safe_load(text), yaml.compose(text)
     except OSError as error:
         raise BadConfig(
-            f"{path}: {error.strerror}", hint="give the path of a YAML file; docs/how-to/launch.md has one"
+            f"{path}: {error.strerror}",
+            hint="give the path of a YAML file, such as the one in docs/how-to/launch.md",
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadConfig(
-            f"{path} is not YAML: {' '.join(str(error).split())}", hint="mend that line"
-        ) from error
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not text in UTF-8", hint="give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        hint = "indent with spaces" if "\\t" in str(error) else "mend that line"
+        raise BadConfig(f"{path} is not YAML: {wrong_yaml(error)}", hint=hint) from error
     if wrong := list(_lost_in_reading(tree, "", set())):
         raise BadConfig("; ".join(wrong), hint="mend those lines")
     return parse(document)
@@ -197,9 +201,7 @@ def parse(document: object) -> Config:
     try:
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
-        raise BadConfig(
-            _by_path(str(error)), hint="docs/how-to/launch.md lists the keys and their types"
-        ) from error
+        raise _wrong_value(str(error), document) from error
     _check(config)
     return config
 
@@ -255,14 +257,31 @@ def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
         yield from _lost_in_reading(inner, where, seen)
 
 
-def _by_path(message: str) -> str:
-    """Returns msgspec's message with the path first, as in `learner.steps: expected int, got str`."""
-    text, _, path = message.partition(" - at ")
-    where = path.strip("`").removeprefix("$").removeprefix(".")
-    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
-        return f"{where}.{missing[1]} is missing" if where else f"{missing[1]} is missing"
-    text = text.replace("`", "")
-    return f"{where}: {text[0].lower()}{text[1:]}"
+def _wrong_value(message: str, document: object) -> BadConfig:
+    """Returns the error for msgspec's message."""
+    if choice := re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message):
+        what, _, hint = none_of(choice[1], get_args(_annotation_at(choice[2]))).partition(" -> ")
+        return BadConfig(f"{choice[2]}: {what}", hint=hint or "choose one of these")
+    what = wrong_value(message, document)
+    if what.endswith(" is missing"):
+        return BadConfig(what, hint="add that key")
+    hint = (
+        "write it in quotes"
+        if what.endswith(" is not text")
+        else "docs/reference/launch-file.md has each key"
+    )
+    return BadConfig(what, hint=hint)
+
+
+def _annotation_at(path: str) -> Any:
+    """Returns the type of the key at a path such as `environments[0].on_full`."""
+    kind: Any = Config
+    for name in re.sub(r"\[\d+\]", "", path).split("."):
+        parts = [kind, *(get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is list else ())]
+        struct = next((part for part in parts if isinstance(part, type) and issubclass(part, Struct)), None)
+        if struct is not None:
+            kind = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}[name]
+    return kind
 
 
 def _kind(value: object) -> str:
@@ -285,10 +304,8 @@ def _check(config: Config) -> None:
             "policy_server and vllm are both given", hint="keep the one that environments are to ask"
         )
     if bool(config.learner) == bool(config.gateway):
-        both = "both" if config.learner else "neither"
-        raise BadConfig(
-            f"a bridge has one hub: of learner and gateway {both} is given", hint="give exactly one of them"
-        )
+        how = "learner and gateway are both given" if config.learner else "there is no learner and no gateway"
+        raise BadConfig(f"a bridge has one hub, and {how}", hint="give exactly one of them")
     sections = {name: getattr(config, name) for name in SECTIONS}
     sections |= {f"environments[{index}]": each for index, each in enumerate(config.environments)}
     for path, section in sections.items():
@@ -345,7 +362,7 @@ def _check_environment(environment: Environment, path: str, names: set[str]) -> 
         if parse_size(environment.lane_bytes) <= 0:
             raise ValueError(f"{environment.lane_bytes} is no size to hold a record")
     except ValueError as error:
-        raise BadConfig(f"{path}.lane_bytes: {error}", hint="write 64M, 1G, ...") from error
+        raise BadConfig(f"{path}.lane_bytes: {error}", hint="lane_bytes: 64M") from error
 
 
 def instances(environment: Environment) -> list[str]:

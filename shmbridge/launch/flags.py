@@ -1,9 +1,10 @@
 """Turns a mapping of the config into command-line flags, checked against the parser that will read them."""
 
+import re
 from collections.abc import Collection, Mapping
 
 from shmbridge.errors import BadConfig
-from shmbridge.launch.config import Scalar, nearest
+from shmbridge.launch.config import Scalar
 from shmbridge.parser import Parser
 
 Scalars = Mapping[str, Scalar]
@@ -51,14 +52,20 @@ def check_options(path: str, options: Scalars, parser: Parser, taken: Collection
         if flag in taken:
             wrong.append(f"{path}.{name} is set by a key of its own, outside options")
         elif flag not in known:
-            wrong.append(
-                nearest(path, name, [each.replace("-", "_") if "_" in name else each for each in known])
-            )
+            wrong.append(_unknown(path, name, known, parser))
         elif (actions[flag].nargs == 0) != isinstance(value, bool):
             wanted = "true or false" if actions[flag].nargs == 0 else "a value"
             wrong.append(f"{path}.{name}: it takes {wanted}, not {value}")
     if wrong:
         raise BadConfig("; ".join(wrong), hint=f"{parser.prog} --help lists its flags")
+
+
+def _unknown(path: str, name: str, known: list[str], parser: Parser) -> str:
+    """Returns what is said about an option that the parser does not know."""
+    meant = (parser.nearest(f"--{name}") or "").removeprefix("--")
+    if meant not in known:
+        return f"{path}.{name} is not known"
+    return f"{path}.{name}: did you mean {meant if '-' in name else meant.replace('-', '_')}?"
 
 
 def check_values(path: str, argv: list[str], parser: Parser) -> None:
@@ -68,4 +75,6 @@ def check_values(path: str, argv: list[str], parser: Parser) -> None:
     """
     if wrong := parser.refusal(argv):
         what, _, hint = wrong.partition(" -> ")
+        if flag := re.match(r"--([a-z-]+): ", what):
+            path, what = f"{path}.{flag[1].replace('-', '_')}", what.removeprefix(flag[0])
         raise BadConfig(f"{path}: {what}", hint=hint or f"{parser.prog} --help lists its flags")

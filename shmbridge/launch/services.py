@@ -80,7 +80,7 @@ def _server(config: Config, server: PolicyServer | Vllm, port: int) -> Service:
 
 def _policy_server(config: Config, server: PolicyServer, port: int) -> list[str]:
     own: Scalars = {"bridge": config.bridge, "model": server.model, "host": server.host, "port": port}
-    argv = _checked_flags("policy_server.options", own, server.options, options.parser())
+    argv = _checked_flags("policy_server.options", own, server.options, options.parser("shmbridge serve"))
     return [sys.executable, "-m", "shmbridge.consumers.policy_server", *argv]
 
 
@@ -109,7 +109,7 @@ def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -
         "learner.options",
         own,
         learner.options,
-        learner_flags.parser(),
+        learner_flags.parser("shmbridge train"),
         of_recipe=recipe_flags(recipe) if recipe else [],
     )
     if recipe and recipe.api_url:

@@ -29,7 +29,7 @@ def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) ->
         plan.save(run_dir / "plan.json")
     except OSError as error:
         raise LaunchFailed(
-            f"run directory {run_dir}: {error}", hint="set a run_dir that this user can write to"
+            f"run directory {run_dir}: {error.strerror}", hint="set a run_dir that this user can write to"
         ) from error
     supervisor = [sys.executable, "-m", "shmbridge.launch.supervisor", str(run_dir / "plan.json")]
     supervisor += [str(lock), "json" if as_json else "text"]

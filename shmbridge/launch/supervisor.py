@@ -143,10 +143,9 @@ class Supervisor:
                 f"an answer at {check.url}" if check.url else f"a consumer of bridge {self._plan.bridge}"
             )
             raise LaunchFailed(
-                f"{process.name} is not up after {check.within_s:g} s: there is no sign of {waited_for}; "
-                f"the end of {process.log}:\n"
-                f"{process.last_words()}\n",
-                hint=f"is it loading something large? raise {process.service.key}.ready_timeout",
+                f"{process.name} is not up after {check.within_s:g} s: there is no sign of {waited_for}",
+                hint=f"raise {process.service.key}.ready_timeout if its log says that it is loading:\n"
+                f"{process.last_words()}",
             )
 
     # --- watch ----------------------------------------------------------------------------------------------
@@ -280,8 +279,10 @@ class Supervisor:
 
 
 def _failed(process: Process, what: str) -> LaunchFailed:
-    text = f"{process.name} {what} with {process.how()}; the end of {process.log}:\n{process.last_words()}\n"
-    return LaunchFailed(text, hint="mend what its log says, and launch again")
+    return LaunchFailed(
+        f"{process.name} {what} with {process.how()}",
+        hint=f"mend what the end of {process.log} says:\n{process.last_words()}",
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
+from shmbridge.shown import kind_of
+from shmbridge.wrong_value import wrong_yaml
 
 NAME = "config.yaml"  # in the run directory
 _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")  # YAML 1.1 parses 1e-6 as text
@@ -30,12 +32,14 @@ def read(path: Path) -> dict[str, Any]:
     try:
         document = yaml.load(path.read_bytes(), _yaml()[0])  # a SafeLoader
     except OSError as error:
-        raise BadConfigFile(f"{path}: {error.strerror}") from error
+        raise BadConfigFile(f"{path}: {error.strerror} -> give the path of a YAML file") from error
     except yaml.YAMLError as error:
-        raise BadConfigFile(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise BadConfigFile(f"{path} is not YAML: {wrong_yaml(error)} -> mend that line") from error
     values: dict[str, Any] = {}
     if wrong := list(_take(document, values)):
-        raise BadConfigFile(f"{path}: {'; '.join(wrong)}")
+        raise BadConfigFile(
+            f"{path}: {'; '.join(wrong)} -> mend that, docs/reference/learner-options.md has each option"
+        )
     return values
 
 
@@ -55,7 +59,7 @@ def write(config: LearnerConfig, path: Path) -> None:
 def _take(document: object, values: dict[str, Any]) -> Iterator[str]:
     """Puts the options of a document into `values`; yields a line per error."""
     if not isinstance(document, Mapping):
-        yield f"it holds {document!r}, not sections such as run: and optimizer:"
+        yield f"it holds {kind_of(document)}, not sections such as run: and optimizer:"
         return
     for section, inner in document.items():
         if section not in SECTIONS:

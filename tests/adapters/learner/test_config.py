@@ -246,7 +246,7 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
         ),
         ("batch: {groups: 1, groups: 2}", "groups is given twice"),
         ("batch: [1", "is not YAML: "),
-        ("- 1", "it holds [1], not sections such as run: and optimizer:"),
+        ("- 1", "it holds a list, not sections such as run: and optimizer:"),
         ("", "it holds None, not sections"),
     ],
 )
@@ -268,7 +268,7 @@ def test_every_mistake_of_a_file_is_named_at_once(write):
 def test_file_that_is_not_there_is_named(refused, tmp_path):
     assert (
         refused(*NEEDED, "--config", str(tmp_path / "no.yaml"))
-        == f"{tmp_path / 'no.yaml'}: No such file or directory"
+        == f"{tmp_path / 'no.yaml'}: No such file or directory -> give the path of a YAML file"
     )
 
 

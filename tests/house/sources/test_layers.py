@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 ORDER = {
     "shmbridge": """
         _ext errors counters log_format shown
-        metrics config program schema other_names atropos
+        wrong_value metrics config program schema other_names atropos
         sizing segments parser extras listening
         record control weights
         batch put
