@@ -58,7 +58,7 @@ def add_adapters(model: Any, lora: Lora, base: str) -> None:
         from peft import LoraConfig
     except ImportError as error:
         raise PeftMissing(
-            f"--lora-rank needs the peft package ({error}): pip install 'shmbridge[lora]'"
+            f"--lora-rank needs the peft package ({error}) -> pip install 'shmbridge[lora]'"
         ) from error
     _check_ties(model, lora.targets)
     config = LoraConfig(
@@ -72,7 +72,10 @@ def add_adapters(model: Any, lora: Lora, base: str) -> None:
     try:
         model.add_adapter(config)
     except ValueError as error:
-        raise BadAdapter(f"no adapters on {', '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
+        hint = "pip install -U peft" if "PEFT" in str(error) else "name layers of the model: --lora-targets"
+        raise BadAdapter(
+            f"no adapters on {', '.join(lora.targets)}: {str(error).splitlines()[0]} -> {hint}"
+        ) from error
     prepare_adapters(model)
 
 

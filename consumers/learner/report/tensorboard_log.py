@@ -33,7 +33,7 @@ class TensorboardLog(OtherLog):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise TensorboardMissing(
-                f"--tensorboard needs the tensorboard package ({error}): pip install 'shmbridge[tensorboard]'"
+                f"--tensorboard needs its package ({error}) -> pip install 'shmbridge[tensorboard]'"
             ) from error
         super().__init__("tensorboard", "TensorBoard", say)
         purge_step = None if source is None else load_progress(source).step + 1

@@ -44,7 +44,7 @@ class WandbRun(OtherLog):
         try:
             import wandb
         except ImportError as error:
-            raise WandbMissing(f"--wandb needs the wandb package ({error}): pip install wandb") from error
+            raise WandbMissing(f"--wandb needs the wandb package ({error}) -> pip install wandb") from error
         super().__init__("wandb", "W&B", say)
         self._run: Any = None
         self._table: Any = getattr(wandb, "Table", None)

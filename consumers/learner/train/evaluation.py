@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -105,13 +107,17 @@ def load_hook(name: str) -> Hook:
     """Imports the module of `module:function` and returns the function. Raises `BadHook`."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise BadHook(f"--eval-hook {name}: it is module:function")
+        raise BadHook(f"--eval-hook {name} is not MODULE:FUNCTION -> such as my_evaluation:accuracy")
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # the user's module may raise anything
-        raise BadHook(f"--eval-hook {name}: {type(error).__name__}: {error}") from error
+        hint = f"is {module}.py in this folder, or on PYTHONPATH?"
+        if module in sys.modules:
+            near = difflib.get_close_matches(function, dir(sys.modules[module]), n=1)
+            hint = f"did you mean {module}:{near[0]}?" if near else f"define {function} in {module}"
+        raise BadHook(f"--eval-hook {name}: {type(error).__name__}: {error} -> {hint}") from error
     if not callable(found):
-        raise BadHook(f"--eval-hook {name}: a {type(found).__name__} cannot be called")
+        raise BadHook(f"--eval-hook {name}: a {type(found).__name__} cannot be called -> name a function")
     return found  # type: ignore[no-any-return]
 
 

@@ -97,7 +97,7 @@ def test_a_hook_is_found_by_its_name_or_refused_in_words(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert load_hook("my_hooks:score")(4, None, None) == {"x": 4}
     for name, says in (
-        ("my_hooks", "module:function"),
+        ("my_hooks", "MODULE:FUNCTION"),
         ("no_such_module:f", "No module"),
         ("my_hooks:moons", "moons"),
         ("my_hooks:number", "int cannot be called"),

@@ -157,3 +157,19 @@ def test_flags_of_engines_without_one(refused, flags):
 def test_engines_without_weights(refused):
     said = refused("--engine", "http://127.0.0.1:9", "--no-weights")
     assert "--engine takes weights, and --no-weights writes none -> leave one of them out" in said
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("accuracy", "--eval-hook accuracy is not MODULE:FUNCTION -> such as my_evaluation:accuracy"),
+        (
+            "no_such_module:f",
+            "No module named 'no_such_module' -> is no_such_module.py in this folder, or on",
+        ),
+        ("json:dumpz", "module 'json' has no attribute 'dumpz' -> did you mean json:dump?"),
+        ("json:__name__", "--eval-hook json:__name__: a str cannot be called -> name a function"),
+    ],
+)
+def test_an_evaluation_hook_that_cannot_be_had(refused, hook, said):
+    assert said in refused("--eval-hook", hook)
