@@ -36,6 +36,9 @@ def test_every_column_is_there_with_its_type() -> None:
         name: each.type_name.replace("<", "&lt;").replace(">", "&gt;") for name, each in STANDARD.items()
     }
     assert found == types
+    for row in rows("columns.md", until="## Codes"):
+        assert len(row) == 5, row
+        assert all(cell.strip() for cell in row), "type, meaning, who writes, who reads"
     assert list(shmbridge.TRAJECTORY_SCHEMA.names) == list(STANDARD)
     per_record = {
         row[0].strip("`") for row in rows("columns.md", "## Carried whole", "## Codes") if row[4] == "record"
