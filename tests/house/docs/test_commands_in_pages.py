@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,35 @@ def test_the_command_has_these_flags(command: str, words: list[str]) -> None:
     known = flags_of(parser_of(command))
     typed = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
     assert {each for each in typed - known if not (command == "env" and ENV_OWN.match(each))} == set()
+
+
+LINES = [(page, line) for page in PAGES for line in shell_lines(page.read_text())]
+
+
+def test_what_make_is_asked_for_is_a_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    trainers = re.findall(r"^TRAINERS := (.*)$", makefile, re.MULTILINE)[0].split()
+    targets |= {f"test-{each}" for each in trainers}
+    asked = {
+        (str(page.relative_to(ROOT)), word)
+        for page in PAGES
+        for word in re.findall(
+            r"(?:`|^```\n|^    )(?:[A-Z]+=\S+ )*make ([a-z][a-z-]*)", page.read_text(), re.MULTILINE
+        )
+    }
+    assert {each for each in asked if each[1] not in targets} == set()
+    assert len({word for _, word in asked}) > 15
+
+
+def test_programs_and_examples_are_there() -> None:
+    missing = set()
+    for page, line in LINES:
+        modules = re.findall(r"-m (shmbridge[\w.]*\w)", line)
+        missing |= {(page.name, each) for each in modules if find_spec(each) is None}
+        files = re.findall(r"\bpython3? ((?:examples|docs|bench|tests)/[\w./-]+)", line)
+        missing |= {(page.name, each) for each in files if not (ROOT / each).exists()}
+    assert missing == set()
 
 
 def yaml_blocks(page: str) -> list[dict[str, object]]:
