@@ -203,6 +203,7 @@ cdef class Ragged:
 
 
 @cython.final
+@cython.auto_pickle(True)
 @dataclass(frozen=True)
 cdef class RecordMeta:
     """Where a record came from and when.

@@ -175,14 +175,14 @@ cdef class Versions:
 
     def commit(self, uint32_t slot, int64_t version, stamps not None):
         """Publishes the filled slot with its uint64[tensors] stamps; call `ring` once it can be held."""
-        cdef uint64_t[::1] changed = stamps
+        cdef cnp.ndarray changed = np.ascontiguousarray(stamps, np.uint64)
         cdef shm_u64* words = self._stamps(slot)
         cdef uint64_t i
-        if changed.shape[0] != self._tensors:
+        if changed.size != self._tensors:
             raise ValueError(f"a weights segment of {self._tensors} tensors has as many stamps")
         fault_hit(b"weights.filled")
         if self._tensors:
-            store_release_words(words, &changed[0], self._tensors)  # SYNC(weights-stamps)
+            store_release_words(words, cnp.PyArray_DATA(changed), self._tensors)  # SYNC(weights-stamps)
         for i in range(self._tensors):
             store_release64(words + self._tensors + i, 0)  # SYNC(weights-stamps): reserved
         fault_hit(b"weights.stamped")

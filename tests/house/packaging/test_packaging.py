@@ -92,6 +92,13 @@ def test_the_wheel_has_every_module(tree, in_wheel):
     assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
 
 
+def test_what_was_compiled_is_stripped(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        compiled = [name for name in archive.namelist() if name.endswith(".so")]
+        assert compiled
+        assert [name for name in compiled if b"\0.symtab\0" in archive.read(name)] == []
+
+
 def outside(*argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command that sees none of this process' variables: a PYTHONPATH would lead to the tree."""
     return subprocess.run(
