@@ -51,6 +51,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _BODY_LIMIT = 64 << 20  # bytes; a prompt of a million token ids is below 8 MiB
 _VERSION_HEADER = "X-Policy-Version"
+_ROUTES = "POST /v1/chat/completions, /v1/completions or /generate; GET /v1/models or /health"
 
 
 class PolicyServer:
@@ -86,7 +87,9 @@ class PolicyServer:
         async def handle(request: web.Request) -> web.Response:
             question = parse(await request.read())
             if question.row_count > self._engine.max_rows:
-                raise BadRequest(f"{question.row_count} answers at once; at most {self._engine.max_rows}")
+                raise BadRequest(
+                    f"{question.row_count} answers at once, at most {self._engine.max_rows} -> lower n"
+                )
             reply = await self._engine.ask(question)
             return _json(render(question, reply), version=reply.version)
 
@@ -110,7 +113,8 @@ class PolicyServer:
         except EngineClosed as error:
             response = _error(503, "unavailable", str(error))
         except web.HTTPException as error:  # unknown path or method, or a body over the limit
-            response = _error(error.status, "invalid_request_error", error.reason)
+            what = f"{error.reason}: {request.method} {request.path}"
+            response = _error(error.status, "invalid_request_error", f"{what} -> {_ROUTES}")
         except Exception as error:  # keep serving: log the traceback, send the client the reason
             logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
             response = _error(500, "internal_error", f"{type(error).__name__}: {error}")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import time
 import uuid
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
+from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import AfterValidator, BaseModel, Field
+from starlette.exceptions import HTTPException
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
 from shmbridge.consumers.gateway import decode, exposition
@@ -112,8 +116,19 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
     async def refused(request: Request, refused: HttpError) -> Response:
         return refusals.answer(refused)
 
+    @app.exception_handler(HTTPException)
+    async def not_taken(request: Request, wrong: HTTPException) -> Response:
+        if strict or wrong.status_code not in (404, 405):
+            return await http_exception_handler(request, wrong)
+        said = _no_route(request.method, request.url.path, routes)
+        return json_answer({"detail": said}, wrong.status_code, dict(wrong.headers or {}))
+
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, wrong: RequestValidationError) -> Response:
+        kind = request.headers.get("content-type", "application/json")
+        if not strict and "json" not in kind:
+            said = f"the body came as {kind} -> send it with Content-Type: application/json"
+            return refusals.answer(HttpError(422, said, "malformed"))
         refusals.counts["malformed"] += 1
         return json_answer(
             {"detail": [{key: each[key] for key in ("type", "loc", "msg")} for each in wrong.errors()]}, 422
@@ -253,6 +268,16 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
     for route in app.routes:
         routes.setdefault(getattr(route, "path", ""), set()).update(getattr(route, "methods", None) or ())
     return app
+
+
+def _no_route(method: str, path: str, routes: Mapping[str, Collection[str]]) -> str:
+    """Returns what is said about a request that no route takes."""
+    if path in routes:
+        taken = " or ".join(sorted(set(routes[path]) - {"HEAD"}))
+        return f"{path} does not take {method} -> {taken} {path}"
+    near = difflib.get_close_matches(path, routes, n=1)
+    hint = f"did you mean {near[0]}?" if near else "docs/reference/gateway.md lists the routes"
+    return f"there is no route {path} -> {hint}"
 
 
 def _failed() -> Response:

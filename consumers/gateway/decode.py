@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from shmbridge.wrong_value import wrong_value
+
 T = TypeVar("T")
 
 _LARGEST = 3.4028234663852886e38  # float32
@@ -94,7 +96,7 @@ def gunzip(raw: bytes, most: int) -> bytearray | None:
             while not member.eof:
                 given = view[at : at + step]
                 if not given:
-                    raise BrokenOff(400, "Invalid gzip payload: it ends too early", "gzip")
+                    raise BrokenOff(400, "Invalid gzip payload: it ends too early -> post it again", "gzip")
                 made += member.decompress(given, most - len(made) + 1)
                 if len(made) > most:
                     return None
@@ -103,7 +105,9 @@ def gunzip(raw: bytes, most: int) -> bytearray | None:
             at = _PADDING.match(raw, at).end()  # type: ignore[union-attr]
     except zlib.error as wrong:
         kind = HttpError if any(word in str(wrong) for word in _REFUSED_THERE) else BrokenOff
-        raise kind(400, f"Invalid gzip payload: {wrong}", "gzip") from None
+        raise kind(
+            400, f"Invalid gzip payload: {wrong} -> gzip it, or leave Content-Encoding out", "gzip"
+        ) from None
     return made
 
 
@@ -111,42 +115,69 @@ def read_post(body: bytes, *, many: bool, extras: bool) -> Posted:
     """Returns the groups of a body; with `extras` also keys unknown to Atropos. Raises HttpError (422)."""
     try:
         raw = _LIST.decode(body) if many else [_OBJECT.decode(body)]
-        groups = [_group(each, extras) for each in raw]
+        groups = [_group(each, extras, f"group {place}: " if many else "") for place, each in enumerate(raw)]
     except HttpError as wrong:
         raise HttpError(wrong.status, _not_finite(body) or wrong.detail, wrong.kind) from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         expected = "a list of groups" if many else "a group"
-        raise HttpError(
-            422, _not_finite(body) or f"the body is not {expected}: {wrong}", "malformed"
-        ) from None
+        said = _not_finite(body) or f"the body is not {expected}: {_why(wrong, body)} -> {_FORMS[many]}"
+        raise HttpError(422, said, "malformed") from None
     return Posted(groups, blake2b(body, digest_size=16, person=b"list" if many else b"one").digest())
 
 
-def _group(raw: dict[str, msgspec.Raw], extras: bool) -> dict[str, Any]:
+def _group(raw: dict[str, msgspec.Raw], extras: bool, where: str) -> dict[str, Any]:
     missing = [name for name in ("tokens", "masks", "scores") if name not in raw]
     if missing:
-        raise HttpError(422, f"the group has no {' and no '.join(missing)}", "malformed")
-    group = {name: _value(name, raw.pop(name)) for name in KEYS if name in raw}
+        said = f"{where}the group has no {' and no '.join(missing)}, it has {', '.join(raw) or 'nothing'}"
+        raise HttpError(422, f"{said} -> {_form(missing[0])}", "malformed")
+    group = {name: _value(name, raw.pop(name), where) for name in KEYS if name in raw}
     if not group["tokens"]:
-        raise HttpError(422, "the group is empty: `tokens` has no rows", "malformed")
+        raise HttpError(422, f"{where}the group is empty: tokens has no rows -> do not post it", "malformed")
     for row, messages in enumerate(group.get("messages") or ()):
         for place, message in enumerate(messages):
             if not ("role" in message and "content" in message):
-                raise HttpError(422, f"messages[{row}][{place}] must have 'role' and 'content'", "malformed")
+                said = f"{where}messages[{row}][{place}] must have role and content -> {_form('messages')}"
+                raise HttpError(422, said, "malformed")
     return group | _extras(raw) if extras and raw else group
 
 
-def _value(name: str, raw: msgspec.Raw) -> Any:
-    if name in _NUMBERS - {"env_id"} and bytes(memoryview(raw)[:1]) == b'"':  # "null" in quotes would be none
-        raise HttpError(422, f"Expected `array`, got `str` - at `{name}`", "malformed")
+def _value(name: str, raw: msgspec.Raw, where: str) -> Any:
     try:
+        if name in _NUMBERS - {"env_id"} and bytes(memoryview(raw)[:1]) == b'"':
+            raise msgspec.ValidationError("Expected `array`")  # "null" in quotes would be none
         return _DECODERS[name].decode(raw)
     except msgspec.ValidationError as wrong:
-        raise HttpError(
-            422,
-            str(wrong).replace("`$", f"`{name}") if "`$" in str(wrong) else f"{name}: {wrong}",
-            "malformed",
-        ) from None
+        said = wrong_value(str(wrong), json.loads(bytes(raw)), name)
+        raise HttpError(422, f"{where}{said} -> {_form(name)}", "malformed") from None
+
+
+_FORMS = ('{"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}', "a list of such groups, also of one")
+_EXAMPLES = {
+    "tokens": "[[1, 2, 3]], one list of token ids a row",
+    "masks": "[[-100, 2, 3]], one list a row: the token id where it is trained, else -100",
+    "scores": "[1.0, 0.0], one number a row",
+    "messages": '[[{"role": "user", "content": "..."}]], one list a row',
+    "overrides": '[{"set_advantage_to_zero": true}], one object a row',
+    "env_id": "3, the number that /register-env gave",
+}
+
+
+def _form(name: str) -> str:
+    """Returns how a key is written."""
+    if name in _EXAMPLES:
+        return f'"{name}": {_EXAMPLES[name]}'
+    if _TYPES[name] == (_Floats | None):
+        return f'"{name}": [[0.5, 0.5]], one list of numbers a row, one number a token'
+    return f"docs/reference/atropos-fields.md has {name}"
+
+
+def _why(wrong: Exception, body: bytes) -> str:
+    """Returns in one line why a body is no JSON, or not of the right form."""
+    if isinstance(wrong, UnicodeError):
+        return "it is not UTF-8"
+    if isinstance(wrong, msgspec.ValidationError):
+        return wrong_value(str(wrong), json.loads(body))
+    return str(wrong) if body else "it is empty"
 
 
 def _extras(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
@@ -164,6 +195,9 @@ def _extras(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
     return known | ({"extra": other} if other else {})
 
 
+_FINITE = "find where the environment computes it, or do not post that group"
+
+
 def _not_finite(body: bytes) -> str:
     """Returns where NaN or an infinity stands, which Python writes and JSON lacks; "" if nowhere."""
     if not any(word in body for word in (b"NaN", b"Infinity", b"e", b"E")):
@@ -171,7 +205,7 @@ def _not_finite(body: bytes) -> str:
     try:
         for path, value in _floats("", json.loads(body)):
             if not math.isfinite(value):
-                return f"{path or 'the body'} is {value}: scores and every other number must be finite"
+                return f"{path or 'the body'} is {value}: every number must be finite -> {_FINITE}"
     except (ValueError, RecursionError):
         pass
     return ""

@@ -26,6 +26,7 @@ _OTHER_BODIES_BYTES = 64 << 20  # of memory, of all of them at one time
 _OTHER_DEADLINE_S = 10.0  # for room in it
 _STEP = 4  # times as much room is asked for when a gunzipped body turns out larger
 _RETRY_S = "1"
+_SMALLER = "post fewer groups at once, or start the gateway with more --max-body"
 
 
 def json_answer(answer: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -111,7 +112,9 @@ class Gate:
             if not self._token:
                 self._check_site(headers)
             elif not hmac.compare_digest(headers.get(b"authorization", b""), self._token):
-                raise HttpError(401, "this gateway wants a bearer token", "token")
+                raise HttpError(
+                    401, "this gateway wants a bearer token -> send Authorization: Bearer TOKEN", "token"
+                )
             if not self._takes(scope["path"], scope["method"]):
                 await self._app(scope, _nothing, send)
                 return
@@ -127,7 +130,9 @@ class Gate:
     def _check_site(self, headers: dict[bytes, bytes]) -> None:
         """Without a token, refuses requests of other sites' pages, and names that are not this gateway's."""
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-            raise HttpError(403, "pages of other sites have no business here", "browser")
+            raise HttpError(
+                403, "pages of other sites may not ask -> set a token, and let the page bear it", "browser"
+            )
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if origin and origin.partition("://")[2] != host:
@@ -167,7 +172,9 @@ class Gate:
         if b"transfer-encoding" in headers:
             announced = most  # the body may grow to the limit, which is unknown in advance
         if announced > most:
-            raise HttpError(413, f"the body has {announced} bytes, at most {most} are taken", "too large")
+            raise HttpError(
+                413, f"the body has {announced} bytes, at most {most} are taken -> {_SMALLER}", "too large"
+            )
         zipped = b"gzip" in headers.get(b"content-encoding", b"").lower()
         room = min(most, announced * (GZIPPED if zipped else 1))
         if room:
@@ -177,7 +184,9 @@ class Gate:
         if sent and zipped:
             while (found := await asyncio.to_thread(decode.outcome, decode.gunzip, sent, room)) is None:
                 if room >= most:
-                    raise HttpError(413, f"the body is more than {most} bytes once gunzipped", "too large")
+                    raise HttpError(
+                        413, f"the body is more than {most} bytes once gunzipped -> {_SMALLER}", "too large"
+                    )
                 room = min(most, max(room, 1) * _STEP)
                 await self._book(booking, room, len(sent), deadline)
             if isinstance(found, HttpError):
@@ -192,7 +201,10 @@ class Gate:
     async def _book(self, booking: Booking, room: int, sent: int, deadline: float) -> None:
         if not await booking.take(IN_MEMORY * room, sent, deadline):
             raise HttpError(
-                503, f"bodies that wait for room have {booking.taken} bytes of memory already", "held bytes"
+                503,
+                f"bodies that wait for room have {booking.taken} bytes of memory already -> "
+                "post again later, or start the gateway with more --held-bytes",
+                "held bytes",
             )
 
     async def _read(self, receive: Any, most: int) -> bytes | None:
@@ -205,7 +217,7 @@ class Gate:
             except TimeoutError:
                 said = (
                     f"nothing more of the body has come for {self._options.body_pause_s:g} s, after {size} "
-                    "bytes"
+                    "bytes -> post it again"
                 )
                 raise HttpError(408, said, "stalled") from None
             if message["type"] == "http.disconnect":
@@ -214,7 +226,7 @@ class Gate:
             size += len(parts[-1])
             more = message.get("more_body", False)
             if size > most:
-                raise HttpError(413, f"the body is more than {most} bytes", "too large")
+                raise HttpError(413, f"the body is more than {most} bytes -> {_SMALLER}", "too large")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -21,6 +21,8 @@ from msgspec import Meta
 
 from shmbridge.consumers.policy_server_parts.engine import Question, Reply
 from shmbridge.consumers.policy_server_parts.generation import Row, Sampling, TokenLogprobs
+from shmbridge.shown import kind_of, shown
+from shmbridge.wrong_value import wrong_value
 
 Json = dict[str, Any]
 
@@ -59,7 +61,7 @@ class _SamplingFields(msgspec.Struct):
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     max_tokens: Count | None = None
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -158,12 +160,16 @@ class PolicyApi:
 
     def _check(self, prompt: list[int], wanted: int) -> None:
         if not prompt:
-            raise BadRequest("the prompt has no tokens")
+            raise BadRequest("the prompt has no tokens -> prompt: text of which the tokenizer makes tokens")
         if strange := [token for token in prompt if not 0 <= token < self.vocab_size]:
-            raise BadRequest(f"token id {strange[0]} is outside the vocabulary of {self.vocab_size}")
+            raise BadRequest(
+                f"token id {strange[0]} is outside the vocabulary of {self.vocab_size} -> "
+                "use this model's tokenizer"
+            )
         if len(prompt) + wanted > self.context:
             raise BadRequest(
-                f"{len(prompt)} prompt and {wanted} new tokens do not fit into a context of {self.context}"
+                f"{len(prompt)} prompt and {wanted} new tokens do not fit into a context of "
+                f"{self.context} -> lower max_tokens to {max(self.context - len(prompt), 0)}"
             )
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
@@ -171,13 +177,15 @@ class PolicyApi:
 
     def _rendered(self, body: _Chat) -> list[int]:
         if not body.messages:
-            raise BadRequest("messages is empty")
+            raise BadRequest('messages is empty -> messages: [{"role": "user", "content": "..."}]')
         try:
             text = self.tokenizer.apply_chat_template(
                 body.messages, tokenize=False, add_generation_prompt=body.add_generation_prompt
             )
         except Exception as error:  # a template is a program: it raises whatever it likes
-            raise BadRequest(f"the chat template refused the messages: {error}") from error
+            raise BadRequest(
+                f"the chat template refused the messages: {error} -> each has role and content"
+            ) from error
         # As text first: what apply_chat_template(tokenize=True) returns differs between transformers 4 and 5.
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -283,18 +291,23 @@ def _per_token(row: Row) -> list[TokenLogprobs]:
     return [{token: value} for token, value in zip(row.token_ids, row.logprobs, strict=True)]
 
 
+_FORM = 'such as {"prompt": "...", "max_tokens": 16}'
+
+
 def _decoded(raw: bytes, kind: type[Body]) -> Body:
     try:
         fields = msgspec.json.decode(raw or b"null")
         if not isinstance(fields, dict):
-            raise BadRequest("the body is not a JSON object")
+            raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
         for name, neutral in _NEUTRAL.items():
             value = fields.get(name)
             if value is not None and value not in neutral:
-                raise BadRequest(f"{name} = {value!r} is not supported")
+                raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
         return msgspec.convert(fields, kind)
-    except msgspec.MsgspecError as error:
-        raise BadRequest(str(error)) from error
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise BadRequest(f"the body is no JSON: {error} -> {_FORM}") from error
 
 
 def _prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -305,5 +318,5 @@ def _prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
         return [prompt]
     for one in prompt:
         if not isinstance(one, str) and not (isinstance(one, list) and all(isinstance(t, int) for t in one)):
-            raise BadRequest("prompt is neither text, nor token ids, nor a list of either")
+            raise BadRequest(f"prompt: {shown(one)} is neither text nor token ids -> prompt: [[1, 2, 3]]")
     return prompt

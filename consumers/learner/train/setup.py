@@ -42,8 +42,8 @@ def starting_point(config: LearnerConfig) -> Path | None:
     found = checkpoint.complete(config.run_dir / "checkpoints")
     if found and not config.checkpoints.resume:
         raise StartupError(
-            f"{config.run_dir} already holds a run up to {found[-1].name} -> --resume goes on with it, another "
-            "--run-dir starts afresh"
+            f"{config.run_dir} already holds a run up to {found[-1].name} -> --resume goes on with it, "
+            "another --run-dir starts afresh"
         )
     return found[-1] if found else None
 

@@ -68,6 +68,31 @@ def test_every_field_of_a_registration_is_wanted(gateway: GatewayProcess):
             assert gateway.post("/register", wrong).status_code == 422
 
 
+def test_a_request_that_no_route_takes_is_told_which_was_meant(gateway: GatewayProcess):
+    for method, path, status, said in [
+        ("POST", "/scored-data", 404, "there is no route /scored-data -> did you mean /scored_data?"),
+        ("GET", "/xyzzy", 404, "there is no route /xyzzy -> docs/reference/gateway.md lists the routes"),
+        ("GET", "/scored_data", 405, "/scored_data does not take GET -> POST /scored_data"),
+    ]:
+        answer = gateway.get(path) if method == "GET" else gateway.post(path, {})
+        assert (answer.status_code, answer.json()) == (status, {"detail": said})
+
+
+def test_a_body_that_came_as_a_form_is_told_what_it_is(gateway: GatewayProcess):
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = gateway.post("/register", data="{}", headers=form)
+    assert answer.status_code == 422
+    assert answer.json()["detail"].endswith(" -> send it with Content-Type: application/json")
+
+
+def test_a_wrong_value_stands_in_the_answer(gateway: GatewayProcess):
+    good = {"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0]}
+    answer = gateway.post("/scored_data_list", [good, good | {"scores": ["high"]}])
+    assert answer.json()["detail"] == (
+        "group 1: scores[0]: 'high' is not a number -> \"scores\": [1.0, 0.0], one number a row"
+    )
+
+
 def test_environments_get_names_numbers_and_the_run(api: Api):
     api.start(starting_step=3)
     admitted = [api.register_env(name) for name in ("a", "b", "a")]

@@ -39,7 +39,7 @@ MALFORMED = {
     ),
     "no scores": ('{"tokens": [[1]], "masks": [[1]]}', "no scores"),
     "nothing": ("{}", "no tokens and no masks and no scores"),
-    "no rows": ('{"tokens": [], "masks": [], "scores": []}', "`tokens` has no rows"),
+    "no rows": ('{"tokens": [], "masks": [], "scores": []}', "tokens has no rows"),
     "text for a token": ('{"tokens": [[1, "x"]], "masks": [[1]], "scores": [1]}', "tokens[0][1]"),
     "a token too large": ('{"tokens": [[1, 3000000000]], "masks": [[1]], "scores": [1]}', "tokens[0][1]"),
     "NaN": ('{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "scores[0] is nan"),
@@ -71,7 +71,9 @@ def test_a_malformed_body_is_422_with_the_reason(gateway: GatewayProcess):
     for name, (body, reason) in MALFORMED.items():
         answer = post_raw(gateway, body)
         assert answer.status_code == 422, name
-        assert reason in answer.json()["detail"], (name, answer.text)
+        said = answer.json()["detail"]
+        assert reason in said, (name, answer.text)
+        assert (said.count(" -> "), said.count("\n")) == (1, 0), said
         raw = body if isinstance(body, bytes) else body.encode()
         answer = post_raw(
             gateway, b"[" + json.dumps(group(1)).encode() + b"," + raw + b"]", "/scored_data_list"
@@ -324,7 +326,7 @@ def test_a_gateway_that_cannot_start_says_why(
     gateway.put(0)
     make_consumer()
     for arguments, code, said in (
-        (["--bridge", bridge, "--port", str(gateway.address[1])], 2, "Address already in use"),
+        (["--bridge", bridge, "--port", str(gateway.address[1])], 2, "the port is in use -> "),
         (["--bridge", "no name!"], 2, "SB100"),
         (["--bridge", bridge, "--max-body", "much"], 2, "not a size"),
         (["--bridge", bridge, "--port", "99999"], 2, "'99999' is not a port: 0 to 65535"),

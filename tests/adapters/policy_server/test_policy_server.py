@@ -172,16 +172,20 @@ async def test_chat_renders_the_template_and_reports_alternatives(client):
     ("path", "body", "reason"),
     [
         ("/generate", b"{", "truncated"),
-        ("/generate", b"[1]", "not a JSON object"),
+        ("/generate", b"[1]", "no JSON object"),
         ("/generate", {"prompt": {"prompt_token_ids": []}}, "no tokens"),
         ("/generate", {"prompt": {"prompt_token_ids": [3, 28]}}, "token id 28"),
         ("/generate", {"prompt": {"prompt_token_ids": [3]}, "max_tokens": 128}, "context of 128"),
-        ("/generate", {"prompt": "1", "temperature": -1}, ">= 0"),
+        ("/generate", {"prompt": "1", "temperature": -1}, "temperature: -1 is not a number, at least 0 -> "),
         ("/generate", {"prompt": "1", "n": 257}, "at most 256"),
-        ("/generate", {"prompt": "1", "top_k": 5}, "top_k = 5 is not supported"),
+        ("/generate", {"prompt": "1", "top_k": 5}, "top_k: 5 is not supported"),
         ("/v1/completions", {"prompt": "1", "stream": True}, "stream"),
         ("/v1/completions", {"prompt": [1, "2"]}, "neither text"),
-        ("/v1/completions", {"prompt": "1", "max_tokens": "many"}, "Expected `int | null`"),
+        (
+            "/v1/completions",
+            {"prompt": "1", "max_tokens": "many"},
+            "max_tokens: 'many' is not a whole number -> ",
+        ),
         ("/v1/chat/completions", {"messages": []}, "messages is empty"),
         ("/v1/chat/completions", {"messages": [{"content": "no role"}]}, "chat template"),
     ],
@@ -395,3 +399,52 @@ async def test_the_program_refuses_a_taken_port_and_a_missing_model_with_a_reaso
     assert f"cannot listen on 127.0.0.1:{client.port}: the port is in use -> " in taken.read_text()
     assert "nothing" in missing.read_text()
     assert "Traceback" not in taken.read_text() + missing.read_text()
+
+
+WRONG = [
+    ("GET", "/generate", b"", 405, "Method Not Allowed: GET /generate -> POST "),
+    ("POST", "/generat", b"{}", 404, "Not Found: POST /generat -> POST "),
+    ("POST", "/generate", b"", 400, "the body is None, no JSON object -> such as "),
+    ("POST", "/generate", b"{", 400, "the body is no JSON: "),
+    ("POST", "/generate", b'{"prompt": [1]}', 400, "prompt: [1] is not text or a mapping -> "),
+    ("POST", "/generate", b'{"prompt": "1", "n": 0}', 400, "n: 0 is not a whole number, at least 1 -> "),
+    (
+        "POST",
+        "/generate",
+        b'{"prompt": "1", "temperature": "hot"}',
+        400,
+        "temperature: 'hot' is not a number -> ",
+    ),
+    (
+        "POST",
+        "/generate",
+        b'{"prompt": "1", "seed": 36893488147419103232}',
+        400,
+        "seed: 36893488147419103232 is ",
+    ),
+    ("POST", "/generate", b'{"prompt": ""}', 400, "the prompt has no tokens -> "),
+    (
+        "POST",
+        "/v1/completions",
+        b'{"prompt": "1", "top_k": 5}',
+        400,
+        "top_k: 5 is not supported -> leave top_k out",
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        b'{"prompt": ["1", {}]}',
+        400,
+        "prompt: {} is neither text nor token ids -> ",
+    ),
+    ("POST", "/v1/chat/completions", b"{}", 400, "messages is empty -> messages: ["),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "said"), WRONG)
+async def test_a_wrong_request_is_told_what_to_send(client, method, path, body, status, said):
+    answer = await client.request(method, path, data=body)
+    assert answer.status == status
+    text = (await answer.json())["error"]["message"]
+    assert text.startswith(said)
+    assert (text.count(" -> "), text.count("\n")) == (1, 0)
