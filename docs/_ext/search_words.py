@@ -1,7 +1,7 @@
 """What the site's search shows first, beyond the words of the pages.
 
-A page lists what people type for it: `<!-- Search: k8s, kubectl -->`. In pages of reference, the names that
-begin the rows of tables lead to their rows.
+A page ends with what people type for it: `<!-- Search: k8s, kubectl -->`; such a comment above the end is for
+its section. In pages of reference, the names that begin the rows of tables lead to their rows.
 """
 
 import re
@@ -38,11 +38,17 @@ class SearchWords(SphinxTransform):
         for comment in list(self.document.findall(nodes.raw)):
             if found := phrases(comment.astext()):
                 words = ",".join(sorted({word for phrase in found for word in phrase.split()}))
-                comment.replace_self([_index(found, ""), nodes.meta(name="keywords", content=words)])
+                index = _index(found, self._place(comment))
+                comment.replace_self([index, nodes.meta(name="keywords", content=words)])
         cells = _NAMING_CELLS.get(self.env.docname.rpartition("/")[0], 0)
         for body in self.document.findall(nodes.tbody):
             for row in body.findall(nodes.row):
                 self._name(row, cells)
+
+    def _place(self, comment: nodes.raw) -> str:
+        section = comment.parent
+        at_the_end = comment is list(self.document.findall(nodes.raw))[-1] and comment is section.children[-1]
+        return "" if at_the_end else section["ids"][0]
 
     def _name(self, row: nodes.row, cells: int) -> None:
         texts = [cell.astext() for cell in row.children[:cells]]

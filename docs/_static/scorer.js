@@ -3,7 +3,7 @@ var Scorer = {
   score: ([page, title, anchor, description, score, file, kind]) => {
     if (kind === "title") score *= 3;
     // A row of a table of reference, which counts if all of its name was typed.
-    if (kind === "index" && anchor) score = score === 100 ? 60 : score / 10;
+    if (kind === "index" && anchor.startsWith("#row-")) score = score === 100 ? 60 : score / 10;
     if (/^docs\/(how-to|tutorials)\//.test(page)) return score + 8;
     if (/^docs\/explanation\/(?!attacks)|^docs\/errors/.test(page)) return score + 4;
     if (/^(CHANGELOG|docs\/README|docs\/adr\/|docs\/explanation\/attacks|docs\/model\/|bench\/)/.test(page)) return score - 12;

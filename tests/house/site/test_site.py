@@ -5,7 +5,7 @@ import re
 import struct
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote_plus, unquote
 
 import browser
 import pytest
@@ -120,12 +120,19 @@ def test_the_page_of_the_search_shows_what_was_found(
     assert shown[:BEST] == [f"{page}.html" for page in found[asked][:BEST]]
 
 
-def test_a_name_of_the_reference_leads_to_its_row(address: str) -> None:
-    for asked, place in [
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
         ("SB301", "docs/errors/README.html#row-sb301"),
         ("finish_reason", "docs/reference/columns.html#row-finish-reason"),
-    ]:
-        assert place in re.findall(r'href="([^"]*)"', browser.page(f"{address}/search.html?q={asked}"))
+        ("cuda out of memory", "docs/how-to/train.html#out-of-memory"),
+        ("own loss", "docs/how-to/own-loop.html#a-loss-of-your-own"),
+    ],
+)
+def test_the_search_leads_to_the_place(address: str, asked: str, place: str) -> None:
+    shown = browser.page(f"{address}/search.html?q={quote_plus(asked)}")
+    first = re.findall(r'<li[^>]*><a href="([^"]*)"', shown[shown.index('id="search-results"') :])[0]
+    assert re.sub(r"\?[^#]*", "", first) == place
 
 
 def test_every_link_leads_to_a_file_and_a_place(site: Path) -> None:
