@@ -6,7 +6,9 @@ SHMBRIDGE_EXTENSIONS=0 builds none, for an editable install: that compiles them 
 
 import multiprocessing
 import os
+import sys
 from glob import glob
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
@@ -16,6 +18,9 @@ try:
     from Cython.Build import cythonize
 except ImportError:  # on a machine that has none: C sources that an earlier build left in build/generated
     cythonize = None
+
+sys.path.insert(0, str(Path(__file__).parent))  # not there in an isolated build
+from package_page import package_page, repository
 
 DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
@@ -98,5 +103,9 @@ else:
 EXTENSIONS.sort(key=lambda each: os.path.getsize(each.sources[0]), reverse=True)
 
 setup(
-    cmdclass={"build_py": WithoutSuites}, ext_modules=EXTENSIONS, options={"build_ext": {"parallel": CORES}}
+    long_description=package_page(Path(__file__).with_name("README.md").read_text(), repository()),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_py": WithoutSuites},
+    ext_modules=EXTENSIONS,
+    options={"build_ext": {"parallel": CORES}},
 )

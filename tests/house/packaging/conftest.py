@@ -16,6 +16,7 @@ COPIED = (
     "consumers",
     "bench",
     "setup.py",
+    "package_page.py",
     "pyproject.toml",
     "MANIFEST.in",
     "README.md",
