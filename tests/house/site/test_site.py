@@ -80,7 +80,7 @@ ANSWERS = {
     "reference/losses": ["dr grpo", "gspo"],
     "how-to/several-gpus": ["multi gpu", "ddp", "fsdp"],
     "reference/gateway": ["multi node", "several nodes"],
-    "how-to/install": ["install", "pip install"],
+    "how-to/install": ["install", "pip install", "no gpu"],
     "reference/cli": ["clean", "leaked shared memory"],
     "reference/testing": ["test fixtures", "pytest", "ci"],
     "reference/dataset": ["dataloader"],
