@@ -3,12 +3,12 @@
 import argparse
 import contextlib
 import re
-import sys
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from shmbridge.cli.no_bridge import say_none
 from shmbridge.parser import Parser, amount, bridge_name
 from shmbridge.program import refuse
 
@@ -65,14 +65,13 @@ def _print(arguments: argparse.Namespace) -> int:
     from shmbridge.segments.inventory import list_bridges
     from shmbridge.watch.document import of_listing
     from shmbridge.watch.snapshot import look
-    from shmbridge.watch.text import absent, block
+    from shmbridge.watch.text import block
 
-    there = list_bridges()
-    wanted = [info for info in there if arguments.bridge in (None, info.name)]
+    wanted = [info for info in list_bridges() if arguments.bridge in (None, info.name)]
     if arguments.json:
         print(msgspec.json.encode([of_listing(info) for info in wanted]).decode())
     elif not wanted:
-        print(absent(arguments.bridge, [info.name for info in there]), file=sys.stderr)
+        say_none("shmbridge inspect", arguments.bridge)
     else:
         before = {info.name: look(info.name) for info in wanted if arguments.seconds > 0}
         if any(each is not None and each.lanes for each in before.values()):

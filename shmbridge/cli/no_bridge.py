@@ -1,6 +1,7 @@
 """What is said about a bridge that does not exist: which ones do, and which was probably meant."""
 
 import difflib
+import sys
 
 from shmbridge.program import refuse
 
@@ -22,6 +23,14 @@ def refuse_unknown_bridge(program: str, bridge: str) -> bool:
         hint = f"did you mean {near}? There are {named}" if near else f"there are {named}"
     refuse(program, f"no bridge {bridge!r}", hint)
     return True
+
+
+def say_none(program: str, bridge: str | None) -> None:
+    """Says on standard error that the bridge does not exist any more; None: that there is none at all."""
+    if bridge is None:
+        print("no bridges", file=sys.stderr)
+    else:
+        refuse_unknown_bridge(program, bridge)
 
 
 def nearest_bridge(bridge: str, there: list[str]) -> str | None:

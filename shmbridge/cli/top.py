@@ -6,8 +6,11 @@ import time
 
 import msgspec
 
+from shmbridge.cli.no_bridge import say_none
 from shmbridge.config import parse_duration
+from shmbridge.extras import install
 from shmbridge.parser import Parser, bridge_name
+from shmbridge.program import refuse
 
 HELP = "watch a bridge live: what is wrong, the consumer, every lane, its newest record"
 EXAMPLES = """examples:
@@ -44,13 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows the bridge until the user quits, or once."""
     from shmbridge.segments.segment import bridges
     from shmbridge.watch.output import to_reader
-    from shmbridge.watch.text import absent
 
-    there = bridges()
-    wanted = [name for name in there if arguments.bridge in (None, name)]
+    wanted = [name for name in bridges() if arguments.bridge in (None, name)]
     if not wanted:
         if not arguments.json:
-            print(absent(arguments.bridge, there), file=sys.stderr)
+            say_none("shmbridge top", arguments.bridge)
         return 3 if arguments.bridge else 0
     if arguments.json or arguments.once or not _is_terminal():
         with to_reader():
@@ -70,10 +71,7 @@ def _live(bridge: str | None, interval_s: float, tokenizer: str | None) -> int:
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] not in ("textual", "rich"):
             raise
-        print(
-            'shmbridge top: textual is not installed -> pip install "shmbridge[tui]", or --once',
-            file=sys.stderr,
-        )
+        refuse("shmbridge top", "textual is not installed", f"{install('tui')}, or --once")
         return 1
     pieces = None if tokenizer is None else tokenizer_pieces(tokenizer)
     view = Top(bridge, interval_s=interval_s, pieces=pieces)

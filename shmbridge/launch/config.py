@@ -167,10 +167,7 @@ def load(path: Path) -> Config:
     try:
         import yaml
     except ImportError as missing:
-        raise ImportError(
-            "shmbridge launch reads YAML with PyYAML, which is not installed -> pip install "
-            "'shmbridge[launch]'"
-        ) from missing
+        raise ImportError("PyYAML is not installed -> pip install 'shmbridge[launch]'") from missing
     try:
         text = path.read_text()
         document, tree = yaml.safe_load(text), yaml.compose(text)

@@ -1,7 +1,5 @@
 """A bridge in lines of text, 80 columns wide: what is wrong, the consumer, the lanes, the weights."""
 
-from collections.abc import Sequence
-
 from shmbridge.config import format_size
 from shmbridge.segments.inventory import BridgeInfo
 from shmbridge.watch.cells import cut, padded
@@ -51,22 +49,6 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
         writer = f"writer pid {weights.writer_pid}" if weights.writer_pid else "no writer"
         lines.append(f"  weights {version}  {writer}  {format_size(weights.size_bytes)}")
     return "\n".join(lines)
-
-
-def absent(bridge: str | None, there: Sequence[str]) -> str:
-    """Returns that a bridge is not there, and which are. Never blocks.
-
-    Args:
-        bridge: its name; None: any was wanted.
-        there: all bridges of this user.
-    """
-    if bridge is None:
-        return "no bridges"
-    return (
-        f"no bridge {bridge!r}; there are: {', '.join(there)}"
-        if there
-        else f"no bridge {bridge!r}, and no other"
-    )
 
 
 def sentences(now: BridgeLook, before: BridgeLook | None = None) -> list[str]:
