@@ -81,7 +81,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         put()
         groups = []
         for record in consumer.poll():
-            groups.append(Group(record.group_size, 0.0))
+            groups.append(Group(record._group_size, 0.0))
             groups[-1].append(record)
         assert len(groups) == count
         records = {name: [group.records[0][name].values for group in groups] for name in PER_TOKEN}

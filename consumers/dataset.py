@@ -22,6 +22,7 @@ import shmbridge
 from shmbridge import Batch, Record
 from shmbridge.consumers.dataset_parts.batch_tensors import Tensors, batch_tensors, check_names, row_tensors
 from shmbridge.consumers.dataset_parts.position import Place, Position
+from shmbridge.record.leases import abandon
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -373,8 +374,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         """Closes the bridge. Held records go to the next consumer; tensors stay valid. Idempotent."""
         self._check_process()
         for batch in self._held:
-            for record in batch.records:
-                record.abandon()
+            abandon(batch.records)
         if self._member is not None:
             self._member.close()
         if self._consumer is not None:

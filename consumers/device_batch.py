@@ -28,6 +28,7 @@ import shmbridge
 from shmbridge.batch import Layout
 from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes
 from shmbridge.record.groups import Group
+from shmbridge.record.leases import lane_columns
 from shmbridge.schema import Kind
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class DeviceBatch(shmbridge.Batch):
 
     def _copied(self, name: str) -> tuple[Tensor, npt.NDArray[np.bool_]]:
         """Returns (N,) on the device, 0 in rows without the column, and bool (B,): rows that have it."""
-        column = next(record.lane_columns[name] for record in self.records if name in record)
+        column = next(lane_columns(record)[name] for record in self.records if name in record)
         if not column.per_token or column.kind is not Kind.LIST:
             raise ValueError(
                 f"column {name!r} has no value per token, so it is not for the device: leave it out of "

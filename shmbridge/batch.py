@@ -48,6 +48,13 @@ class Batch(BatchColumns):
         in_place: columns that are not copied and stay out of the batch; read them in `records`.
 
     Attributes:
+        layout: "packed" or "padded".
+        lengths: tokens of each row, int32 (B,).
+        cu_seqlens: begin of each row among the N tokens and the end of the last, int32 (B + 1,).
+        group_index: number of each row's group in the batch, int32 (B,).
+        groups: its groups, in order.
+        records: the leased records of the rows, in order; empty after release().
+        manifest: the whole batch of which a learner rank got this share; else None.
         uneven: column -> bool (B,), of columns that do not fit some records: rows whose number of values
             differs from their tokens, and all rows of a record whose column differs from its tokens in number
             of rows. Per-token columns are absent there.
@@ -286,7 +293,7 @@ class Batch(BatchColumns):
     def _column_types(self) -> dict[str, Column]:
         found = {"loss_mask": STANDARD["loss_mask"]}
         for record in self._sources:
-            found |= record.lane_columns
+            found |= record._lane_columns
         return found
 
     def release(self) -> None:
@@ -329,7 +336,7 @@ class Batch(BatchColumns):
         """Gathers every column that some record has, except those in place; copies without the GIL."""
         added: list[tuple[Column, Any]] = []
         for record, number in gather.columns():
-            column = record.lane_columns.order[number]
+            column = record._lane_columns.order[number]
             name = column.name
             if name in self._columns or name in in_place:
                 continue

@@ -28,6 +28,8 @@ class Run(msgspec.Struct, frozen=True):
 
     `batch_size` counts trajectories, `max_token_len` tokens of one trajectory (0 or less: no limit),
     `num_steps` optimizer steps; `save_checkpoint_interval` is in steps, -1 never.
+    `starting_step` is the number of the first step. `checkpoint_dir`, `wandb_group` and `wandb_project` are
+    handed on to environments.
     """
 
     batch_size: int = 64

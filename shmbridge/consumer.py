@@ -102,6 +102,10 @@ class Consumer(OneProcess):
         replace: first close an earlier consumer of this bridge in this very process, as when a notebook's
             cell runs again. One of another process is never touched: ConsumerTaken.
 
+    Attributes:
+        bridge: as given.
+        columns: the standard columns and those of `schema`, by name.
+
     Raises:
         BadArgument: `lanes` is not a number from 1, `run` is not a shmbridge.Run, or `tap` is no tap.
         ConsumerTaken: another consumer of this bridge is alive (named by pid; also one of this process).
@@ -211,7 +215,7 @@ class Consumer(OneProcess):
             )
             if resume == "discard":
                 for record in self._lanes.take_backlog():
-                    record.discard(Discard.RESUME)
+                    record._discard(Discard.RESUME)
             membership.sweep(self.bridge)
             self._control_plane.serve(self.bridge, self._hub, self._former.queue_view, outside.first_env_id)
         except BaseException:

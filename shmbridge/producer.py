@@ -78,6 +78,12 @@ class Producer(OneProcess):
         producer_id: prefix of the `producer_id` property, at most 63 bytes of UTF-8; from `env_name` and the
             pid if None.
 
+    Attributes:
+        bridge, env_name, on_full: as given.
+        lane_bytes: as given, in bytes.
+        lane_name: name of the lane's segment.
+        columns: the standard columns and those of `schema`, by name.
+
     Raises:
         BadBridgeName, BadArgument, ShmTooSmall, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch:
             nothing is left behind.

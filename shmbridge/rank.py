@@ -50,6 +50,9 @@ class Rank(OneProcess):
         rank: 0 to world_size - 1, as in torch.distributed.
         world_size: as in the hub's serve_ranks.
 
+    Attributes:
+        bridge, rank, world_size: as given.
+
     Raises:
         RankTaken: a living process is this rank already.
         ValueError: rank or world_size is out of range.
@@ -188,7 +191,7 @@ class Rank(OneProcess):
             search = functools.partial(own_look, unreadable, share.groups, layout)
             found = in_another_thread(search)  # in a thread where no signal handler raises
             for group, why in found:
-                log.error("group %s of %s is left out: %s", group.records[0].group_id, group.producer_id, why)
+                log.error("group %s of %s is left out: %s", group.group_id, group.producer_id, why)
                 for record in group.records:
                     record.release()
             self._totals["unreadable_groups"] += len(found)
@@ -273,8 +276,8 @@ class Rank(OneProcess):
                 reader, look = next(looks)
                 if reader.holds(look):
                     record = reader.look(Record, place.slot, place.sequence, place.generation, True)
-                    record.handed_out_by = Call.RANK
-                    kept.append((reader, record.look))
+                    record._handed_out_by = Call.RANK
+                    kept.append((reader, record._look))
                     group.append(record)
             if group.records:
                 groups.append(group)
@@ -363,7 +366,7 @@ class Rank(OneProcess):
             group = Group(places.size, time.monotonic())
             for place in places.records:
                 reader, record = self._look_at(manifest.lanes[place.lane], place, manifest.reissued)
-                held.append((reader, record.look))
+                held.append((reader, record._look))
                 group.append(record)
             groups.append(group)
         share = RankShare(manifest, groups)
@@ -384,7 +387,7 @@ class Rank(OneProcess):
             record = reader.look(
                 Record, place.slot, place.sequence, place.generation, place.redelivered or reissued
             )
-            record.handed_out_by = Call.RANK
+            record._handed_out_by = Call.RANK
         except header.LaneCorrupt as wrong:
             said = f"lane {name} is not what the hub said: {wrong}"
             raise LaneQuarantined(said, hint="see the consumer's log; restart this rank") from None

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbridge
+from shmbridge.record import leases
 
 log = logging.getLogger(__name__)
 
@@ -115,14 +116,15 @@ class PinnedLanes:
 
         Blocks: every page of the lane is locked. Never raises.
         """
-        if self._driver is None or record.lane_name in self._lanes:
+        name = leases.lane_name(record)
+        if self._driver is None or name in self._lanes:
             return
         self.forget_gone()
         if not self._driver.takes_read_only():
-            record.map_lane_writable()
-        memory = record.lane_memory
+            leases.map_lane_writable(record)
+        memory = leases.lane_memory(record)
         lane = _Pinned(memory, np.frombuffer(memory, np.uint8).ctypes.data)
-        self._lanes[record.lane_name] = lane
+        self._lanes[name] = lane
         for at in range(0, memory.nbytes, self._piece_bytes):
             refused = self._driver.register(lane.address + at, min(self._piece_bytes, memory.nbytes - at))
             if refused:
@@ -131,7 +133,7 @@ class PinnedLanes:
                         "CUDA (error %d) does not register lane %s from byte %d of %d: copies from "
                         "there are slower (ulimit -l, or the container's limit of locked memory?)",
                         refused,
-                        record.lane_name,
+                        name,
                         at,
                         memory.nbytes,
                     )
@@ -143,7 +145,7 @@ class PinnedLanes:
         """Yields a record's flat values so that no part crosses the border of two registrations: a copy may
         not.
         """
-        lane = self._lanes.get(record.lane_name)
+        lane = self._lanes.get(leases.lane_name(record))
         if lane is None or not lane.pieces:
             yield values
             return

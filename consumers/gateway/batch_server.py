@@ -173,7 +173,7 @@ class Taker:
         del self._out[number]
         for place, why in wrong.items():
             group = groups[place]
-            log.error("group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why)
+            log.error("group %s of %s is discarded: %s", group.group_id, group.producer_id, why)
             group.discard(Discard.CORRUPT)
         self.counts["groups_discarded_total"] += len(wrong)
         self._put_back([group for place, group in enumerate(groups) if place not in wrong])
@@ -252,9 +252,7 @@ class Taker:
         try:
             return served(group, extras=self.extras)
         except Exception as wrong:
-            log.error(
-                "group %s of %s cannot be shown: %s", group.records[0].group_id, group.producer_id, wrong
-            )
+            log.error("group %s of %s cannot be shown: %s", group.group_id, group.producer_id, wrong)
             return self._latest
 
     # -- the end
@@ -285,8 +283,7 @@ class Taker:
         if self.consumer is not None:
             for groups in self._out.values():
                 for group in groups:
-                    for record in group.records:
-                        record.abandon()
+                    group.abandon()
             self._out.clear()
             self.consumer.close()
             self.consumer = None

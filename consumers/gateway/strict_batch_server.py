@@ -22,6 +22,7 @@ from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_state import Upstream
 from shmbridge.record.groups import Group, GroupAssembler
+from shmbridge.record.leases import lane_name
 from shmbridge.segments.discard_reasons import Discard
 
 log = logging.getLogger(__name__)
@@ -130,13 +131,12 @@ class StrictTaker(Taker):
                 meta = group.records[0].meta
                 self._waiting[meta.producer_id] += 1
                 outcome = self.upstream.post(group, group.rows, meta.env_id)
-                if record.lane_name in self._own:
+                if lane_name(record) in self._own:
                     self._outcomes[meta.producer_id, meta.sequence] = outcome
         for group in consumer.queue.take_incomplete(self._fragments) if len(self._fragments) else ():
-            first = group.records[0]
             log.warning(
                 "group %s of %s has %d of %d rows: discarded",
-                first.group_id,
+                group.group_id,
                 group.producer_id,
                 group.rows,
                 group.size,
@@ -239,6 +239,5 @@ class StrictTaker(Taker):
     def close(self) -> None:
         """See Taker."""
         for group in self._held():
-            for record in group.records:
-                record.abandon()
+            group.abandon()
         super().close()

@@ -22,6 +22,7 @@ from shmbridge.consumers.long_waits import said
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.trl.rows import Rows, rows_of
 from shmbridge.consumers.trl.screening import Screen
+from shmbridge.record.leases import abandon
 
 log = logging.getLogger(__name__)
 
@@ -292,8 +293,7 @@ class ShmRollouts:
         """Closes the bridge. Held records, and those not yet taken, come to the next consumer. Idempotent."""
         self.closed = True
         while self._held:
-            for record in self._held.popleft()[1].records:
-                record.abandon()
+            abandon(self._held.popleft()[1].records)
         self._batches = None
         if self._rank is not None:
             self._rank.close()

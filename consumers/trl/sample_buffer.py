@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmbridge import Batch
+from shmbridge.record.leases import abandon
 
 _LONG_AGO = 1 << 60  # updates: a batch without samples is over at once
 
@@ -97,5 +98,4 @@ class SampleBuffer:
         """Gives all up un-released: the records come to the next consumer."""
         self._ready.clear()
         while self._held:
-            for record in self._held.popleft().batch.records:
-                record.abandon()
+            abandon(self._held.popleft().batch.records)

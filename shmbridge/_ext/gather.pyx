@@ -139,14 +139,14 @@ cdef class Gather:
 
     cdef int _look(self, Lease lease, gather_record* record, const uint8_t* extent) except -1:
         """Where one record's things are, and what its tokens add up to: all from its private index."""
-        cdef LaneReader reader = lease.reader
+        cdef LaneReader reader = lease._lane_reader
         cdef const directory_entry* entry
         cdef uint32_t row
-        record.extent, record.index = extent, <const uint8_t*>PyBytes_AS_STRING(lease.index)
-        record.entries, record.rows, record.table = lease.column_entries, lease.rows, self._table_of(reader)
+        record.extent, record.index = extent, <const uint8_t*>PyBytes_AS_STRING(lease._index)
+        record.entries, record.rows, record.table = lease._column_entries, lease._rows, self._table_of(reader)
         entry = gather_find(record, <int32_t>reader._reader.tokens)
         if entry == NULL:
-            raise LaneCorrupt(f"record {lease.sequence} has no tokens")
+            raise LaneCorrupt(f"record {lease._sequence} has no tokens")
         record.lengths = gather_lengths(record, entry.lengths_at)
         for row in range(record.rows):
             record.tokens += record.lengths[row]

@@ -111,11 +111,11 @@ cdef class LaneObserver(LaneReader):
             lease = self.lease(cls, &found)
         except LaneCorrupt:
             return None
-        lease._copy = PyBytes_FromStringAndSize(NULL, lease.extent_bytes + ALIGNMENT)
+        lease._copy = PyBytes_FromStringAndSize(NULL, lease._extent_bytes + ALIGNMENT)
         to = PyBytes_AS_STRING(lease._copy)
         to += -<uintptr_t>to % ALIGNMENT
         with nogil:
-            memcpy(to, lease._extent, lease.extent_bytes)
+            memcpy(to, lease._extent, lease._extent_bytes)
         lease._extent = <const uint8_t*>to
         return lease if lane_is_unreleased(&self._reader, &found) else None
 

@@ -107,7 +107,7 @@ cdef class LanePoller:
                 self.remove(reader)
                 continue
             if record is not None:
-                (<Lease>record).handed_out_by = by
+                (<Lease>record)._handed_out_by = by
                 return record
             empty += 1
         return None
@@ -115,7 +115,7 @@ cdef class LanePoller:
     cdef void count_latency(self, object record, int64_t now):
         """Counts how long a record waited until it was first handed out."""
         if self.is_open() and (<Lease>record).is_new:  # a handler in `on_corrupt` may have closed it
-            latency_count(self._words, now - (<Lease>record).t_publish_ns)
+            latency_count(self._words, now - (<Lease>record)._t_publish_ns)
 
     def take(self, bint anyway=False, uint8_t by=0):
         """The next record, for the Call `by`.

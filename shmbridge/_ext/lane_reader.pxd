@@ -78,31 +78,31 @@ cdef class LaneReader:
 
 
 cdef class Lease:
-    cdef readonly LaneReader reader
-    cdef readonly bytes index
-    cdef readonly uint64_t sequence
-    cdef readonly uint64_t generation
-    cdef readonly uint32_t slot
-    cdef readonly uint64_t look      # number of a rank's lease in its RankReader
-    cdef readonly int64_t min_policy_version
-    cdef readonly int64_t max_policy_version
-    cdef readonly int64_t t_created_ns
-    cdef readonly int64_t t_publish_ns
-    cdef readonly uint64_t token_count
-    cdef readonly uint64_t extent_bytes
-    cdef readonly uint32_t rows
-    cdef readonly uint32_t column_entries
-    cdef readonly int32_t group_size
-    cdef readonly int32_t env_id
-    cdef readonly uint32_t flags
-    cdef readonly bint redelivered
+    cdef readonly LaneReader _lane_reader
+    cdef bytes _index
+    cdef readonly uint64_t _sequence
+    cdef readonly uint64_t _generation
+    cdef readonly uint32_t _slot
+    cdef readonly uint64_t _look     # number of a rank's lease in its RankReader
+    cdef readonly int64_t _min_policy_version
+    cdef readonly int64_t _max_policy_version
+    cdef readonly int64_t _t_created_ns
+    cdef readonly int64_t _t_publish_ns
+    cdef uint64_t _token_count
+    cdef readonly uint64_t _extent_bytes
+    cdef uint32_t _rows
+    cdef uint32_t _column_entries
+    cdef readonly int32_t _group_size
+    cdef readonly int32_t _env_id
+    cdef readonly uint32_t _flags
+    cdef readonly bint _redelivered
     cdef bint is_new                 # no hub has handed it out before
     cdef uint32_t _group_id_bytes
     cdef const uint8_t* _extent
     cdef bytes _copy                 # the memory of an observer's copy; None: _extent is in the lane
     cdef uint32_t _exports
-    cdef public bint looked_at       # by its user: if it is lost without release, it stays un-released
-    cdef public uint8_t handed_out_by  # a Call
+    cdef public bint _looked_at      # by its user: if it is lost without release, it stays un-released
+    cdef public uint8_t _handed_out_by  # a Call
     cdef bint _released              # asked for; the lease ends with the last export
     cdef uint32_t _discard_of        # 1 + the reason for which it is discarded, 0: it is not
     cdef bint _ended

@@ -48,31 +48,35 @@ class LaneReader:
     def quarantine(self, count: int) -> None: ...
 
 class Lease:
-    reader: LaneReader
-    index: bytes
-    sequence: int
-    generation: int
-    slot: int
-    look: int
-    min_policy_version: int
-    max_policy_version: int
-    t_created_ns: int
-    t_publish_ns: int
-    token_count: int
-    extent_bytes: int
-    rows: int
-    column_entries: int
-    group_size: int
-    env_id: int
-    flags: int
-    redelivered: bool
-    looked_at: bool
-    handed_out_by: int
+    _lane_reader: LaneReader
+    _sequence: int
+    _generation: int
+    _slot: int
+    _look: int
+    _min_policy_version: int
+    _max_policy_version: int
+    _t_created_ns: int
+    _t_publish_ns: int
+    _extent_bytes: int
+    _group_size: int
+    _env_id: int
+    _flags: int
+    _redelivered: bool
+    _looked_at: bool
+    _handed_out_by: int
     @property
-    def group_id(self) -> str: ...
+    def rows(self) -> int:
+        """Trajectories in the record."""
     @property
-    def is_released(self) -> bool: ...
-    def release(self) -> None: ...
-    def discard(self, reason: int) -> None: ...
-    def abandon(self) -> None: ...
+    def token_count(self) -> int:
+        """Tokens of all its rows."""
+    @property
+    def is_released(self) -> bool:
+        """Whether release() was called."""
+    def release(self) -> None:
+        """Ends the lease as soon as no view of it is left. Idempotent."""
+    @property
+    def _group_id(self) -> str: ...
+    def _discard(self, reason: int) -> None: ...
+    def _abandon(self) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

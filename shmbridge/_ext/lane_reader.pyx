@@ -161,8 +161,8 @@ cdef class LaneReader:
         if there == 0:
             return None
         lease = self.lease(cls, &found)
-        lease.is_new = lease.sequence >= load_relaxed64(&self._reader.header.head)
-        lease.redelivered = lane_hand_out(&self._reader, &found)
+        lease.is_new = lease._sequence >= load_relaxed64(&self._reader.header.head)
+        lease._redelivered = lane_hand_out(&self._reader, &found)
         return lease
 
     cdef Lease lease(self, type cls, const lane_found* found):
@@ -176,13 +176,14 @@ cdef class LaneReader:
                        self._reader.geometry.column_count, self._reader.tokens, &why):
             raise LaneCorrupt(why.text.decode())
         lease = <Lease>cls.__new__(cls)
-        lease.reader, lease.index = self, index
-        lease.sequence, lease.generation, lease.slot = body.sequence, found.generation, found.index
-        lease.min_policy_version, lease.max_policy_version = body.min_policy_version, body.max_policy_version
-        lease.t_created_ns, lease.t_publish_ns = body.t_created_ns, body.t_publish_ns
-        lease.token_count, lease.extent_bytes = body.tokens, body.extent_bytes
-        lease.rows, lease.column_entries = body.rows, body.columns
-        lease.group_size, lease.env_id, lease.flags = body.group_size, body.env_id, body.flags
+        lease._lane_reader, lease._index = self, index
+        lease._sequence, lease._generation, lease._slot = body.sequence, found.generation, found.index
+        lease._min_policy_version = body.min_policy_version
+        lease._max_policy_version = body.max_policy_version
+        lease._t_created_ns, lease._t_publish_ns = body.t_created_ns, body.t_publish_ns
+        lease._token_count, lease._extent_bytes = body.tokens, body.extent_bytes
+        lease._rows, lease._column_entries = body.rows, body.columns
+        lease._group_size, lease._env_id, lease._flags = body.group_size, body.env_id, body.flags
         lease._group_id_bytes, lease._extent = body.group_id_bytes, extent
         lease._ended = False
         self.held += 1
@@ -192,12 +193,12 @@ cdef class LaneReader:
         self.held -= 1
         if self.abandoned or not self.lane.alive():
             return 0
-        if self.ranks_before and lease.redelivered:
-            self._put_off.append((lease.slot, lease.generation, lease._discard_of))
+        if self.ranks_before and lease._redelivered:
+            self._put_off.append((lease._slot, lease._generation, lease._discard_of))
             if not self.ranks_before:  # another thread has just done all that was put off
                 self.release_put_off()
         else:
-            self.end_use(lease.slot, lease.generation, lease._discard_of)
+            self.end_use(lease._slot, lease._generation, lease._discard_of)
         return 0
 
     cdef void end_use(self, uint32_t index, uint64_t generation, uint32_t discard_of) noexcept:
@@ -211,16 +212,16 @@ cdef class LaneReader:
         """The lease's object is destroyed without release. A record that was looked at stays un-released, as
         in a quarantined lane; any other is handed out next.
         """
-        cdef bint stays = lease.looked_at or self.untrusted
+        cdef bint stays = lease._looked_at or self.untrusted
         self.held -= 1
         if self.abandoned or not self.lane.alive():
             return
         if self.drops is not None:
-            self.drops.note(lease.handed_out_by, stays)
+            self.drops.note(lease._handed_out_by, stays)
         if stays:
-            lane_drop(&self._reader, lease.sequence, lease.slot)
+            lane_drop(&self._reader, lease._sequence, lease._slot)
             return
-        lane_put_back(&self._reader, lease.sequence, lease.slot, lease.redelivered)
+        lane_put_back(&self._reader, lease._sequence, lease._slot, lease._redelivered)
         if isinstance(self._keep, Mapping):  # another thread may have lost it, and the hub sleep
             ring_bell(&(<control_header*>(<Mapping>self._keep).base).doorbell)
 
@@ -284,12 +285,23 @@ cdef class Lease:
         self._ended = True
 
     @property
-    def group_id(self) -> str:
-        cdef const char* at = PyBytes_AS_STRING(self.index) + self.column_entries * sizeof(directory_entry)
+    def rows(self) -> int:
+        """Trajectories in the record."""
+        return self._rows
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all its rows."""
+        return self._token_count
+
+    @property
+    def _group_id(self) -> str:
+        cdef const char* at = PyBytes_AS_STRING(self._index) + self._column_entries * sizeof(directory_entry)
         return PyUnicode_DecodeUTF8(at, self._group_id_bytes, "replace")
 
     @property
     def is_released(self) -> bool:
+        """Whether release() was called."""
         return self._released
 
     def release(self):
@@ -298,7 +310,7 @@ cdef class Lease:
         if self._exports == 0:
             self._end()
 
-    def discard(self, uint32_t reason):
+    def _discard(self, uint32_t reason):
         """Releases a record unread; counted once under `reason`, when the lease ends."""
         if reason >= DISCARD_REASONS:
             raise ValueError(f"discard reason {reason}, there are {DISCARD_REASONS}")
@@ -309,20 +321,20 @@ cdef class Lease:
     cdef void _end(self) noexcept:
         if not self._ended:
             self._ended = True
-            self.reader.end_lease(self)
+            self._lane_reader.end_lease(self)
 
-    def abandon(self):
+    def _abandon(self):
         """Forgets the lease without release: the next hub gets the record again."""
         if not self._ended:
             self._ended = True
-            self.reader.held -= 1
+            self._lane_reader.held -= 1
 
     cdef int begin_view(self) except -1:
         """One more looks at the record's memory, until end_view. BufferError if the lease has ended."""
-        if self._ended or not self.reader.lane.alive():
+        if self._ended or not self._lane_reader.lane.alive():
             raise BufferError("the lease has ended")
         self._exports += 1
-        self.looked_at = True
+        self._looked_at = True
         return 0
 
     cdef void end_view(self) noexcept:
@@ -333,7 +345,7 @@ cdef class Lease:
     def __getbuffer__(self, Py_buffer* buffer, int flags):
         self.begin_view()
         try:
-            PyBuffer_FillInfo(buffer, self, <void*>self._extent, self.extent_bytes, True, flags)
+            PyBuffer_FillInfo(buffer, self, <void*>self._extent, self._extent_bytes, True, flags)
         except BaseException:
             self.end_view()
             raise
@@ -344,5 +356,5 @@ cdef class Lease:
     def __dealloc__(self):
         if not self._ended and not self._released:
             self._ended = True
-            self.reader.lose_lease(self)
+            self._lane_reader.lose_lease(self)
         self._end()

@@ -49,21 +49,21 @@ cdef class RankReader(LaneReader):
             raise LaneCorrupt(
                 f"slot {index} is in generation {found.generation}, the manifest says {generation}")
         lease = self.lease(cls, &found)
-        lease.redelivered, lease.look = redelivered, self._next_look
+        lease._redelivered, lease._look = redelivered, self._next_look
         self._looks.add(self._next_look)
         self._next_look += 1
         return lease
 
     cdef int end_lease(self, Lease lease) except -1:
         self.held -= 1
-        self._looks.discard(lease.look)
+        self._looks.discard(lease._look)
         return 0
 
     cdef void lose_lease(self, Lease lease) noexcept:
         self.held -= 1
         if self.drops is not None:
-            self.drops.note(lease.handed_out_by, lease.looked_at)
+            self.drops.note(lease._handed_out_by, lease._looked_at)
         try:
-            self._lost[lease.look] = lease.looked_at
+            self._lost[lease._look] = lease._looked_at
         except MemoryError:
             pass  # it stays held, for the successor

@@ -25,6 +25,7 @@ cdef extern from "numpy/arrayobject.h":
                                 cnp.npy_intp* strides, void* data, int flags, PyObject* like)
 
 cnp.import_array()
+MOST_ARROW_VALUES = 2**31 - 1
 cdef cnp.dtype UINT32 = cnp.PyArray_DescrFromType(cnp.NPY_UINT32)
 
 
@@ -115,17 +116,39 @@ cdef object nothing(cnp.dtype dtype):
     return made
 
 
+def flat_array(values):
+    """The values of a one-dimensional array as a pyarrow.Array, in place; bools, which Arrow packs, are
+    copied.
+    """
+    import pyarrow as pa
+
+    if values.dtype == np.bool_ or len(values) == 0:
+        return pa.array(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def list_array(lengths, values, valid):
+    """Lists of `values`, a pyarrow.Array; null where not `valid`. ValueError for more values than Arrow
+    counts.
+    """
+    import pyarrow as pa
+
+    if len(values) > MOST_ARROW_VALUES:
+        raise ValueError(f"{len(values)} values, and the int32 offsets of an Arrow list count "
+                         f"{MOST_ARROW_VALUES} -> ask for fewer groups")
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(
+        pa.array(offsets), values, mask=None if valid is None else pa.array(~valid))
+
+
 @cython.no_gc  # arrays of numbers lead nowhere
 @cython.freelist(64)
 cdef class Ragged:
-    """A list column of one record: flat values in place, and the length of each row.
+    """A list column of one record: flat values in place, and the length of each row."""
 
-    `values` is a read-only view of the lane, valid as long as it is referenced, also after the record's
-    release(). `lengths` is uint32[rows]. `valid` is bool[rows] where some rows are null, None where none is.
-    """
-
-    cdef readonly object values
-    cdef readonly object valid
+    cdef object _values
+    cdef object _valid
     cdef object _lengths
     cdef bytes _index                # of the record, if it came from one: its lengths are here
     cdef uint64_t _lengths_at
@@ -133,11 +156,24 @@ cdef class Ragged:
     cdef object _offsets
 
     def __init__(self, values, lengths, valid):
-        self.values, self._lengths, self.valid = values, lengths, valid
+        self._values, self._lengths, self._valid = values, lengths, valid
         self._rows = len(lengths)
 
     @property
+    def values(self):
+        """The values of all rows, flat: a read-only view of the lane, valid as long as it is referenced, also
+        after the record's release().
+        """
+        return self._values
+
+    @property
+    def valid(self):
+        """bool[rows] where some rows are null, None where none is."""
+        return self._valid
+
+    @property
     def lengths(self):
+        """Values in each row, uint32[rows]."""
         if self._lengths is None:
             self._lengths = array_over(
                 self._index, UINT32, PyBytes_AS_STRING(self._index) + self._lengths_at, self._rows)
@@ -180,8 +216,8 @@ cdef class Ragged:
             row += self._rows
         offsets = <int64_t*>cnp.PyArray_DATA(self.row_offsets())
         if self._index is None:
-            return self.values[offsets[row]:offsets[row + 1]]
-        values = self.values
+            return self._values[offsets[row]:offsets[row + 1]]
+        values = self._values
         first = cnp.PyArray_BYTES(values) + offsets[row] * cnp.PyArray_ITEMSIZE(values)
         return array_over(values, values.descr, first, offsets[row + 1] - offsets[row])
 
@@ -192,14 +228,44 @@ cdef class Ragged:
         """All values, flat, as a torch tensor of its own memory: a copy."""
         import torch
 
-        return torch.from_numpy(np.array(self.values))
+        return torch.from_numpy(np.array(self._values))
+
+    def tolist(self):
+        """The rows as lists of Python numbers, a copy; None for a null row."""
+        cdef list flat = self._values.tolist(), ends = self.row_offsets().tolist()
+        rows = [flat[start:end] for start, end in zip(ends, ends[1:])]
+        if self._valid is None:
+            return rows
+        return [row if there else None for row, there in zip(rows, self._valid)]
+
+    def to_padded(self, fill=0):
+        """The rows as one array (rows, longest), `fill` behind the end of each: a copy, of the same dtype.
+
+        A null row is `fill` all over.
+        """
+        lengths = self.lengths if self._valid is None else self.lengths * self._valid
+        padded = np.full((self._rows, lengths.max(initial=0)), fill, self._values.dtype)
+        values = self._values if self._valid is None else self._values[np.repeat(self._valid, self.lengths)]
+        padded[np.arange(padded.shape[1]) < lengths[:, None]] = values
+        return padded
+
+    def to_arrow(self):
+        """A pyarrow.ListArray over the same values, null where a row is null.
+
+        It keeps the lease until it is dropped. ValueError for more values than Arrow counts.
+        """
+        return list_array(self.lengths, flat_array(self._values), self._valid)
+
+    def __arrow_c_array__(self, requested_schema=None):
+        """to_arrow() as capsules of Arrow's C interface: `pa.array(record.tokens)`."""
+        return self.to_arrow().__arrow_c_array__(requested_schema)
 
     def __reduce__(self):
-        return type(self), (self.values, self.lengths, self.valid)
+        return type(self), (self._values, self.lengths, self._valid)
 
     def __repr__(self):
         shown = ", ".join(map(str, list(self)[:8]))
-        return f"<Ragged {self.values.dtype}: {shown}{', …' if len(self) > 8 else ''}>"
+        return f"<Ragged {self._values.dtype}: {shown}{', …' if len(self) > 8 else ''}>"
 
 
 @cython.final
@@ -209,6 +275,19 @@ cdef class RecordMeta:
     """Where a record came from and when.
 
     Times are CLOCK_MONOTONIC nanoseconds; versions are -1 where none was stamped.
+
+    Attributes:
+        producer_id: the producer's id, unique to its incarnation.
+        env_name: name of the environment.
+        sequence: the record's number in its producer's lane, from 0; with `producer_id` unique for ever.
+        group_id: id of the group.
+        group_size: rows of the whole group; a fragment has fewer.
+        env_id: the number under which the environment has registered; None if it has none.
+        min_policy_version, max_policy_version: the oldest and newest version that sampled it.
+        t_created_ns, t_publish_ns: when `put` or `claim` began, and when it was committed.
+        split: "train" or "eval".
+        redelivered: whether an earlier consumer may have had it.
+        uneven: whether some column has rows of another length than the tokens.
     """
 
     cdef readonly str producer_id
@@ -228,13 +307,15 @@ cdef class RecordMeta:
 
 cdef RecordMeta meta_of(Lease lease):
     cdef RecordMeta meta = RecordMeta.__new__(RecordMeta)
-    meta.producer_id, meta.env_name = lease.reader.about.producer_id, lease.reader.about.env_name
-    meta.sequence, meta.group_id, meta.group_size = lease.sequence, lease.group_id, lease.group_size
-    meta.env_id = None if lease.env_id < 0 else lease.env_id
-    meta.min_policy_version, meta.max_policy_version = lease.min_policy_version, lease.max_policy_version
-    meta.t_created_ns, meta.t_publish_ns = lease.t_created_ns, lease.t_publish_ns
-    meta.split = "eval" if lease.flags & SLOT_EVAL else "train"
-    meta.redelivered, meta.uneven = lease.redelivered, lease.flags & SLOT_UNEVEN != 0
+    about = lease._lane_reader.about
+    meta.producer_id, meta.env_name = about.producer_id, about.env_name
+    meta.sequence, meta.group_id, meta.group_size = lease._sequence, lease._group_id, lease._group_size
+    meta.env_id = None if lease._env_id < 0 else lease._env_id
+    meta.min_policy_version = lease._min_policy_version
+    meta.max_policy_version = lease._max_policy_version
+    meta.t_created_ns, meta.t_publish_ns = lease._t_created_ns, lease._t_publish_ns
+    meta.split = "eval" if lease._flags & SLOT_EVAL else "train"
+    meta.redelivered, meta.uneven = lease._redelivered, lease._flags & SLOT_UNEVEN != 0
     return meta
 
 
@@ -245,7 +326,7 @@ cdef class LeasedRecord(Lease):
     @property
     def meta(self):
         """Who, when, which group, which policy version. Valid also after release()."""
-        self.looked_at = True
+        self._looked_at = True
         if self._meta is None:
             self._meta = meta_of(self)
         return self._meta
@@ -255,9 +336,9 @@ cdef class LeasedRecord(Lease):
 
         One that has values comes last (index_check), so the last one counts.
         """
-        cdef PyObject* number = PyDict_GetItemWithError(self.reader.numbers, name)
-        cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self.index)
-        cdef uint32_t column, i = self.column_entries
+        cdef PyObject* number = PyDict_GetItemWithError(self._lane_reader.numbers, name)
+        cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self._index)
+        cdef uint32_t column, i = self._column_entries
         if number != NULL:
             column = <object>number
             while i > 0:
@@ -270,19 +351,20 @@ cdef class LeasedRecord(Lease):
         cdef const directory_entry* entry = self.find(name)
         if entry == NULL:
             raise KeyError(name)
-        self.looked_at = True
+        self._looked_at = True
         return entry
 
     cdef object values(self, const directory_entry* entry):
-        cdef cnp.dtype dtype = <cnp.dtype>self.reader.dtypes[entry.column]
-        cdef uint64_t count = entry.values_bytes // self.reader._reader.columns[entry.column].item_bytes
+        cdef cnp.dtype dtype = <cnp.dtype>self._lane_reader.dtypes[entry.column]
+        cdef uint64_t count = entry.values_bytes // self._lane_reader._reader.columns[entry.column].item_bytes
         if count == 0:
             return nothing(dtype)
-        return array_over(view_of(self, entry.column), dtype, self._extent + entry.values_at * <uint64_t>ALIGNMENT, count)
+        return array_over(
+            view_of(self, entry.column), dtype, self._extent + entry.values_at * <uint64_t>ALIGNMENT, count)
 
     cdef object lengths(self, const directory_entry* entry):
-        cdef const char* at = PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT
-        return array_over(self.index, UINT32, at, entry.entries)
+        cdef const char* at = PyBytes_AS_STRING(self._index) + entry.lengths_at * <uint64_t>ALIGNMENT
+        return array_over(self._index, UINT32, at, entry.entries)
 
     cdef object validity(self, const directory_entry* entry):
         """bool[entries], a copy; None where nothing is null."""
@@ -300,7 +382,7 @@ cdef class LeasedRecord(Lease):
         return copy
 
     def __len__(self):
-        return self.rows
+        return self._rows
 
     def __contains__(self, name):
         cdef const directory_entry* entry = self.find(name)
@@ -310,9 +392,9 @@ cdef class LeasedRecord(Lease):
     @cython.boundscheck(True)  # the lane may not have been described
     def columns(self):
         """Names of the columns that have values in this record."""
-        cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self.index)
+        cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self._index)
         cdef uint32_t i
-        return [self.reader.names[entries[i].column] for i in range(self.column_entries)
+        return [self._lane_reader.names[entries[i].column] for i in range(self._column_entries)
                 if entries[i].tag == TAG_VALUES]
 
     def __getitem__(self, name):
@@ -327,14 +409,14 @@ cdef class LeasedRecord(Lease):
             raise self._absent(name)
         if self._released:
             raise self._too_late(name)
-        self.looked_at = True
+        self._looked_at = True
         if entry.kind == KIND_SCALAR:
             return self.values(entry)
         if entry.kind != KIND_LIST:
             return self._compound(name)
         ragged = Ragged.__new__(Ragged)
-        ragged.values, ragged.valid = self.values(entry), self.validity(entry)
-        ragged._index, ragged._rows = self.index, entry.entries
+        ragged._values, ragged._valid = self.values(entry), self.validity(entry)
+        ragged._index, ragged._rows = self._index, entry.entries
         ragged._lengths_at = entry.lengths_at * <uint64_t>ALIGNMENT
         return ragged
 
@@ -349,7 +431,7 @@ cdef class LeasedRecord(Lease):
         """
         cdef const directory_entry* entry = self.find(name)
         cdef const directory_entry* tokens = self.find("tokens")
-        cdef cnp.npy_intp shape = self.rows
+        cdef cnp.npy_intp shape = self._rows
         cdef const uint64_t* said
         cdef const uint32_t* lengths
         cdef const uint32_t* wanted
@@ -361,13 +443,13 @@ cdef class LeasedRecord(Lease):
             return None
         view = view_of(self, entry.column)
         said = <const uint64_t*>(self._extent + entry.checks_at * <uint64_t>ALIGNMENT)
-        lengths = <const uint32_t*>(PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT)
-        wanted = <const uint32_t*>(PyBytes_AS_STRING(self.index) + tokens.lengths_at * <uint64_t>ALIGNMENT)
+        lengths = <const uint32_t*>(PyBytes_AS_STRING(self._index) + entry.lengths_at * <uint64_t>ALIGNMENT)
+        wanted = <const uint32_t*>(PyBytes_AS_STRING(self._index) + tokens.lengths_at * <uint64_t>ALIGNMENT)
         copy = cnp.PyArray_ZEROS(1, &shape, cnp.NPY_UINT64, 0)
         to = <uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>copy)
         # else no row has the column: which of its rows belongs to which trajectory is unknown
-        if entry.entries == self.rows:
-            for row in range(self.rows):
+        if entry.entries == self._rows:
+            for row in range(self._rows):
                 if lengths[row] == wanted[row]:
                     to[row] = said[row]
         return copy
@@ -381,7 +463,7 @@ cdef class LeasedRecord(Lease):
         if self._ended:
             return None
         while view != NULL:
-            names.append(self.reader.names[(<View>view)._column])
+            names.append(self._lane_reader.names[(<View>view)._column])
             view = (<View>view)._after
         return names + ["all"] * (self._exports - len(names))
 
@@ -401,8 +483,8 @@ cdef class LeasedRecord(Lease):
     def _inner_lengths(self, name):
         """uint32: values per inner list, or bytes per key."""
         cdef const directory_entry* entry = self.there(name)
-        cdef const char* at = PyBytes_AS_STRING(self.index) + entry.inner_at * <uint64_t>ALIGNMENT
-        return array_over(self.index, UINT32, at, entry.inner_count)
+        cdef const char* at = PyBytes_AS_STRING(self._index) + entry.inner_at * <uint64_t>ALIGNMENT
+        return array_over(self._index, UINT32, at, entry.inner_count)
 
     def _keys(self, name):
         """The bytes of all keys of a map column, a copy."""

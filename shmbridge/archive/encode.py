@@ -59,7 +59,7 @@ class FlatRecord:
 
 def flat_record(record: ReadableRecord) -> FlatRecord:
     """Returns a record's columns, flat. Raises RecordUnreadable."""
-    table, names = record.lane_columns, record.columns
+    table, names = record._lane_columns, record.columns
     values = {name: _flat(record, table[name]) for name in names}
     tags = tuple(
         (name, tag) for name in table if name not in values and (tag := record.tag(name)) is not None

@@ -282,7 +282,7 @@ class BatchFormer:
         now = time.monotonic()
         records = self._lanes.poll(most, Call.BATCHES)
         if self._policy == "atropos":
-            records.sort(key=attrgetter("t_publish_ns"))  # upstream orders by arrival over all senders
+            records.sort(key=attrgetter("_t_publish_ns"))  # upstream orders by arrival over all senders
         for record in records:
             if (group := self._partial.add(record, now)) is not None:
                 self._whole.append(group)
@@ -292,7 +292,7 @@ class BatchFormer:
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning(
                 "group %s of %s has %d of %d rows after %.0f s: discarded",
-                group.records[0].group_id,
+                group.group_id,
                 group.producer_id,
                 group.rows,
                 group.size,

@@ -167,9 +167,7 @@ class Iterations:
                 at_fault = {id(group) for group, _ in wrong}
                 self._former.put_back([group for group in chosen if id(group) not in at_fault])
                 for group, why in wrong:
-                    log.error(
-                        "group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why
-                    )
+                    log.error("group %s of %s is discarded: %s", group.group_id, group.producer_id, why)
                     self._former.finished([group])
                     group.discard(Discard.CORRUPT)
                 if not wrong:

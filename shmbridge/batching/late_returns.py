@@ -13,8 +13,7 @@ from shmbridge.segments.locks import LockByte
 def abandon(groups: Iterable[Group]) -> None:
     """Ends the groups' leases without release."""
     for group in groups:
-        for record in group.records:
-            record.abandon()
+        group.abandon()
 
 
 class LateReturns:
@@ -34,7 +33,7 @@ class LateReturns:
 
         An interrupted call may be repeated: the groups keep their records until the rest is done.
         """
-        readers = {record.reader for group in groups for record in group.records}
+        readers = {record._lane_reader for group in groups for record in group.records}
         abandon(groups)
         for reader in readers:
             if not reader.held:

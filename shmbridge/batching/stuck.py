@@ -12,7 +12,7 @@ def too_big(
     size: Want, here: list[Group], *, complete: int, partial: int, elsewhere: int, stuck: Stuck
 ) -> BatchTooBig:
     """Returns the error. `here`: groups queued; `elsewhere`: records its taker holds of earlier batches."""
-    sizes = [record.extent_bytes for group in here for record in group.records]
+    sizes = [record._extent_bytes for group in here for record in group.records]
     fragments = max((-(-len(group.records) * group.size // group.rows) for group in here), default=1)
     largest = max([*sizes, stuck.wanted_bytes])
     return BatchTooBig(

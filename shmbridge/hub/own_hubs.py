@@ -11,6 +11,7 @@ from shmbridge._ext import header
 from shmbridge._ext.lane_reader import LaneReader
 from shmbridge.errors import ConsumerTaken
 from shmbridge.hub.ending import Ending
+from shmbridge.record.leases import lane_name
 from shmbridge.record.record import Record
 from shmbridge.segments import locks, membership
 from shmbridge.segments.locks import LockByte
@@ -72,7 +73,7 @@ def _give_back(ended: Ending) -> bool:
         if viewed:
             views = True
         else:
-            record.abandon()
+            record._abandon()
     if not views:
         ended.free()
     return not views
@@ -110,7 +111,7 @@ def _still_held(bridge: str) -> str:
 def _leased(bridge: str) -> Iterator[tuple[Record, list[str]]]:
     """Yields the records that keep a hub of that bridge here, each with the columns of its views."""
     for each in gc.get_objects():
-        if issubclass(type(each), Record) and type(each.reader) is LaneReader:
+        if issubclass(type(each), Record) and type(each._lane_reader) is LaneReader:
             viewed = each._viewed()
-            if viewed is not None and is_lane_of(each.lane_name, bridge):
+            if viewed is not None and is_lane_of(lane_name(each), bridge):
                 yield each, viewed

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shmbridge._ext.lane_poller import LanePoller
 from shmbridge.errors import BadArgument
+from shmbridge.record.leases import abandon
 from shmbridge.record.record import Record
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class TappedPoller(_Poller):
             self._wait_s, self._since_s = self._wait_s + took_s, 0.0
             self._note_wait(int(took_s * 1e9))
             for record in records:  # a tap's look is not the user's
-                record.looked_at, record.handed_out_by = False, by
+                record._looked_at, record._handed_out_by = False, by
         del self._untapped[:most]
         return records
 
@@ -85,7 +86,6 @@ class TappedPoller(_Poller):
 
     def close(self) -> None:
         """Lets go of everything; records that the tap has not taken go to the next hub."""
-        for record in self._untapped:
-            record.abandon()
+        abandon(self._untapped)
         self._untapped = []
         super().close()

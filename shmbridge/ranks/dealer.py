@@ -32,6 +32,7 @@ from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.state import HubState
 from shmbridge.ranks.share_book import Mode, Share, ShareBook
 from shmbridge.record.groups import Group
+from shmbridge.record.leases import lane_name
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.helper_threads import Joined
@@ -286,10 +287,10 @@ class ShareDealer:
         for group in share.groups:
             places = []
             for record in group.records:
-                lane = lanes.setdefault(record.lane_name, len(lanes))
+                lane = lanes.setdefault(lane_name(record), len(lanes))
                 places.append(
                     RecordPlace(
-                        lane, record.slot, record.generation, record.sequence, bool(record.redelivered)
+                        lane, record._slot, record._generation, record._sequence, bool(record._redelivered)
                     )
                 )
             groups.append(GroupPlaces(group.size, places))
@@ -385,5 +386,4 @@ class ShareDealer:
         with self._change:
             for share in self._book:
                 for group in share.groups:
-                    for record in group.records:
-                        record.abandon()
+                    group.abandon()

@@ -34,7 +34,7 @@ class RankShare:
     def hand_out(self) -> None:
         """Marks every record as looked at."""
         for record in self.records:
-            record.looked_at = True
+            record._looked_at = True
 
     def release(self) -> None:
         """Releases every record. Idempotent."""
@@ -74,9 +74,9 @@ def own_look(gather: Callable[[list[Group], Layout], Made], groups: list[Group],
     Its reads do not count as the user looking at the records, also when it is interrupted.
     """
     records = [record for group in groups for record in group.records]
-    before = [record.looked_at for record in records]
+    before = [record._looked_at for record in records]
     try:
         return gather(groups, layout)
     finally:
         for record, looked_at in zip(records, before, strict=True):
-            record.looked_at = looked_at
+            record._looked_at = looked_at

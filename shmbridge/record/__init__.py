@@ -6,6 +6,7 @@ __all__ = [
     "batch_numbers",
     "columns",
     "groups",
+    "leases",
     "meta_types",
     "record",
     "row_checks",

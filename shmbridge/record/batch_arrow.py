@@ -7,7 +7,6 @@ import pyarrow as pa
 
 from shmbridge._ext.record import Ragged
 from shmbridge.errors import SchemaMismatch
-from shmbridge.record.arrow import flat_array, list_array
 from shmbridge.record.batch_numbers import ReadableBatch, batch_columns
 from shmbridge.record.columns import RaggedLists
 from shmbridge.record.meta_types import META_TYPES
@@ -35,15 +34,13 @@ def _array(batch: ReadableBatch, column: Column) -> pa.Array:
     has = batch.has(column.name)
     valid = None if column.name == "loss_mask" or has.all() else has
     if isinstance(value, RaggedLists):
-        return list_array(
-            value.lengths, list_array(value.inner_lengths, flat_array(value.values), None), valid
-        )
+        return RaggedLists(value.values, value.lengths, value.inner_lengths, valid).to_arrow()
     if isinstance(value, Ragged):
-        return list_array(value.lengths, flat_array(value.values), valid)
+        return Ragged(value.values, value.lengths, valid).to_arrow()
     if column.kind is Kind.LIST:
         if batch.layout == "padded":
             value = value[np.arange(value.shape[1]) < batch.lengths[:, None]]
-        return list_array(batch.lengths, flat_array(value), valid)
+        return Ragged(value, batch.lengths, valid).to_arrow()
     if column.kind is Kind.SCALAR:
         return pa.array(value, mask=None if valid is None else ~valid)
     if column.kind is Kind.MAP:

@@ -1,15 +1,25 @@
 """Columns of a record, and the protocol by which an export reads a record."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shmbridge._ext.record import Ragged, RecordMeta
+from shmbridge._ext.record import Ragged, RecordMeta, list_array
 from shmbridge.schema import Columns, Tag
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class RaggedLists:
-    """A list<list> column of one record: flat values in place, lists per row, values per list."""
+    """A list<list> column of one record: flat values in place, lists per row, values per list.
+
+    Attributes:
+        values: the values of all rows, flat: a read-only view of the lane.
+        lengths: lists in each row, uint32[rows].
+        inner_lengths: values in each list, uint32.
+        valid: bool[rows] where some rows are null, None where none is.
+    """
 
     __slots__ = ("inner_lengths", "lengths", "valid", "values")
 
@@ -33,6 +43,27 @@ class RaggedLists:
         start = int(self.inner_lengths[:first].sum())
         return Ragged(self.values[start : start + int(inner.sum())], inner, None)
 
+    def tolist(self) -> list[list[list[Any]] | None]:
+        """Returns the rows as lists of lists of Python numbers, a copy; None for a null row."""
+        lists: list[list[Any]] = Ragged(self.values, self.inner_lengths, None).tolist()  # type: ignore[assignment]
+        ends = np.cumsum(self.lengths, dtype=np.int64).tolist()
+        rows = [lists[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        valid = self.valid if self.valid is not None else [True] * len(rows)
+        return [row if there else None for row, there in zip(rows, valid, strict=True)]
+
+    def to_arrow(self) -> "pa.ListArray":
+        """Returns a pyarrow.ListArray of lists over the same values, null where a row is null.
+
+        It keeps the lease until it is dropped. ValueError for more values than Arrow counts.
+        """
+        lists = Ragged(self.values, self.inner_lengths, None).to_arrow()
+        return list_array(self.lengths, lists, self.valid)
+
+    def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
+        """Returns to_arrow() as capsules of Arrow's C interface."""
+        capsules: tuple[object, object] = self.to_arrow().__arrow_c_array__(requested_schema)
+        return capsules
+
     def __repr__(self) -> str:
         said = f"{len(self)} rows, {len(self.inner_lengths)} lists, {len(self.values)} values"
         return f"<RaggedLists {self.values.dtype}: {said}>"
@@ -50,7 +81,7 @@ class ReadableRecord(Protocol):
         """Names of the columns that are present."""
 
     @property
-    def lane_columns(self) -> Columns:
+    def _lane_columns(self) -> Columns:
         """All columns its lane may carry, by name."""
 
     def __len__(self) -> int:

@@ -34,10 +34,15 @@ class Group:
     def discard(self, reason: Discard) -> None:
         """Releases its records unread and counts them as discarded."""
         for record in self.records:
-            record.discard(reason)
+            record._discard(reason)
+
+    def abandon(self) -> None:
+        """Ends all leases without release, whatever views live: the next consumer gets the group again."""
+        for record in self.records:
+            record._abandon()
 
     def __repr__(self) -> str:
-        of = f" {self.records[0].group_id} of {self.producer_id}" if self.records else ""
+        of = f" {self.group_id} of {self.producer_id}" if self.records else ""
         state = f"; {self.wrong}" if self.wrong else ""
         said = f"{self.rows}/{self.size} rows, {self.tokens if self.records else 0} tokens"
         return f"<Group{of}: {said}, {len(self.records)} records{state}>"
@@ -53,9 +58,14 @@ class Group:
         return self.records[0]._lane.producer_id  # not from its meta, which is built on demand
 
     @property
+    def group_id(self) -> str:
+        """Its id among its producer's groups."""
+        return self.records[0]._group_id
+
+    @property
     def env_id(self) -> int | None:
         """The number under which its environment has registered; None if it has none."""
-        env_id = self.records[0].env_id
+        env_id = self.records[0]._env_id
         return None if env_id < 0 else env_id
 
     @property
@@ -67,7 +77,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The oldest policy version under which any of its records began; -1 if none was stamped."""
-        return min(record.min_policy_version for record in self.records)
+        return min(record._min_policy_version for record in self.records)
 
 
 class GroupAssembler:
@@ -85,12 +95,12 @@ class GroupAssembler:
 
     def add(self, record: Record, now_s: float) -> Group | None:
         """Takes over a record; returns its group once that is complete. `now_s` is time.monotonic()."""
-        if record.rows >= record.group_size:
-            group = Group(record.group_size, now_s)
+        if record.rows >= record._group_size:
+            group = Group(record._group_size, now_s)
             group.append(record)
             return group
-        key = (record._lane.producer_id, record.group_id)
-        group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
+        key = (record._lane.producer_id, record._group_id)
+        group = self._partial.get(key) or self._partial.setdefault(key, Group(record._group_size, now_s))
         if not group.wrong and (why := _contradiction(group, record)):
             group.wrong = why
             log.error(
@@ -127,7 +137,7 @@ def hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
     """Notes which call handed out the groups' records, and whether the records count as looked at."""
     for group in groups:
         for record in group.records:
-            record.handed_out_by, record.looked_at = call, looked_at
+            record._handed_out_by, record._looked_at = call, looked_at
 
 
 def oldest_version(groups: Iterable[Group], known: int = NO_VERSION) -> int:
@@ -137,7 +147,7 @@ def oldest_version(groups: Iterable[Group], known: int = NO_VERSION) -> int:
 
 def _contradiction(group: Group, record: Record) -> str:
     """Returns why the record cannot be a fragment of the group it names; "" if it can."""
-    if record.group_size != group.size:
-        return f"one fragment says group_size={group.size}, another {record.group_size}"
+    if record._group_size != group.size:
+        return f"one fragment says group_size={group.size}, another {record._group_size}"
     rows = group.rows + record.rows
     return f"its fragments have {rows} rows, and group_size={group.size}" if rows > group.size else ""

@@ -15,9 +15,8 @@ from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable
 from shmbridge.other_names import no_column
 from shmbridge.record.attributes import RecordColumns
 from shmbridge.record.columns import RaggedLists as RaggedLists
-from shmbridge.record.shown import columns_as_html, user_names
+from shmbridge.record.shown import columns_as_html
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
-from shmbridge.segments import segment
 from shmbridge.segments.one_process import OneProcess
 from shmbridge.shown import shown
 
@@ -62,33 +61,13 @@ class Record(RecordColumns, OneProcess, LeasedRecord):
 
     @property
     def _lane(self) -> Lane:
-        lane: Lane = self.reader.about
+        lane: Lane = self._lane_reader.about
         return lane
 
     @property
-    def lane_columns(self) -> Columns:
+    def _lane_columns(self) -> Columns:
         """All columns its lane may carry, by name."""
         return self._lane.columns
-
-    @property
-    def lane_name(self) -> str:
-        """Name of the segment that holds it."""
-        return self._lane.name
-
-    @property
-    def lane_memory(self) -> memoryview:
-        """The whole segment of its lane, read-only, to register with a device; keeps the mapping, no lease.
-
-        BufferError in a child of fork.
-        """
-        return memoryview(self.reader.lane).toreadonly()
-
-    def map_lane_writable(self) -> None:
-        """Maps its lane's data writable here, for a device that cannot register read-only memory; logs it.
-
-        Shown by `inspect`. Never blocks. Raises OSError if the kernel refuses.
-        """
-        segment.map_data_writable(self.reader.lane, self.lane_name)
 
     def __enter__(self) -> "Record":
         return self
@@ -113,9 +92,6 @@ class Record(RecordColumns, OneProcess, LeasedRecord):
 
     def __deepcopy__(self, _: object) -> NoReturn:
         self.__copy__()
-
-    def __dir__(self) -> list[str]:
-        return user_names(super().__dir__(), _NOT_FOR_USERS)
 
     def _ipython_key_completions_(self) -> list[str]:
         return self.columns
@@ -196,7 +172,7 @@ class Record(RecordColumns, OneProcess, LeasedRecord):
 
     def _unreadable(self, name: str, why: object) -> RecordUnreadable:
         return RecordUnreadable(
-            f"column {name!r} of record {self.sequence} of producer {self._lane.producer_id} {why}",
+            f"column {name!r} of record {self._sequence} of producer {self._lane.producer_id} {why}",
             hint="end that producer: it is broken, or something overwrites shared memory",
         )
 
@@ -238,26 +214,6 @@ class Record(RecordColumns, OneProcess, LeasedRecord):
         keys = self._decoded(name, _cut(self._keys(name), self._inner_lengths(name)))
         pairs = iter(zip(keys, self._values(name).tolist(), strict=True))
         return [dict(next(pairs) for _ in range(count)) for count in self._lengths(name).tolist()]
-
-
-# What the bridge itself needs of a record.
-_NOT_FOR_USERS = frozenset(
-    {
-        *(
-            "abandon",
-            "column_entries",
-            "discard",
-            "env_id",
-            "extent_bytes",
-            "flags",
-            "generation",
-            "group_id",
-        ),
-        *("group_size", "handed_out_by", "index", "lane_columns", "lane_memory", "lane_name", "look"),
-        *("looked_at", "map_lane_writable", "max_policy_version", "min_policy_version", "reader"),
-        *("redelivered", "sequence", "slot", "t_created_ns", "t_publish_ns"),
-    }
-)
 
 
 def _cut(raw: bytes, lengths: np.ndarray[Any, Any]) -> list[bytes]:

@@ -15,7 +15,7 @@ def scored_data(record: ReadableRecord) -> dict[str, Any]:
     """Returns the group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart;
     plus what that path loses: rewards of steps, and the unknown keys in `extra`.
     """
-    group: dict[str, Any] = {"tokens": _rows(record["tokens"]), "masks": _masks(record)}
+    group: dict[str, Any] = {"tokens": record["tokens"].tolist(), "masks": _masks(record)}
     for name, source in (("scores", "score"), *((name, name) for name in (*_LISTS, *_STEPS))):
         if record.tag(source) is not None:
             group[name] = _value(record, source)
@@ -41,18 +41,9 @@ def _value(record: ReadableRecord, name: str) -> Any:
         return _empty(record, name)
     column = record[name]
     if isinstance(column, (Ragged, RaggedLists)):
-        return _rows(column)
+        return column.tolist()
     valid = record.valid(name)
     return [value if valid is None or valid[row] else None for row, value in enumerate(column.tolist())]
-
-
-def _rows(column: Ragged | RaggedLists) -> list[Any]:
-    rows: list[Any] = []
-    for row in range(len(column)):
-        there = column.valid is None or column.valid[row]
-        value = column[row]
-        rows.append(None if not there else _rows(value) if isinstance(value, Ragged) else value.tolist())
-    return rows
 
 
 def _masks(record: ReadableRecord) -> Any:
@@ -61,7 +52,7 @@ def _masks(record: ReadableRecord) -> Any:
         return _value(record, "masks")
     if "loss_mask" not in record:
         return None
-    masks = _rows(record["loss_mask"])
+    masks = record["loss_mask"].tolist()
     pairs = zip(record["tokens"], masks, strict=False)
     return [
         None

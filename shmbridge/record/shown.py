@@ -1,12 +1,7 @@
-"""How records and batches show themselves: completion, and a table in Jupyter. Reads no values."""
+"""The table that Jupyter shows of a record or batch. Reads no values."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from html import escape
-
-
-def user_names(names: Iterable[str], hidden: Collection[str]) -> list[str]:
-    """Returns what `dir` shows, without the names that only the bridge itself uses."""
-    return sorted({name for name in names if name not in hidden})
 
 
 def columns_as_html(title: str, columns: Iterable[tuple[str, str]]) -> str:

@@ -281,7 +281,7 @@ def value_rows(record, name):
     """The column's values row by row, as its record says them: one per row; None in rows it does not
     reach.
     """
-    value, column = record[name], record.lane_columns[name]
+    value, column = record[name], record._lane_columns[name]
     if isinstance(value, RaggedLists):
         rows = [[each.tolist() for each in value[row]] for row in range(len(value))]
     elif isinstance(value, Ragged):
@@ -370,13 +370,13 @@ def test_any_records_become_the_batch_they_say(make_producer, consumer, layout, 
         some = {name: value for name, value in optional.items() if draw.random() < 0.5}
         producer.put({"tokens": tokens, **some}, foreign=foreign)
     records = consumer.poll()
-    groups = [Group(record.group_size, 0.0) for record in records]
+    groups = [Group(record._group_size, 0.0) for record in records]
     for group, record in zip(groups, records, strict=True):
         group.append(record)
     it = Batch(groups, layout)
     assert sorted(it.columns) == sorted(["tokens", *optional])
     for name in it.columns:
-        column = next(record.lane_columns[name] for record in records if name in record)
+        column = next(record._lane_columns[name] for record in records if name in record)
         assert list(said_by_batch(it, name, column)) == list(said_by_records(records, name, column)), name
         reached = [row is not None for record in records for row in fitting_rows(record, name, column)]
         assert it.has(name).tolist() == reached, name

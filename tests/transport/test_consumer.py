@@ -190,7 +190,7 @@ def test_discard_drops_and_counts_what_was_left(make_producer, make_consumer) ->
     for number in range(3):
         producer.put(numbered(number))
     first = make_consumer()
-    first.get(timeout_s=5).abandon()
+    first.get(timeout_s=5)._abandon()
     first.close()
     second = make_consumer(resume="discard")
     producer.put(numbered(9))
@@ -260,14 +260,14 @@ def test_nothing_is_lost_or_counted_twice(make_producer, make_consumer) -> None:
         elif held:
             record = held.pop(draw.randrange(len(held)))
             if draw.random() < 0.2:
-                record.discard(0)
+                record._discard(0)
                 discarded += 1
             else:
                 record.release()
                 released += 1
         if step % 97 == 96:
             for record in held:
-                record.abandon()
+                record._abandon()
             held.clear()
             del record
             consumer.close()

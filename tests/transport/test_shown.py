@@ -1,11 +1,14 @@
 """What a user sees of public objects: names, reprs with their state, step counts."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.record.columns import RaggedLists
+from shmbridge.record.record import Ragged, RecordMeta
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 GROUP = {
@@ -45,7 +48,43 @@ def test_the_public_surface_of_records(producer, consumer):
     from shmbridge.schema import STANDARD
 
     producer.put(GROUP)
-    assert public(dir(consumer.get(5))) == {*RECORD.split(), *STANDARD}
+    record = consumer.get(5)
+    assert public(dir(record)) == {*RECORD.split(), *STANDARD}
+    assert not [name for name in ("slot", "reader", "abandon", "lane_memory") if hasattr(record, name)]
+
+
+@pytest.mark.parametrize(
+    "cls", [*SURFACE, shmbridge.Batch, shmbridge.Record, Ragged, RaggedLists], ids=lambda cls: cls.__name__
+)
+def test_every_public_name_has_a_docstring(cls):
+    noted = cls.__doc__ or ""
+    silent = [
+        name
+        for name in public(dir(cls))
+        if not getattr(getattr(cls, name), "__doc__", None) and name not in noted
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("cls", [shmbridge.Batch, shmbridge.Consumer, shmbridge.Producer, shmbridge.Rank])
+def test_every_public_attribute_of_an_object_is_described(cls, producer, consumer, make_rank):
+    producer.put(GROUP)
+    objects = {shmbridge.Producer: producer, shmbridge.Consumer: consumer}
+    if cls is shmbridge.Batch:
+        objects[cls] = next(consumer.batches(groups=1, timeout_s=5))
+    elif cls is shmbridge.Rank:
+        objects[cls] = make_rank()
+    found = public(vars(objects[cls]))
+    attributes = cls.__doc__.partition("Attributes:")[2]
+    assert {
+        name for name in found if f" {name}:" not in attributes and f" {name}," not in attributes
+    } == set()
+
+
+def test_every_field_of_meta_is_described(producer, consumer):
+    producer.put(GROUP)
+    for field in dataclasses.fields(consumer.get(5).meta):
+        assert field.name in RecordMeta.__doc__
 
 
 def bare(shown: object) -> bool:

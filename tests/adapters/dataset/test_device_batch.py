@@ -21,6 +21,7 @@ import shmbridge
 from shmbridge.consumers.dataset_parts.pinned_lanes import PinnedLanes
 from shmbridge.consumers.device_batch import DeviceCopies
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
+from shmbridge.record.leases import lane_memory, lane_name
 
 COLUMNS = ("tokens", "inference_logprobs", "advantages", "loss_mask", "token_rewards")
 GROUPS = [
@@ -181,7 +182,7 @@ def test_a_lane_is_registered_once_in_pieces_and_let_go(make_producer, make_cons
             producer.put({"tokens": tokens, "prompt_length": [1]})
             batch = next(consumer.batches(groups=1, prefetch=0, make=copies.batch))
             np.testing.assert_array_equal(batch.tokens.numpy(), tokens[0])
-            lane = batch.records[0].lane_memory
+            lane = lane_memory(batch.records[0])
             assert sum(driver.registered.values()) == copies.lanes.bytes == lane.nbytes
             assert driver.asked == -(-lane.nbytes // (1 << 14))
             assert lane.readonly
@@ -199,7 +200,7 @@ def test_no_part_crosses_the_border_of_two_registrations(producer, consumer):
     record = consumer.get(1.0)
     lanes = PinnedLanes(Recorder(), piece_bytes=4096)
     lanes.pin(record)
-    base = np.frombuffer(record.lane_memory, np.uint8).ctypes.data
+    base = np.frombuffer(lane_memory(record), np.uint8).ctypes.data
     parts = list(lanes.cut(record, record["tokens"].values))
     np.testing.assert_array_equal(np.concatenate(parts), np.arange(6000))
     for part in parts:
@@ -260,7 +261,7 @@ def test_a_dead_lane_is_let_go_when_another_comes(make_producer, make_consumer, 
         first = make_producer()
         first.put({"tokens": [[1]]})
         batch = next(consumer.batches(groups=1, prefetch=0, make=copies.batch))
-        name = batch.records[0].lane_name
+        name = lane_name(batch.records[0])
         batch.release()
         first.close()
         until(lambda: not os.path.exists("/dev/shm" + name))
@@ -368,5 +369,5 @@ def test_a_lane_is_mapped_writable_for_a_gpu_that_registers_no_other_memory(prod
         lanes = PinnedLanes(driver)
         lanes.pin(record)
         assert driver.registered
-        assert record.reader.lane.data_writable is not read_only
+        assert record._lane_reader.lane.data_writable is not read_only
         lanes.close()

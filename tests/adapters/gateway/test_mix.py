@@ -61,7 +61,7 @@ def test_a_learner_that_ends_gives_way_to_a_trainer_that_polls(
     env_id = gateway.register_env()["env_id"]
     for mark in range(4):
         gateway.put(mark, env_id=env_id)
-    consumer.get(timeout_s=5).abandon()
+    consumer.get(timeout_s=5)._abandon()
     consumer.close()
     assert gateway.get("/batch").json()["status"] == "error"
     gateway.register()

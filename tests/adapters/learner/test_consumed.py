@@ -112,7 +112,7 @@ class Once:
                     ledger.released()
                 else:
                     for record in batch.records:
-                        record.abandon()
+                        record._abandon()
             batches.close()
         return self.progress.held
 

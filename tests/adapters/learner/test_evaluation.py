@@ -56,7 +56,7 @@ def test_groups_that_the_checkpoint_contains_are_not_trained_twice(bridge):
             ledger.took(batch.meta, groups=2, trajectories=2, tokens=2)
             saved = ledger.progress(1, 1)
             for record in batch.records:
-                record.abandon()  # as a kill before the release would
+                record._abandon()  # as a kill before the release would
             del batch, record
         screen = TrainingScreen(Consumed(saved))
         with shmbridge.Consumer(bridge) as consumer:

@@ -82,7 +82,7 @@ def take(hub: shmbridge.Consumer, **options) -> list | None:
 
 def firsts(groups: list) -> list[tuple[str, int]]:
     assert len(groups) == SIZE
-    return [(record.meta.producer_id, record.sequence) for group in groups for record in group.records]
+    return [(record.meta.producer_id, record._sequence) for group in groups for record in group.records]
 
 
 def let_go(groups: list) -> None:

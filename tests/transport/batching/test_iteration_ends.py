@@ -49,7 +49,7 @@ def test_a_close_during_a_gather_ends_the_iteration_and_releases_nothing(
 
     assert list(hub.batches(groups=1, prefetch=0, hold=hold, make=make)) == []
     gc.collect()
-    assert [record.sequence for record in make_consumer().poll()] == [0, 1]
+    assert [record._sequence for record in make_consumer().poll()] == [0, 1]
 
 
 @pytest.mark.parametrize("hold", ["step", "gather", "caller"])
@@ -68,7 +68,7 @@ def test_a_close_when_a_batch_gathered_ahead_is_taken_releases_nothing(
     monkeypatch.setattr(Prefetcher, "next", taken)
     assert list(hub.batches(groups=1, prefetch=1, hold=hold)) == []
     gc.collect()
-    assert [record.sequence for record in make_consumer().poll()] == [0, 1]
+    assert [record._sequence for record in make_consumer().poll()] == [0, 1]
 
 
 # -- groups that come back when it is closed
@@ -83,7 +83,7 @@ def test_groups_put_back_after_close_are_the_next_consumers(producer, make_consu
     with pytest.raises(shmbridge.ConsumerTaken):
         make_consumer()
     hub.put_back(groups)
-    assert [record.sequence for record in make_consumer().poll()] == [0, 1, 2]
+    assert [record._sequence for record in make_consumer().poll()] == [0, 1, 2]
     assert len(groups) == 2
 
 
@@ -105,7 +105,7 @@ def test_a_close_while_batches_gathered_ahead_come_back_leaves_the_bridge(
 
     monkeypatch.setattr(Prefetcher, "stop", stopped)
     assert list(hub.batches(groups=1, prefetch=0)) == []
-    assert [record.sequence for record in make_consumer().poll()] == [1, 2]
+    assert [record._sequence for record in make_consumer().poll()] == [1, 2]
 
 
 # -- a child of fork
@@ -177,7 +177,7 @@ def test_queues_and_lanes_answer_a_forked_child_without_a_fault(producer, consum
     )
     assert (reader.waiting, reader.quarantined, consumer.stats()["discarded_total"]) == (2, False, 0)
     consumer.put_back(groups)
-    assert [record.sequence for group in consumer.take_groups(groups=3) for record in group.records] == [
+    assert [record._sequence for group in consumer.take_groups(groups=3) for record in group.records] == [
         0,
         1,
         2,

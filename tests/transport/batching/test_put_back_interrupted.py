@@ -46,7 +46,7 @@ def test_a_put_back_that_is_repeated_queues_no_group_twice(
         got: Counter[int] = Counter()
         while (again := hub.take_groups(groups=GROUPS)) is not None:
             for record in [record for group in again for record in group.records]:
-                got[record.sequence] += 1
+                got[record._sequence] += 1
                 record.release()
         assert got == Counter(put), f"interrupted at {at}"
     assert at > 10
@@ -69,7 +69,7 @@ def test_a_put_back_that_is_repeated_after_close_gives_the_bridge_up(make_produc
                 errors.append(error)
         hub.put_back(groups)
         with make_consumer() as successor:
-            assert [record.sequence for record in successor.poll()] == list(range(GROUPS)), (
+            assert [record._sequence for record in successor.poll()] == list(range(GROUPS)), (
                 f"interrupted at {at}"
             )
     assert at > 10

@@ -108,8 +108,8 @@ class CompiledRing:
             lease = self._lanes[number].take()
             if lease is not None:
                 self._turn = (number + 1) % self.lane_count
-                self._leases[number, lease.sequence] = lease
-                return Seen(number, lease.sequence, bytes(memoryview(lease)), lease.redelivered)
+                self._leases[number, lease._sequence] = lease
+                return Seen(number, lease._sequence, bytes(memoryview(lease)), lease._redelivered)
         return None
 
     def read(self, lane: int, sequence: int) -> bytes:
@@ -125,7 +125,7 @@ class CompiledRing:
         """
         lease = self._leases.pop((lane, sequence))
         if sequence % 2:
-            lease.abandon()
+            lease._abandon()
 
     def discard(self, lane: int, sequence: int) -> None:
         self._leases.pop((lane, sequence)).discard(Discard.STALE)

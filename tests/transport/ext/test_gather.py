@@ -21,7 +21,7 @@ INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 def grouped(records) -> list[Group]:
-    groups = [Group(record.group_size, 0.0) for record in records]
+    groups = [Group(record._group_size, 0.0) for record in records]
     for group, record in zip(groups, records, strict=True):
         group.append(record)
     return groups

@@ -63,7 +63,7 @@ def lanes_of(leases: list[lane_reader.Lease]) -> list[int]:
     for lease in leases:
         if lease is not None:
             lease.release()
-    return [lease.env_id for lease in leases]
+    return [lease._env_id for lease in leases]
 
 
 def test_the_poller_takes_one_of_each_lane_and_then_the_next(on) -> None:
@@ -154,7 +154,7 @@ def test_lack_of_memory_during_a_poll_loses_nothing(on) -> None:
         turns.poll(99)
     assert header.lane_counters(on.mappings[0])["head"] == 1
     Scarce.left = 9
-    assert sorted((lease.env_id, lease.sequence) for lease in turns.poll(99)) == [(0, 1), (1, 1)]
+    assert sorted((lease._env_id, lease._sequence) for lease in turns.poll(99)) == [(0, 1), (1, 1)]
 
 
 def test_the_poller_takes_nothing_before_a_look_at_lanes_that_arrived(on) -> None:
@@ -198,7 +198,7 @@ def test_the_time_from_commit_to_hand_out_is_counted_once_per_record(on) -> None
     assert 3 * 3_000_000 < ns < 3 * sum(2**power * 1000 * count for power, count in enumerate(counts))
     del first  # nobody looked at them: they are handed out again
     again = turns.poll(9)
-    assert [lease.redelivered for lease in again] == [False] * 3
+    assert [lease._redelivered for lease in again] == [False] * 3
     assert sorted(lanes_of(again)) == [0, 0, 1]
     assert on.control.latency == (counts, ns)
 

@@ -60,9 +60,15 @@ def test_a_committed_record_is_seen_with_its_fields(lane) -> None:
     assert put(it.writer, b"hello") == 0
     lease = it.hub().take(lane_reader.Lease)
     assert bytes(memoryview(lease))[:5] == b"hello"
-    assert (lease.sequence, lease.rows, lease.token_count, lease.group_size, lease.env_id) == (0, 1, 5, 2, 9)
-    assert (lease.min_policy_version, lease.max_policy_version, lease.t_created_ns) == (3, 4, 7)
-    assert 0 < lease.t_publish_ns <= time.monotonic_ns()
+    assert (lease._sequence, lease.rows, lease.token_count, lease._group_size, lease._env_id) == (
+        0,
+        1,
+        5,
+        2,
+        9,
+    )
+    assert (lease._min_policy_version, lease._max_policy_version, lease._t_created_ns) == (3, 4, 7)
+    assert 0 < lease._t_publish_ns <= time.monotonic_ns()
 
 
 def test_one_open_claim_at_a_time(lane) -> None:
@@ -89,7 +95,7 @@ def test_head_is_stored_before_the_record_is_handed_out(lane) -> None:
     for sequence in range(3):
         lease = hub.take(Spy)
         heads.append(header.lane_counters(it.mapping)["head"])
-        assert lease.sequence == sequence
+        assert lease._sequence == sequence
         lease.release()
     assert heads == [1, 2, 3]
 
@@ -135,7 +141,7 @@ def test_a_lease_in_a_collected_cycle_is_handed_out_again(lane) -> None:
         put(it.writer)
     for _ in range(5):
         holder = SimpleNamespace(lease=hub.take(lane_reader.Lease))
-        assert (holder.lease.sequence, holder.lease.redelivered) == (0, False)
+        assert (holder.lease._sequence, holder.lease._redelivered) == (0, False)
         holder.myself = holder
         del holder
         gc.collect()
@@ -153,7 +159,7 @@ for _ in range(20):
     class Holder: ...
     holder = Holder()
     holder.me, holder.producer, holder.consumer = holder, producer, consumer
-    holder.reader, holder.record = consumer.get(timeout_s=5).reader, None
+    holder.reader, holder.record = consumer.get(timeout_s=5)._lane_reader, None
     producer.put({"tokens": [[1]]})
     holder.record = consumer.get(timeout_s=5)
     consumer.close()

@@ -132,7 +132,7 @@ def test_the_next_consumer_counts_what_was_held_though_another_was_released_as_u
     filled, make_consumer
 ) -> None:
     consumer = make_consumer()
-    consumer.get(5).discard(Discard.CORRUPT)
+    consumer.get(5)._discard(Discard.CORRUPT)
     in_hand = [consumer.get(5), consumer.get(5)]
     spoil(filled, 3)
     assert consumer.poll() == []

@@ -243,7 +243,7 @@ def test_threads_that_claim_at_once_never_share_a_record(make_producer, make_con
         seen = {}
         while any(thread.is_alive() for thread in threads) or len(seen) < len(told):
             for record in consumer.poll():
-                seen[record.sequence] = record["tokens"].values.tolist()
+                seen[record._sequence] = record["tokens"].values.tolist()
                 record.release()
     finally:
         sys.setswitchinterval(switch)

@@ -200,7 +200,7 @@ def test_usual_stamps_take_the_fast_path(fast_put, producer, consumer) -> None:
     fast_put.ahead = 1
     assert fast_put.put(group, "gruppe-ä", 4, 0) == 1
     assert fast_put.ahead == 2
-    assert [record.group_id for record in consumer.poll()] == [f"{producer.producer_id}:4", "gruppe-ä"]
+    assert [record._group_id for record in consumer.poll()] == [f"{producer.producer_id}:4", "gruppe-ä"]
 
 
 def test_fast_put_declines_while_the_bridge_is_paused_or_full(fast_put, consumer) -> None:
@@ -281,14 +281,14 @@ def test_an_interrupt_while_values_are_packed_is_one_and_leaves_no_claim(produce
         producer.put(group)
     assert producer.put({"tokens": [[1]]}) == 0
     assert producer.put({"tokens": ([1],)}) == 1
-    ids = [record.group_id for record in consumer.poll()]
+    ids = [record._group_id for record in consumer.poll()]
     assert len(set(ids)) == 2
 
 
 def test_default_group_ids_are_all_different_whichever_way_a_group_goes(producer, consumer) -> None:
     for number in range(6):
         producer.put({"tokens": [[1]] if number % 2 else ([1],)})
-    assert len({record.group_id for record in consumer.poll()}) == 6
+    assert len({record._group_id for record in consumer.poll()}) == 6
 
 
 class Grows:

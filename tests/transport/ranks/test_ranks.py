@@ -90,7 +90,7 @@ def test_broadcast_is_released_when_the_last_reader_is_done(
     consumer.serve_ranks(2, groups=2, mode="broadcast", prefetch=0)
     ranks = [make_rank(number, 2) for number in range(2)]
     shares = [rank.next_share(10) for rank in ranks]
-    assert [[record.sequence for record in share.records] for share in shares] == [[0, 1], [0, 1]]
+    assert [[record._sequence for record in share.records] for share in shares] == [[0, 1], [0, 1]]
     shares[0].release()
     ranks[0].report_done()
     assert consumer.stats()["held"] == 2
@@ -157,10 +157,10 @@ def test_a_share_that_nobody_read_comes_again(make_producer, make_consumer, make
     consumer.serve_ranks(1, groups=1, prefetch=0)
     rank = make_rank()
     for _ in range(3):
-        assert [record.sequence for record in rank.next_share(10).records] == [0]
+        assert [record._sequence for record in rank.next_share(10).records] == [0]
     rank.next_share(10).release()
     with rank.next_share(10) as share:
-        assert [record.sequence for record in share.records] == [1]
+        assert [record._sequence for record in share.records] == [1]
     assert rank.stats()["leases_dropped_total"] == 0
 
 
@@ -177,7 +177,7 @@ def test_a_share_of_which_a_part_was_held_for_longer_comes_again(
         rank.next_share(0.2)
     kept.release()
     with rank.next_share(10) as share:
-        assert [record.sequence for record in share.records] == [0]
+        assert [record._sequence for record in share.records] == [0]
     rank.report_done()
     assert consumer.stats()["released_total"] == 2
 
@@ -342,7 +342,7 @@ def test_an_exception_tells_what_was_released(bridge, make_consumer, make_produc
     assert consumer.stats()["released_total"] == 1
     del done, held, rank
     with shmbridge.Rank(bridge, 0, 1) as successor, successor.next_share(10) as share:
-        assert ([record.sequence for record in share.records], share.manifest.reissued) == ([1], True)
+        assert ([record._sequence for record in share.records], share.manifest.reissued) == ([1], True)
 
 
 def test_the_end_of_the_process_tells_what_was_released(bridge, make_consumer, make_producer, put_groups):
@@ -352,7 +352,7 @@ def test_the_end_of_the_process_tells_what_was_released(bridge, make_consumer, m
     subprocess.run([sys.executable, "-c", LEAVES, bridge], check=True, timeout=60)
     assert consumer.stats()["released_total"] == 1
     with shmbridge.Rank(bridge, 0, 1) as successor, successor.next_share(10) as share:
-        assert ([record.sequence for record in share.records], share.manifest.reissued) == ([1], True)
+        assert ([record._sequence for record in share.records], share.manifest.reissued) == ([1], True)
 
 
 def test_a_child_of_fork_is_told(make_rank):
@@ -499,7 +499,7 @@ def test_a_rank_that_came_back_reads_what_the_other_leaves(
 
     def read(rank: shmbridge.Rank) -> list[int]:
         with rank.next_share(10) as share:
-            found = [record.sequence for record in share.records]
+            found = [record._sequence for record in share.records]
         rank.report_done()
         return found
 
@@ -521,17 +521,17 @@ def test_a_rank_that_dies_before_the_hub_looked_leaves_its_share_to_the_living(
     consumer, producer, first = make_consumer(), make_producer(), make_rank(0, 2)
     put_groups(producer, range(2))
     consumer.serve_ranks(2, groups=2, dead_rank="spread", prefetch=0)
-    found = [record.sequence for record in first.next_share(10).records]  # the hub looks: rank 0 lives
+    found = [record._sequence for record in first.next_share(10).records]  # the hub looks: rank 0 lives
     monkeypatch.setattr("shmbridge.ranks.dealer._LOOK_EVERY_S", 1e9)
     second = shmbridge.Rank(bridge, 1, 2)
     assert len(second.next_share(10).groups) == 1
     second.close()
     monkeypatch.setattr("shmbridge.ranks.dealer._LOOK_EVERY_S", 0.0)
     with first.next_share(10) as share:  # its own share, dropped before
-        assert [record.sequence for record in share.records] == found
+        assert [record._sequence for record in share.records] == found
     with first.next_share(10) as share:
         assert (share.manifest.reissued, share.manifest.step) == (True, 0)
-        found += [record.sequence for record in share.records]
+        found += [record._sequence for record in share.records]
     first.report_done()
     assert sorted(found) == [0, 1]
     assert consumer.stats()["released_total"] == 2

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
+from shmbridge.record.leases import lane_memory
 
 GROUP = {
     "tokens": [[1, 2, 3], [4]],
@@ -232,7 +233,7 @@ def test_a_view_outlives_its_consumer_which_keeps_the_bridge_until_then(bridge, 
     del view
     gc.collect()
     with shmbridge.Consumer(bridge) as again:
-        assert [record.redelivered for record in again.poll()] == [True]  # not released
+        assert [record._redelivered for record in again.poll()] == [True]  # not released
 
 
 def test_arrow_has_the_same_values_and_holds_the_lease(record, held) -> None:
@@ -329,7 +330,7 @@ def test_records_in_garbage_cycles_are_not_released(record, consumer, held) -> N
 def test_the_memory_of_a_lane_holds_the_records_values_and_may_only_be_read(producer, consumer) -> None:
     producer.put({"tokens": [[1, 2, 3]]})
     record = consumer.get(5.0)
-    memory = record.lane_memory
+    memory = lane_memory(record)
     assert memory.readonly
     values, whole = record["tokens"].values, np.frombuffer(memory, np.uint8)
     at = values.ctypes.data - whole.ctypes.data

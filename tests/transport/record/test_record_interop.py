@@ -142,3 +142,44 @@ def test_a_write_to_the_memory_of_an_export_changes_no_record(bridge, producer, 
     with make_consumer().get(1) as record:
         assert record.meta.redelivered
         assert record["advantages"].values.tolist() == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_lists_of_a_record_as_lists_padded_and_in_arrow(record) -> None:
+    it = record({"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1.0, 1.5], None]})
+    tokens, advantages = it.tokens, it.advantages
+    assert tokens.tolist() == [[1, 2, 3], [4]]
+    assert advantages.tolist() == [[0.5, 1.0, 1.5], None]
+    assert tokens.to_padded(-1).tolist() == [[1, 2, 3], [4, -1, -1]]
+    assert (advantages.to_padded().tolist(), advantages.to_padded().dtype) == (
+        [[0.5, 1.0, 1.5], [0.0] * 3],
+        np.float32,
+    )
+    assert tokens.to_padded().flags.writeable
+    for column in (tokens, advantages):
+        assert column.to_arrow().to_pylist() == pa.array(column).to_pylist() == column.tolist()
+    assert np.shares_memory(tokens.to_arrow().values.to_numpy(), tokens.values)
+
+
+def test_lists_of_lists_as_lists_and_in_arrow(record) -> None:
+    ids = [[[1, 2], [3, 4], []], [[5]]]
+    column = record({"tokens": [[1, 2, 3], [4]], "distill_token_ids": ids}).distill_token_ids
+    assert column.tolist() == column.to_arrow().to_pylist() == pa.array(column).to_pylist() == ids
+    one = record({"tokens": [[1], [2]], "distill_token_ids": [[[7]], None]}).distill_token_ids
+    assert one.tolist() == one.to_arrow().to_pylist() == [[[7]], None]
+
+
+def test_the_lists_of_a_batch_have_the_same_forms(record, consumer, producer) -> None:
+    producer.put({"tokens": [[1, 2], [3]], "step_rewards": [[0.5, 1.0], []], "step_ends": [[1, 2], []]})
+    batch = next(consumer.batches(groups=1, timeout_s=5))
+    assert batch.step_rewards.tolist() == [[0.5, 1.0], []]
+    assert batch.step_ends.to_padded(-1).tolist() == [[1, 2], [-1, -1]]
+
+
+def test_arrow_of_a_list_keeps_the_lease(record, held) -> None:
+    it = record()
+    array = it.tokens.to_arrow()
+    it.release()
+    del it
+    assert (held(), array.to_pylist()) == (1, [[1, 2, 3], [4]])
+    del array
+    assert held() == 0

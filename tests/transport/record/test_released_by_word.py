@@ -112,7 +112,7 @@ def left(bridge, make_producer, make_consumer) -> Callable[[], list[int]]:
     def take() -> list[int]:
         gc.collect()
         hub = make_consumer()
-        return [record.sequence for record in hub.poll()]
+        return [record._sequence for record in hub.poll()]
 
     return take
 
@@ -233,7 +233,7 @@ def test_records_that_nobody_looked_at_are_handed_out_again_next(
     gc.collect()
     with caplog.at_level(logging.WARNING):
         again = hub.get(5)
-    assert (again.sequence, again.redelivered) == (0, False)
+    assert (again._sequence, again._redelivered) == (0, False)
     assert (hub.stats()["leases_dropped_total"], hub.stats()["leases_returned_total"] > 0) == (0, True)
     said = [str(each.message) for each in recwarn if "dropped without release" in str(each.message)]
     assert len(said) == 1
@@ -251,7 +251,7 @@ def test_a_list_that_an_exception_ends_comes_again_in_order(make_consumer, left)
     records.pop(0).meta  # noqa: B018, a look
     del records
     gc.collect()
-    assert [record.sequence for record in hub.poll()] == [2, 3]
+    assert [record._sequence for record in hub.poll()] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -272,13 +272,13 @@ def test_records_that_were_looked_at_stay_until_taken_back(make_consumer, left, 
     with pytest.warns(ResourceWarning, match=r"get\(\).*stays un-released"):
         second = hub.get(5)
     stats = hub.stats()
-    assert (second.sequence, stats["leases_dropped_total"], stats["held"]) == (1, 1, PUT)
+    assert (second._sequence, stats["leases_dropped_total"], stats["held"]) == (1, 1, PUT)
     assert hub.take_back_dropped() == 1
     again = hub.get(5)
-    assert (again.sequence, again.redelivered, again["tokens"][0].tolist()) == (0, True, [0])
+    assert (again._sequence, again._redelivered, again["tokens"][0].tolist()) == (0, True, [0])
     again.release()
     second.release()
-    assert [record.sequence for record in hub.poll()] == [2, 3]
+    assert [record._sequence for record in hub.poll()] == [2, 3]
 
 
 def test_a_batch_that_was_dropped_is_taken_back_whole(make_consumer, left) -> None:
@@ -453,7 +453,7 @@ def test_records_that_an_interrupt_loses_come_again(way, make_producer, make_con
     def take() -> None:
         for item in way.items(hub):
             for record in getattr(item, "records", [item]):
-                done.add(record.sequence)
+                done.add(record._sequence)
             item.release()
             if len(done) % 16 == 0:
                 return
@@ -463,7 +463,7 @@ def test_records_that_an_interrupt_loses_come_again(way, make_producer, make_con
     gc.collect()
     hub.close()
     gc.collect()
-    again = [record.sequence for record in make_consumer().poll(total)]
+    again = [record._sequence for record in make_consumer().poll(total)]
     assert again == sorted(again)
     assert done | set(again) == set(range(total))
 
@@ -494,7 +494,7 @@ def test_a_handler_closes_while_a_batch_is_formed(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (held, seen, real is not None) == ([True], [], True)
-    assert [record.sequence for record in make_consumer().poll()] == [0, 1, 2, 3]
+    assert [record._sequence for record in make_consumer().poll()] == [0, 1, 2, 3]
 
 
 def test_a_handler_closes_while_lanes_are_adopted(bridge, make_producer, make_consumer, monkeypatch) -> None:
@@ -531,7 +531,7 @@ def test_a_handler_that_closes_at_any_time_never_hangs(prefetch, make_producer, 
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 5e-3))
             for batch in hub.batches(groups=1, prefetch=prefetch, timeout_s=5):
-                seen += [record.sequence for record in batch.records]
+                seen += [record._sequence for record in batch.records]
                 batch.release()
         except (errors.Closed, errors.ConsumerEmpty):
             pass

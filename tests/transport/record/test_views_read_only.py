@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.record.leases import lane_name, map_lane_writable
 from shmbridge.segments import segment
 
 GROUP = {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1.5, 2.5], [3.5]], "score": [1.0, 2.0]}
@@ -140,9 +141,9 @@ def test_the_hub_maps_data_read_only_and_the_rest_writable(bridge, child, consum
         "flush=True); input()"
     )
     record = consumer.get(1)
-    found = rights(record.lane_name)
-    assert found == {0: "rw-s", record.reader.data_at: "r--s"}
-    assert record.reader.data_at % 4096 == 0
+    found = rights(lane_name(record))
+    assert found == {0: "rw-s", record._lane_reader.data_at: "r--s"}
+    assert record._lane_reader.data_at % 4096 == 0
     record.release()
     assert consumer.poll() == []
 
@@ -182,8 +183,8 @@ def test_a_lane_mapped_writable_for_a_gpu_is_shown(bridge, producer, consumer, c
         return info.lanes[0].data_writable
 
     assert not shown()
-    record.map_lane_writable()
-    record.map_lane_writable()
+    map_lane_writable(record)
+    map_lane_writable(record)
     assert shown()
     assert sum("is mapped writable here" in line for line in caplog.messages) == 1
     assert not record["advantages"].values.flags.writeable

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.record.leases import lane_name
 from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch.observer import Observer
@@ -94,7 +95,7 @@ def test_the_newest_of_a_lane_again_and_again(make_producer, make_consumer, obse
     producer, consumer = make_producer(), make_consumer()
     producer.put(group(1))
     producer.put(group(2))
-    (name,) = {record.lane_name for record in observer.poll()}
+    (name,) = {lane_name(record) for record in observer.poll()}
     for _ in range(2):
         assert numbers([observer.newest(name)]) == [2]
     for record in consumer.poll():

@@ -109,15 +109,15 @@ class ConsumerRole:
             elif how < 0.93:
                 self._held.append((record, number))
             else:
-                self._views.append((record["tokens"].values, number, record.sequence))
+                self._views.append((record["tokens"].values, number, record._sequence))
                 record.release()
 
     def _check(self, record: Any, number: int) -> None:
         if not self._pattern.is_whole(record, number):
-            self._log.append(Kind.TORN, number, record.sequence)
+            self._log.append(Kind.TORN, number, record._sequence)
 
     def _release(self, record: Any, number: int) -> None:
-        self._log.append(Kind.RELEASING, number, record.sequence)
+        self._log.append(Kind.RELEASING, number, record._sequence)
         record.release()
 
     def _give_back(self, count: int) -> None:
@@ -149,7 +149,7 @@ class ConsumerRole:
                 self._check(record, number)
             self._check_gathered(batch, records)
             for record, number in records:
-                log.append(Kind.RELEASING_MANY, number, record.sequence)
+                log.append(Kind.RELEASING_MANY, number, record._sequence)
             del record
             if self._random.random() < 0.5:
                 batch.release()
@@ -158,7 +158,7 @@ class ConsumerRole:
                 return
 
     def _check_gathered(self, batch: Any, records: list[tuple[Any, int]]) -> None:
-        wanted = b"".join(self._pattern.token_bytes(number, record.sequence) for record, number in records)
+        wanted = b"".join(self._pattern.token_bytes(number, record._sequence) for record, number in records)
         tokens = batch.tokens
         if batch.layout == "padded":
             tokens = tokens[np.arange(tokens.shape[1]) < batch.lengths[:, None]]
@@ -217,7 +217,7 @@ class ConsumerRole:
         words[log.TIME_SEEN] = time.monotonic_ns()
         time.sleep(self._random.uniform(0.0, 0.1))  # at any phase of periodic checks
         for record in records:
-            self._log.append(Kind.RELEASING, self._number(record.meta.producer_id), record.sequence)
+            self._log.append(Kind.RELEASING, self._number(record.meta.producer_id), record._sequence)
             words[log.TIME_RELEASED] = time.monotonic_ns()
             record.release()
         log.append(Kind.NOTE, 0, 0)

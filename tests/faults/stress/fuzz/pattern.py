@@ -113,7 +113,7 @@ class Pattern:
 
     def is_whole(self, record: Any, number: int) -> bool:
         """Whether every byte, every length and the kind of every column is as its producer wrote it."""
-        shape = self.shape(number, record.sequence)
+        shape = self.shape(number, record._sequence)
         end = shape.at + shape.tokens
         tokens = record["tokens"]
         if (

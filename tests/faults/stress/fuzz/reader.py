@@ -41,11 +41,11 @@ class Reader:
         """Once more, before it is given back: nothing may have changed."""
         number = number_of(record.meta.producer_id)
         if not self._pattern.is_whole(record, number):
-            self._append(Kind.TORN, number, record.sequence)
+            self._append(Kind.TORN, number, record._sequence)
 
     def giving_back(self, record: Any) -> None:
         """To be called before whatever releases the record."""
-        self._append(Kind.RELEASING, number_of(record.meta.producer_id), record.sequence)
+        self._append(Kind.RELEASING, number_of(record.meta.producer_id), record._sequence)
 
 
 def take_the_rest(bridge: str, log: ConsumerLog, pattern: Pattern) -> None:
