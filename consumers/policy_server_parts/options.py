@@ -16,6 +16,8 @@ examples:
   %(prog)s --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --port 0 \\
       --device cuda --dtype bfloat16 --window-ms 20
 
+Figures as JSON: GET /health.
+
 exit status: 1 refused to start, or the engine failed; 130 or 143 stopped by SIGINT or SIGTERM.
 """
 
