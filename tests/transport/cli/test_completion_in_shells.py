@@ -1,4 +1,4 @@
-"""fish completes commands, flags, choices and names of bridges with the printed script, where it is installed."""
+"""fish completes commands, flags, choices and names of bridges, where it is installed."""
 
 import os
 import shutil
