@@ -178,3 +178,15 @@ def test_import_shmbridge_is_fast():
     """60 ms beyond numpy, three times that on a machine others use too."""
     code = "import time, numpy; t = time.perf_counter(); import shmbridge; print(time.perf_counter() - t)"
     assert statistics.median(float(child(code)) for _ in range(5)) < 3 * 0.060
+
+
+def test_short_paths_of_consumers_are_lazy():
+    """`from shmbridge.consumers import WeightSync` works, and the package alone imports no torch."""
+    loaded = child("import sys, shmbridge.consumers as it; print('torch' in sys.modules, dir(it))")
+    assert loaded.startswith("False")
+    assert "WeightSync" in loaded
+    same = child(
+        "import shmbridge.consumers as it, shmbridge.consumers.dataset as d, shmbridge.consumers.weight_sync "
+        "as w; print(d.BridgeDataset is it.BridgeDataset, w.WeightSync is it.WeightSync)"
+    )
+    assert same.split() == ["True", "True"]

@@ -28,11 +28,12 @@ ORDER = {
         __main__
     """,
     "consumers": """
-        __init__ advantages dataset_parts engines gateway
+        advantages dataset_parts engines gateway
         dataset device_batch long_waits losses policy_server_parts pretrained
         tested_versions trajectories vllm
         learner policy_server vllm_weights
         grpo weight_sync
+        __init__
         atropos_trainer record_factories roll skyrl transfer_queue trl verl
     """,
     "consumers/learner": """

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import shmbridge
-from shmbridge.consumers import losses
+from shmbridge.consumers import BridgeDataset, WeightSync, losses
 from shmbridge.consumers.advantages import group_advantages
 
 
@@ -64,6 +64,11 @@ def records(consumer: shmbridge.Consumer) -> None:
     for name, column in record.items():
         print(name, column)
     consumer.step_done()
+    for tensors in BridgeDataset("run1", groups=4):
+        print(tensors["tokens"])
+    with WeightSync("run1", "http://127.0.0.1:8000", announce=consumer.publish_policy_version) as sync:
+        print(sync.push(torch.nn.Linear(1, 1)) + 1, sync.versoin)  # error
+    print(BridgeDataset("run1", hold="epoch"))  # error
 
 
 asyncio.run(asynchronous(shmbridge.Consumer("run1")))
