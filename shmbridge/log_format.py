@@ -2,10 +2,13 @@
 
     2026-11-23 12:00:01.123 INFO learner: bridge run1: step 0 of 400, version 0, waiting
 
+With SHMBRIDGE_LOG=json, or --json of a program, each line is an object of the same: time, name, level, text.
+
 The library only logs, to loggers under "shmbridge"; a program chooses where that goes, here.
 """
 
 import io
+import json
 import logging
 import os
 import re
@@ -23,6 +26,8 @@ _STAMP = re.compile(
 )
 _MOST_LINE = 2**20  # characters; a longer line is cut
 LOG_NAME = "SHMBRIDGE_LOG_NAME"  # role of this process, given by what started it
+LOG_FORMAT = "SHMBRIDGE_LOG"  # "json": an object per line
+_role = ""  # of the program that this process is, once it runs
 
 
 def role_of(role: str) -> str:
@@ -36,8 +41,23 @@ def lines(role: str, text: str, level: str = "INFO", at: float | None = None) ->
     `at`: seconds since 1970; None: now.
     """
     moment = datetime.fromtimestamp(time.time() if at is None else at)
-    stamp = f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03} {level} {role}: "
-    return "\n".join(stamp + line for line in text.splitlines() or [""])
+    said = f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03}"
+    if logs_json():
+        about = {"time": said, "name": role, "level": level}
+        return "\n".join(json.dumps(about | {"text": line}) for line in text.splitlines() or [""])
+    return "\n".join(f"{said} {level} {role}: {line}" for line in text.splitlines() or [""])
+
+
+def logs_json() -> bool:
+    """Returns whether each line of the log is a JSON object."""
+    return os.environ.get(LOG_FORMAT) == "json"
+
+
+def use_json() -> None:
+    """Makes each line that this process and its children print from now on a JSON object."""
+    os.environ[LOG_FORMAT] = "json"
+    if _role and not isinstance(sys.stdout, StampedLines):
+        _stamp(_role)
 
 
 def stamp_of(line: str) -> re.Match[str] | None:
@@ -138,7 +158,7 @@ class StampedLines:
 
     def _write(self, line: str) -> None:
         line = line.rstrip("\r").rpartition("\r")[2]
-        if not stamp_of(line):
+        if not (stamp_of(line) or (logs_json() and line.startswith('{"time": '))):
             line = lines(self._role, line, _guess(line))
         self.inner.write(line + "\n")
         self.inner.flush()
@@ -156,22 +176,31 @@ def _guess(line: str) -> str:
 
 
 def stamp_files(role: str) -> None:
-    """Puts StampedLines over standard output and standard error if both go to one file: a log.
+    """Puts StampedLines over standard output and standard error if both go to one file, a log, or if logs are
+    JSON.
 
     What else goes to a file may be meant for a program, and stays as it is.
     """
+    global _role
+    _role = role
     streams = [sys.stdout, sys.stderr]
-    if all(map(_is_file, streams)) and os.path.sameopenfile(*(each.fileno() for each in streams)):
-        for each in streams:
-            if isinstance(each, io.TextIOWrapper):  # no text is to end the program
-                each.reconfigure(errors="backslashreplace")
-        stamped = [StampedLines(each, role_of(role)) for each in streams]
-        sys.stdout, sys.stderr = stamped
-        for logger in [logging.getLogger(), *logging.root.manager.loggerDict.values()]:
-            for handler in getattr(logger, "handlers", ()):  # of packages that were imported before
-                for before, after in zip(streams, stamped, strict=True):
-                    if getattr(handler, "stream", None) is before:
-                        handler.setStream(after)
+    one_file = all(map(_is_file, streams)) and os.path.sameopenfile(*(each.fileno() for each in streams))
+    if one_file or logs_json():
+        _stamp(role)
+
+
+def _stamp(role: str) -> None:
+    streams = [sys.stdout, sys.stderr]
+    for each in streams:
+        if isinstance(each, io.TextIOWrapper):  # no text is to end the program
+            each.reconfigure(errors="backslashreplace")
+    stamped = [StampedLines(each, role_of(role)) for each in streams]
+    sys.stdout, sys.stderr = stamped
+    for logger in [logging.getLogger(), *logging.root.manager.loggerDict.values()]:
+        for handler in getattr(logger, "handlers", ()):  # of packages that were imported before
+            for before, after in zip(streams, stamped, strict=True):
+                if getattr(handler, "stream", None) is before:
+                    handler.setStream(after)
 
 
 def end_lines() -> None:

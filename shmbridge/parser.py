@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from shmbridge.config import check_bridge_name, parse_size
 from shmbridge.errors import BadBridgeName
+from shmbridge.log_format import use_json
 from shmbridge.program import DEBUG, called, refuse
 
 _UNKNOWN = "unrecognized arguments: "
@@ -83,6 +84,16 @@ class Parser(argparse.ArgumentParser):
             nargs=0,
             default=argparse.SUPPRESS,
             help="show the traceback of every error, as SHMBRIDGE_DEBUG=1 does",
+        )
+
+    def add_json_log(self) -> None:
+        """Adds the `--json` of a program that logs: from then on each line it prints is a JSON object."""
+        self.add_argument(
+            "--json",
+            action=_JsonLog,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="print a JSON object per line: time, name, level, text; as SHMBRIDGE_LOG=json does",
         )
 
     def error(self, message: str) -> NoReturn:
@@ -240,6 +251,11 @@ class _Debug(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         os.environ[DEBUG] = "1"
+
+
+class _JsonLog(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        use_json()
 
 
 class _Layout(argparse.RawDescriptionHelpFormatter):

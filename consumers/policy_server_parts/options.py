@@ -16,8 +16,6 @@ examples:
   %(prog)s --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --port 0 \\
       --device cuda --dtype bfloat16 --window-ms 20
 
-Figures as JSON: GET /health.
-
 exit status: 1 refused to start, or the engine failed; 130 or 143 stopped by SIGINT or SIGTERM.
 """
 
@@ -34,6 +32,7 @@ def parser(prog: str = "python -m shmbridge.consumers.policy_server") -> Parser:
         description="Serve a causal language model to environments; it follows the learner of a bridge.",
         examples=_EXAMPLES,
     )
+    root.add_json_log()
     root.add_argument(
         "--bridge", type=bridge_name, metavar="NAME", help="bridge to take new weights from [none]"
     )

@@ -70,6 +70,7 @@ def parser(prog: str = "python -m shmbridge.producers.atropos") -> Parser:
         description="Run an Atropos environment, unedited, with its groups going into shared memory.",
         examples=_EXAMPLES,
     )
+    parser.add_json_log()
     parser.add_argument(
         "--bridge", required=True, type=bridge_name, metavar="NAME", help="the same as the consumer's"
     )

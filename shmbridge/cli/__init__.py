@@ -103,10 +103,6 @@ def _run_program(name: str, entry: Entry, words: list[str]) -> int:
 
     Wrong words are refused first: the program itself imports torch, which takes seconds.
     """
-    own = words[: next((at for at, word in enumerate(words) if word.endswith(".py")), None)]
-    if "--json" in own:  # what these print is a log for people; a script's own words are its own
-        refuse(f"shmbridge {name}", "it has no --json: it prints a log", entry.as_json)
-        return 2
     call_as(f"shmbridge {name}")
     try:
         import_module(entry.options).parse(words)

@@ -31,7 +31,6 @@ class Entry:
         program: of producers or consumers, run as `python -m` would; "" for a command of `cli`.
         options: the module that has this program's parser.
         extras: those of pyproject.toml that it needs.
-        as_json: for a program, which has no --json: where its figures are as JSON.
         on_a_bridge: whether its BRIDGE has to exist.
     """
 
@@ -39,7 +38,6 @@ class Entry:
     program: str = ""
     options: str = ""
     extras: tuple[str, ...] = ()
-    as_json: str = ""
     on_a_bridge: bool = False
 
 
@@ -52,21 +50,18 @@ GROUPS: dict[str, dict[str, Entry]] = {
             "shmbridge.consumers.grpo",
             "shmbridge.consumers.learner.config.flags",
             ("learner",),
-            "its run directory has metrics.jsonl, an object per step",
         ),
         "serve": Entry(
             "an inference server that follows the learner",
             "shmbridge.consumers.policy_server",
             "shmbridge.consumers.policy_server_parts.options",
             ("learner",),
-            "GET /health answers in JSON, as all its routes do",
         ),
         "env": Entry(
             "an Atropos environment, unedited",
             "shmbridge.producers.atropos",
             "shmbridge.producers.atropos.options",
             ("atropos",),
-            "shmbridge inspect BRIDGE --json has its lane",
         ),
         "gateway": Entry("the Atropos HTTP API over a bridge", extras=("gateway",)),
     },

@@ -1,6 +1,7 @@
 """Logs of programs: time, level and role on every line; errors of users in one line, without a traceback."""
 
 import io
+import json
 import logging
 import os
 import signal
@@ -181,3 +182,43 @@ def test_text_that_is_no_unicode_does_not_end_the_program(tmp_path) -> None:
     assert code == 3
     assert "INFO prog: a\\udcff" in log
     assert "INFO prog: b" in log
+
+
+def json_lines(*words: str, **environment: str) -> tuple[int, list[dict]]:
+    """Runs `shmbridge WORDS`; its exit code, and each line of both streams, which must be an object."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shmbridge", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+    return done.returncode, [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--bridge", "json-log", "--model", "/nowhere", "--steps", "1", "--json"),
+        ("serve", "--model", "/nowhere", "--json"),
+        ("env", "--bridge", "json-log", "--json", "/nowhere.py", "serve"),
+    ],
+)
+def test_json_makes_every_line_of_a_program_an_object(words) -> None:
+    code, said = json_lines(*words, SHMBRIDGE_LOG_NAME="mine")
+    assert code != 0
+    assert "/nowhere" in said[-1]["text"]
+    assert {(each["name"], each["level"]) for each in said[-1:]} == {("mine", "ERROR")}
+    assert all(each.keys() == {"time", "name", "level", "text"} for each in said)
+
+
+def test_an_environments_own_json_is_its_own(tmp_path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "shmbridge", "env", "--bridge", "json-log", str(script), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "['--json']\n"

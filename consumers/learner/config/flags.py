@@ -54,8 +54,8 @@ examples:
 exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had
 no advantages under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 5 a step
 could not be computed, for want of memory or by an error; 130 or 143 stopped by SIGINT or SIGTERM. The
-unfinished batch goes to the next learner, finished steps are saved. Figures as JSON: metrics.jsonl in the run
-directory, an object per step.
+unfinished batch goes to the next learner, finished steps are saved. Each step's figures: metrics.jsonl in the
+run directory, a JSON object per step.
 """
 
 
@@ -91,6 +91,7 @@ def parser(prog: str = "python -m shmbridge.consumers.grpo") -> Parser:
         meant=_meant_flag,
         argument_default=argparse.SUPPRESS,
     )
+    root.add_json_log()
     root.add_argument(
         "--config",
         type=Path,

@@ -58,12 +58,6 @@ MISTAKES = [
     ("serve --model x --seed 99999999999999999999", "is not a whole number of 0 or above -> "),
     ("serve --model x --port 99999", "--port: '99999' is not a port: 0 to 65535"),
     ("serve --model x --dtype float16", "is none of float32, bfloat16 -> did you mean bfloat16?"),
-    (
-        "train --bridge run1 --json",
-        "it has no --json: it prints a log -> its run directory has metrics.jsonl",
-    ),
-    ("serve --model x --json", "it has no --json: it prints a log -> GET /health answers in JSON"),
-    ("env --bridge run1 --json x.py", "it prints a log -> shmbridge inspect BRIDGE --json has its lane"),
     ("env script.py serve", "shmbridge env: error: missing: --bridge -> "),
     ("env --bridge run1", "shmbridge env: error: missing: SCRIPT"),
     ("env --bridge run1 /nowhere.py serve", "shmbridge env: error: there is no environment script /nowhere"),
