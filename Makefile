@@ -37,7 +37,7 @@ help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-install: $(VENV)/.installed ## create .venv with everything the demo and the tests need
+install: $(VENV)/.built ## create .venv with everything the demo and the tests need
 
 # The extensions are compiled once, in place, by the rule after this one.
 $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
