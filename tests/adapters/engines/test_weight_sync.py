@@ -545,3 +545,51 @@ def test_a_follower_that_is_slow_to_say_so_is_not_taken_for_one_to_push_to(
             sync._timeout_s = 0.1
             sync.push(model, version=1)
     assert vllm.calls == []
+
+
+def test_a_version_is_announced_once_all_engines_have_it(bridge, serving, vllm, model):
+    announced = []
+
+    def announce(version):
+        announced.append((version, vllm.version, vllm.paused))
+
+    with WeightSync(bridge, serving(vllm), announce=announce) as sync:
+        assert sync.push(model) == 0
+        assert sync.push(model, version=7) == 7
+        assert asyncio.run(sync.push_async(model)) == 8
+        with sync.updated(model):
+            assert announced[-1][0] == 9
+    assert announced == [(0, "0", False), (7, "7", False), (8, "8", False), (9, "9", False)]
+
+
+def test_a_version_that_an_engine_refused_is_not_announced(bridge, serving, vllm, model):
+    announced, whole = [], StandInVllm()
+    with WeightSync(bridge, [serving(whole), serving(vllm)], announce=announced.append) as sync:
+        vllm.failing["/update_weights"] = "no room"
+        with pytest.raises(EngineFailed, match="no room"):
+            sync.push(model)
+        assert (whole.version, announced) == ("0", [])
+        vllm.failing, vllm.active = {}, False
+        assert (sync.push(model), announced) == (1, [1])
+
+
+def test_a_version_that_was_not_written_is_not_announced(bridge, serving, vllm, model):
+    announced = []
+    with WeightSync(bridge, serving(vllm), announce=announced.append) as sync:
+        sync.push(model, version=3)
+        with pytest.raises(ValueError):
+            sync.push(model, version=3)
+    assert announced == [3]
+
+
+def test_announced_versions_are_the_consumers(bridge, serving, vllm, model):
+    with shmbridge.Consumer(bridge) as consumer:
+        with WeightSync(bridge, serving(vllm), announce=consumer.publish_policy_version) as sync:
+            sync.push(model, version=5)
+            assert consumer.policy_version == 5
+            consumer.publish_policy_version(9)
+            with pytest.raises(ValueError):
+                sync.push(model)  # the engines have it; the consumer is further
+        assert (vllm.version, consumer.policy_version) == ("6", 9)
+    with pytest.raises(TypeError, match=r"announce=consumer\.publish_policy_version"):
+        WeightSync(bridge, serving(vllm), announce=5)
