@@ -19,7 +19,7 @@ another version is refused with both versions shown ([SB201](../errors/README.md
 
 <!-- Written by docs/_generate from shmbridge/_ext/c/layout.h. -->
 
-<!-- Search: upgrade, version mismatch, abi, layout, binary format -->
+<!-- Search: upgrade, upgrade one side, mixed versions, version mismatch, abi, layout, binary format -->
 """
 _STRUCTS = {
     "control_header": "The control segment, `/shmbridge.BRIDGE.c`. The column table follows it.",
