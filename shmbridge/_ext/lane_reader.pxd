@@ -95,6 +95,9 @@ cdef class Lease:
     cdef readonly int32_t group_size
     cdef readonly int32_t env_id
     cdef readonly uint32_t flags
+    cdef readonly uint64_t origin_sequence  # + 1; 0: the record came from no other node
+    cdef readonly int64_t origin_waited_ns
+    cdef readonly int64_t origin_transfer_ns
     cdef readonly bint redelivered
     cdef bint is_new                 # no hub has handed it out before
     cdef uint32_t _group_id_bytes

@@ -65,6 +65,9 @@ class Lease:
     group_size: int
     env_id: int
     flags: int
+    origin_sequence: int
+    origin_waited_ns: int
+    origin_transfer_ns: int
     redelivered: bool
     looked_at: bool
     handed_out_by: int

@@ -183,6 +183,8 @@ cdef class LaneReader:
         lease.token_count, lease.extent_bytes = body.tokens, body.extent_bytes
         lease.rows, lease.column_entries = body.rows, body.columns
         lease.group_size, lease.env_id, lease.flags = body.group_size, body.env_id, body.flags
+        lease.origin_sequence, lease.origin_waited_ns = body.origin_sequence, body.origin_waited_ns
+        lease.origin_transfer_ns = body.origin_transfer_ns
         lease._group_id_bytes, lease._extent = body.group_id_bytes, extent
         lease._ended = False
         self.held += 1

@@ -30,6 +30,14 @@ class Ragged:
     def to_torch(self) -> Tensor: ...
 
 @dataclass(frozen=True)
+class Origin:
+    node: str
+    producer_id: str
+    sequence: int
+    waited_ns: int
+    transfer_ns: int
+
+@dataclass(frozen=True)
 class RecordMeta:
     producer_id: str
     env_name: str
@@ -44,6 +52,7 @@ class RecordMeta:
     split: str
     redelivered: bool
     uneven: bool
+    origin: Origin | None = None
 
 class LeasedRecord(Lease):
     @property

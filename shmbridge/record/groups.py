@@ -89,7 +89,7 @@ class GroupAssembler:
             group = Group(record.group_size, now_s)
             group.append(record)
             return group
-        key = (record._lane.producer_id, record.group_id)
+        key = (record._lane.source, record.group_id)
         group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
         if not group.wrong and (why := _contradiction(group, record)):
             group.wrong = why

@@ -152,7 +152,7 @@ class Observer:
                 )
                 return
             lane = LaneObserver(mapping, None)
-            Lane(said["producer_id"], said["env_name"], Columns.decode(said["columns"]), name).describe_to(
+            Lane.of(said, Columns.decode(said["columns"]), name).describe_to(
                 lane, said["columns"]
             )
         except (OSError, ShmBridgeError, header.LaneCorrupt) as wrong:

@@ -178,6 +178,8 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     body->group_size = stamp->group_size, body->env_id = stamp->env_id;
     body->group_id_bytes = stamp->group_id_bytes, body->flags = stamp->flags;
     body->index_bytes = stamp->index_bytes;
+    body->origin_sequence = stamp->origin_sequence;
+    body->origin_waited_ns = stamp->origin_waited_ns, body->origin_transfer_ns = stamp->origin_transfer_ns;
     fault_hit("producer.body_written");
     store_release64(&body->generation, ++own->generation); /* SYNC(slot-body) */
     fault_hit("producer.generation_stored");
