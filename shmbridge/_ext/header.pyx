@@ -46,10 +46,12 @@ def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
 
 def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None,
                 uint32_t column_count, uint32_t pid, uint64_t pid_namespace, bytes producer_id not None,
-                bytes env_name not None, bytes origin_node=b"", bytes origin_producer_id=b""):
+                bytes env_name not None, bytes origin_node=b"", bytes origin_producer_id=b"",
+                uint64_t origin_newest=0):
     """Writes the header of an empty, locked, reserved lane, magic last. For its producer.
 
-    A lane with an origin begins with `origin_open` set. ValueError for an origin that does not fit.
+    A lane with an origin begins with `origin_open` set; `origin_newest` is the sequence + 1 of the last record
+    there that an earlier lane had, 0 if none did. ValueError for an origin that does not fit.
     """
     cdef lane_header* header = <lane_header*>lane.base
     ring_at, slots_at, released_at, data_at, total = lane_geometry(data_bytes, slot_count)
@@ -74,6 +76,7 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
     memcpy(header.origin_node, PyBytes_AS_STRING(origin_node), len(origin_node))
     memcpy(header.origin_producer_id, PyBytes_AS_STRING(origin_producer_id), len(origin_producer_id))
     store_relaxed64(&header.origin_open, len(origin_producer_id) > 0)
+    store_relaxed64(&header.origin_newest[1], origin_newest)  # where no record stands before the first
     memcpy(lane.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
     fault_hit(b"lane.before_magic")
     store_release64(&header.magic, LANE_MAGIC)  # SYNC(lane-ready)
@@ -199,27 +202,21 @@ def load(Mapping lane not None, list held_sequences=None):
 
 
 def newest_origin(Mapping lane not None):
-    """The highest `origin_sequence` among a lane's committed records whose slots were not used again, or None.
+    """The sequence at its origin of the last record that this lane, or one before it, has; None if none has.
 
-    A lane takes the records of one origin in their order: once its producer is dead, this is the last one that
-    was committed. LaneCorrupt if the header cannot be true. Anyone, at any time.
+    None too before the lane is ready. Exact when it is read, whatever its producer does, or did when it died.
+    LaneCorrupt if the lane never stands still. Anyone, at any time.
     """
     cdef lane_header* header = <lane_header*>lane.base
-    cdef uint64_t tail, newest = 0
-    cdef uint32_t i
-    cdef slot* slots
-    cdef geometry places
-    cdef complaint why
+    cdef uint64_t tail, newest
     if read_lane(lane) is None:
         return None
-    if geometry_read(header, lane.size, &places, &why):
-        raise LaneCorrupt(why.text.decode())
-    slots = <slot*>(lane.base + places.slots_at)
-    tail = load_acquire64(&header.tail)  # SYNC(commit)
-    for i in range(places.slot_count):
-        if load_acquire64(&slots[i].generation) and slots[i].sequence < tail:  # SYNC(slot-body)
-            newest = max(newest, slots[i].origin_sequence)
-    return newest - 1 if newest else None
+    for _ in range(LOOKS << 16):  # each commit that comes between needs another
+        tail = load_acquire64(&header.tail)  # SYNC(commit)
+        newest = load_acquire64(&header.origin_newest[(tail - 1) & 1])  # SYNC(origin-newest)
+        if tail == load_acquire64(&header.tail):  # SYNC(commit)
+            return newest - 1 if newest else None
+    raise LaneCorrupt("its tail never stands still")
 
 
 def releases(Mapping lane not None):

@@ -291,6 +291,12 @@ cdef class Lease:
         return PyUnicode_DecodeUTF8(at, self._group_id_bytes, "replace")
 
     @property
+    def slot_words(self) -> tuple:
+        """rows, columns, index_bytes, group_id_bytes, flags, tokens, group_size: of its slot."""
+        return (self.rows, self.column_entries, len(self.index), self._group_id_bytes, self.flags,
+                self.token_count, self.group_size)
+
+    @property
     def is_released(self) -> bool:
         return self._released
 

@@ -186,6 +186,11 @@ cdef class LaneWriter:
         cdef lane_header* header = self.alive().header
         store_relaxed64(&header.origin_open, 0)
 
+    @property
+    def newest_origin(self):
+        """The sequence at its origin of the last record that this lane, or one before it, has; None if none has."""
+        return self._writer.origin_newest - 1 if self._writer.origin_newest else None
+
     def count_drop(self, uint32_t reason):
         cdef lane_header* header = self._writer.header
         if reason < DROP_REASONS and self._lane.alive():

@@ -82,6 +82,7 @@ cdef extern from "layout.h" nogil:
         char origin_node[64]
         char origin_producer_id[96]
         shm_u64 tail
+        shm_u64 origin_newest[2]
         shm_u32 space_waiting
         shm_u64 bytes_total
         shm_u64 tokens_total

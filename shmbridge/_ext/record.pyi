@@ -52,7 +52,7 @@ class RecordMeta:
     split: str
     redelivered: bool
     uneven: bool
-    origin: Origin | None = None
+    origin: Origin | None
 
 class LeasedRecord(Lease):
     @property

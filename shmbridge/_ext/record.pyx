@@ -239,7 +239,7 @@ cdef class RecordMeta:
     cdef readonly str split
     cdef readonly bint redelivered
     cdef readonly bint uneven
-    cdef readonly Origin origin = None
+    cdef readonly Origin origin
 
 
 cdef RecordMeta meta_of(Lease lease):

@@ -8,6 +8,7 @@ __all__ = [
     "groups",
     "meta_types",
     "record",
+    "relayed",
     "row_checks",
     "rows_without",
     "shown",

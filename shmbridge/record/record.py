@@ -267,6 +267,7 @@ _NOT_FOR_USERS = frozenset(
             "group_id",
         ),
         *("group_size", "handed_out_by", "index", "lane_columns", "lane_memory", "lane_name", "look"),
+        *("origin_sequence", "origin_transfer_ns", "origin_waited_ns", "slot_words"),
         *("looked_at", "map_lane_writable", "max_policy_version", "min_policy_version", "reader"),
         *("redelivered", "sequence", "slot", "t_created_ns", "t_publish_ns"),
     }

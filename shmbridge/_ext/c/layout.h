@@ -129,7 +129,10 @@ typedef struct {
     uint8_t pad0[0x200 - 472];
 
     shm_u64 tail; /* P: records committed; the commit point */
-    uint8_t pad1[0x80 - 8];
+    /* P: of the record under this number's parity: the sequence + 1 of the last record at its origin that this
+     * lane, or one before it, has. So `tail - 1` finds what is committed while another is under way. Else 0 */
+    shm_u64 origin_newest[2];
+    uint8_t pad1[0x80 - 24];
     shm_u32 space_waiting; /* P */
     uint32_t pad2;
     shm_u64 bytes_total, tokens_total, wait_ns_total, late_wakes_total; /* P */
