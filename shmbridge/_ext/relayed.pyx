@@ -57,8 +57,7 @@ cdef class RelayedPlan(Plan):
     def __init__(self, extent, const int32_t[::1] numbers not None, bytes table not None, words, versions, origin,
                  int64_t requested_ns):
         cdef Py_buffer view
-        cdef uint64_t sequence
-        cdef int64_t oldest, newest
+        cdef int64_t sequence, oldest, newest
         self._extent, self._requested_ns, self.columns = memoryview(extent), requested_ns, []
         (self._slot.rows, self._slot.columns, self._slot.index_bytes, self._slot.group_id_bytes,
          self._slot.flags, self._slot.tokens, self._slot.group_size) = words
@@ -70,9 +69,9 @@ cdef class RelayedPlan(Plan):
         self.check_index(numbers, <const column_def*>PyBytes_AS_STRING(table), len(table) // sizeof(column_def))
         sequence, self._slot.origin_waited_ns = origin
         oldest, newest = versions
-        if not -1 <= oldest <= newest:
-            raise LaneCorrupt(f"policy versions {oldest} to {newest}")
-        self._slot.origin_sequence = sequence + 1
+        if sequence < 0 or not -1 <= oldest <= newest:
+            raise LaneCorrupt(f"sequence {sequence}, policy versions {oldest} to {newest}")
+        self._slot.origin_sequence = <uint64_t>sequence + 1
         self._slot.min_policy_version, self._slot.max_policy_version = oldest, newest
         self._slot.env_id = -1  # such numbers are of the hub of one node
         self._slot.t_created_ns = monotonic_ns()
