@@ -564,6 +564,18 @@ class Producer(OneProcess):
         self._check_open()
         self._writer.close_origin()
 
+    @property
+    def held(self) -> int:
+        """Its committed records that are not released. Never blocks; any thread."""
+        self._check_process()
+        return 0 if self._closed else self._writer.outstanding
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of its lane that no un-released record has. Never blocks; any thread."""
+        self._check_process()
+        return self.lane_bytes if self._closed else self._writer.free_bytes
+
     def stats(self) -> dict[str, float]:
         """Counters of this lane, flat; `dropped_total{reason}` per reason. Never blocks; any thread."""
         self._check_process()
@@ -574,11 +586,11 @@ class Producer(OneProcess):
             "tokens_total": counters["tokens"],
             "wait_s": counters["wait_ns"] / 1e9,
             "late_wakes_total": counters["late_wakes"],
-            "held": self._writer.outstanding if not self._closed else 0,
+            "held": self.held,
             "waiting": counters["tail"] - counters["head"],
             "lane_bytes": self.lane_bytes,
             **self._memory.of([self._lane]),
-            "lane_free_bytes": self._writer.free_bytes if not self._closed else self.lane_bytes,
+            "lane_free_bytes": self.free_bytes,
             "policy_version_ahead_total": self._fast_put.ahead,
             **labelled("dropped_total", Drop, counters["dropped"]),
         }

@@ -118,6 +118,12 @@ def origin_open(Mapping lane not None):
     return lane.alive() and load_relaxed64(&(<lane_header*>lane.base).origin_open) != 0
 
 
+def close_origin(Mapping lane not None):
+    """The origin of a ready lane will send nothing again. For the holder of its producer's lock."""
+    if lane.alive():
+        store_relaxed64(&(<lane_header*>lane.base).origin_open, 0)
+
+
 def lane_counters(Mapping lane not None):
     """Counters of a lane from its own words, as a dict of ints; safe for anyone at any time."""
     cdef lane_header* header = <lane_header*>lane.base

@@ -16,7 +16,8 @@ import msgspec
 from shmbridge._ext import header
 from shmbridge._ext.mapping import Mapping
 from shmbridge.errors import ShmPermission
-from shmbridge.segments import segment
+from shmbridge.segments import locks, segment
+from shmbridge.segments.locks import LockByte
 
 _LONGEST = 4096  # bytes: one page, written by one call
 
@@ -88,6 +89,25 @@ def remove_one(name: str) -> bool:
         os.unlink(_path(name))
         return True
     return False
+
+
+def close_origin(bridge: str, producer_id: str) -> None:
+    """Notes in the dead lanes of a producer on another node that it will send nothing again: they leave no
+    receipts, and its partial groups are discarded.
+
+    For the bridge's relay, which takes the place of those lanes' producers. Never blocks.
+    """
+    for name in segment.lane_names(bridge):
+        with contextlib.suppress(ShmPermission, header.LaneCorrupt):
+            mapping = segment.open_mapping(name)
+            said = None if mapping is None else header.read_lane(mapping)
+            if mapping is None or said is None or said["origin_producer_id"] != producer_id:
+                continue
+            if locks.lock_exclusive(mapping.fd, LockByte.PRODUCER):  # it is dead, and nobody removes it
+                try:
+                    header.close_origin(mapping)
+                finally:
+                    locks.unlock(mapping.fd, LockByte.PRODUCER)
 
 
 def newest_relayed(bridge: str) -> dict[str, tuple[str, int]]:
