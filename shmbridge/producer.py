@@ -185,8 +185,8 @@ class Producer(OneProcess):
 
         Args:
             group: an Atropos ScoredDataGroup, a mapping from column to rows, a pyarrow.RecordBatch, or a
-                RecordedGroup of an archive, or a RelayedRecord, which brings its own group_id and the like. Rows
-                are lists, 1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
+                RecordedGroup of an archive, or a relay's RelayedRecord, which brings all the rest. Rows are lists,
+                1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
                 are sequences or arrays. Copied before this returns. A tuple of a 1-D array and whole numbers
                 is always (flat array, lengths): `(np.array([1, 2, 3]), np.array([1, 2]))` is the rows [1] and
                 [2, 3]. Give two rows as a list.
@@ -556,8 +556,8 @@ class Producer(OneProcess):
         return not self._closed and self._names.removed
 
     def close_origin(self) -> None:
-        """Notes that the producer at the lane's origin will send nothing again: its partial groups are discarded
-        once this producer is closed, and the lane leaves no receipt.
+        """Notes that the lane's origin will send nothing again: its partial groups are discarded once this
+        producer is closed, and the lane leaves no receipt.
 
         For a relay, in the thread that puts. Never blocks. Raises Closed.
         """

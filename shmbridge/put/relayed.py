@@ -28,7 +28,7 @@ class LaneOrigin:
     Args:
         node: the node's name, at most 63 bytes.
         producer_id: of its producer there, at most 95 bytes.
-        newest: sequence there of the last record that earlier lanes of this bridge have; None: they have none.
+        newest: sequence there of the last record that earlier lanes of this bridge have; None: none has any.
     """
 
     node: str
@@ -44,8 +44,7 @@ class LaneOrigin:
             raw = text.encode(errors="replace")
             if not 1 <= len(raw) <= most or raw.decode() != text or "\0" in text:
                 raise BadArgument(
-                    f"origin {what} {shown(text)} is not text of 1 to {most} bytes",
-                    hint=f"a shorter {what}",
+                    f"origin {what} {shown(text)} is not text of 1 to {most} bytes", hint=f"a shorter {what}"
                 )
         if self.newest is not None and not 0 <= self.newest < 1 << 62:
             raise BadArgument(f"origin newest {shown(self.newest)} is no sequence", hint="newest=None")
@@ -112,7 +111,9 @@ class RelayedRecord:
         Raises InvalidRecord for what is no column table, SchemaMismatch for one of types that no lane has.
         """
         if type(self.table) is not bytes or len(self.table) % COLUMN_BYTES:
-            raise self._untrue(f"a column table of {kind_of(self.table)}, not of entries of {COLUMN_BYTES} bytes")
+            raise self._untrue(
+                f"a column table of {kind_of(self.table)}, not of entries of {COLUMN_BYTES} bytes"
+            )
         return _numbers(self.table, table)
 
     def _untrue(self, why: object) -> InvalidRecord:
@@ -124,7 +125,7 @@ class RelayedRecord:
 
 @lru_cache(maxsize=256)
 def _numbers(theirs: bytes, ours: bytes) -> Array:
-    """The number here of each column there; -1 for one that a lane here cannot carry. Raises SchemaMismatch."""
+    """Returns the number here of each column there, -1 for one that cannot come. Raises SchemaMismatch."""
     there, here = Columns.decode(theirs), Columns.decode(ours)
     numbers = [
         here.number[column.name] if column.name in here and here[column.name].same_type(column) else -1

@@ -39,7 +39,7 @@ class Lane:
 
     @property
     def source(self) -> str:
-        """Id of the producer that put its records, wherever that was; several lanes in turn may bring them."""
+        """Id of the producer that put its records, on whatever node; several lanes in turn may bring them."""
         return self.origin_producer_id or self.producer_id
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A leased record as a relay sends it to another node: its own memory, and what the words of its slot say of it.
+"""A leased record as a relay sends it to another node: its own memory, and the words of its slot.
 
 `shmbridge/put/relayed.py` is the other end.
 """

@@ -63,8 +63,8 @@ class BridgeInfo:
     `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
 
     `weights` is None if no version was ever begun. `waiting` names the lanes for which the living consumer
-    has no room yet. `receipts` counts lanes of other nodes' records that are gone, and whose last record a relay
-    may have to know: all that is left of a bridge may be these.
+    has no room yet. `receipts` counts lanes of other nodes' records that are gone, and whose last record a
+    relay may have to know: all that is left of a bridge may be these.
     """
 
     name: str

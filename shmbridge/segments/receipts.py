@@ -1,8 +1,8 @@
 """Receipts: what a lane that a relay wrote, and that is gone, had of a producer on another node.
 
-A receipt is a file of one line of JSON, `/shmbridge.BRIDGE.r.ID`, ID being that of the lane. Who removes a dead
-lane with an open origin writes it first, under the lane's lock: so a receipt that is not whole has its lane beside
-it. docs/adr/0017-relay.md says why.
+A receipt is a file of one line of JSON, `/shmbridge.BRIDGE.r.ID`, with the ID of the lane. A process that
+removes a dead lane with an open origin writes it first, under the lane's lock: a receipt that is not whole has
+its lane beside it. docs/adr/0017-relay.md says why.
 """
 
 import contextlib
@@ -76,8 +76,8 @@ def read_all(bridge: str) -> list[Receipt]:
 def remove(bridge: str, wanted: Callable[[Receipt], bool]) -> list[str]:
     """Removes those receipts of a bridge that nobody will need again; returns their names. Never blocks.
 
-    For the bridge's relay: of a producer that will send nothing again, or whose newer lane begins with what the
-    receipt says.
+    For the bridge's relay: of a producer that will send nothing again, or whose newer lane begins with what
+    the receipt says.
     """
     names = [receipt.name for receipt in read_all(bridge) if wanted(receipt)]
     return [name for name in names if remove_one(name)]
@@ -111,8 +111,8 @@ def close_origin(bridge: str, producer_id: str) -> None:
 
 
 def newest_relayed(bridge: str) -> dict[str, tuple[str, int]]:
-    """Returns what the bridge has of each producer on another node: its id -> (its node, the sequence there of
-    the last record that is, or was, committed here). Never blocks.
+    """Returns what the bridge has of each producer on another node: its id -> (its node, the sequence there
+    of the last record that is, or was, committed here). Never blocks.
 
     Exact for lanes whose relay is dead. Raises ProcessLimit: without a descriptor it cannot be known.
     """

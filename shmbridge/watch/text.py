@@ -48,7 +48,9 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
                 "lost, unless its consumer was killed"
             )
     if info.receipts:
-        lines.append(f"  {count(info.receipts, 'receipt')} of lanes from other nodes, for a relay that comes back")
+        lines.append(
+            f"  {count(info.receipts, 'receipt')} of lanes from other nodes, for a relay that comes back"
+        )
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"
         writer = f"writer pid {weights.writer_pid}" if weights.writer_pid else "no writer"

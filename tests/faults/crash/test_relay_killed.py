@@ -66,7 +66,7 @@ def test_a_relay_is_killed_with_no_consumer_there(
 def test_a_relay_is_killed_while_its_records_are_released(
     label, skip, bridge, record, faulty, make_consumer, roles, until
 ):
-    """Every record has the slot of the one before: when it is under way, no slot says what was committed last."""
+    """Every record has the slot of the one before: while it is written, no slot says what came last."""
     consumer = make_consumer()
     child = faulty("relay", record, fault=Fault(label, skip))
     count = skip + (label in faults.AFTER_COMMIT)

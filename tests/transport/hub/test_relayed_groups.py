@@ -1,4 +1,4 @@
-"""Groups are assembled by the producer that put them on another node, whichever relay brings their fragments."""
+"""Groups are assembled by the producer that put them on another node, whichever relay brings the fragments."""
 
 import os
 
@@ -17,7 +17,9 @@ def fragments() -> list[tuple]:
         made = []
         for number in range(3):
             size = 2 if number < 2 else 1
-            producer.put({"tokens": [[number]], "loss_mask": [[1]]}, group_id=f"g{number // 2}", group_size=size)
+            producer.put(
+                {"tokens": [[number]], "loss_mask": [[1]]}, group_id=f"g{number // 2}", group_size=size
+            )
             with consumer.get(timeout_s=5) as record:
                 memory = memory_of(record)
                 made.append((bytes(memory.memory), table_of(record), memory.words, -1, -1))
@@ -46,8 +48,8 @@ def discarded(consumer) -> int:
 
 
 def test_a_group_comes_together_over_two_lanes_of_one_source(relay, make_consumer, until) -> None:
-    """The relay has died in its middle, and the next one brings the rest. Of a source that sends nothing again
-    the fragment is discarded at once.
+    """The relay has died in its middle, and the next one brings the rest. Of a source that sends nothing
+    again the fragment is discarded at once.
     """
     consumer = make_consumer(group_timeout_s=60)
     batches = consumer.batches(groups=1, layout="packed", prefetch=1)

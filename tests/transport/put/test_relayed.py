@@ -100,7 +100,10 @@ def same(record: shmbridge.Record, came: shmbridge.Record) -> None:
 
 @pytest.mark.parametrize("other_columns", [False, True], ids=["same columns", "more, in another order"])
 @settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(group=known.groups(), split=st.sampled_from(["train", "eval"]))
 def test_every_kind_of_column_is_the_same_there(nodes, other_columns, group, split) -> None:
@@ -141,7 +144,7 @@ def test_the_key_of_its_source_travels_beside_its_own(nodes) -> None:
     assert came.meta.producer_id == there.relay.producer_id
     assert (origin.node, origin.producer_id) == ("env-2", there.producer.producer_id)
     assert origin.sequence == record.meta.sequence
-    assert 0 < origin.waited_ns
+    assert origin.waited_ns > 0
     assert 0 < origin.transfer_ns < time.monotonic_ns() - before
     assert came.meta.t_publish_ns > record.meta.t_publish_ns, "age counts from the arrival here"
     same(record, came)
@@ -292,11 +295,16 @@ def test_a_truncated_extent_is_refused(nodes) -> None:
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(group=known.groups(), seed=st.integers(0, 2**32 - 1), count=st.integers(1, 8), everywhere=st.booleans())
+@given(
+    group=known.groups(), seed=st.integers(0, 2**32 - 1), count=st.integers(1, 8), everywhere=st.booleans()
+)
 def test_garbage_is_refused_or_read_as_any_record(nodes, group, seed, count, everywhere) -> None:
-    """Bytes of the index are overwritten, or the extent is noise: what is committed, its consumer can read."""
+    """Bytes of the index are overwritten, or all is noise: what is committed, its consumer can read."""
     there, random = nodes(other_columns=True), np.random.default_rng(seed)
     record = there.sent(group)
     raw = np.frombuffer(bytes(memoryview(record)), np.uint8).copy()

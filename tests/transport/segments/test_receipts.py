@@ -137,6 +137,26 @@ def test_a_lane_that_is_removed_while_one_looks_is_found_by_its_receipt(
     assert names(bridge) == []
 
 
+def test_who_comes_late_to_a_lane_leaves_no_receipt(bridge, relay, make_consumer, monkeypatch) -> None:
+    """It had opened the lane before another one removed it, and the relay the receipt."""
+    producer, opened = relay(5), segment.open_segment
+    with make_consumer() as consumer:
+        take(consumer, 1)
+
+        def late(name: str, flags: int = 0):
+            file = opened(name, flags)
+            if name == producer.lane_name:
+                monkeypatch.undo()
+                producer.close()
+                assert segment.lane_names(bridge) == []
+                assert receipts.remove(bridge, lambda _: True) != []
+            return file
+
+        monkeypatch.setattr(membership, "open_segment", late)
+        assert membership.remove_lane(producer.lane_name)[:2] == (False, "gone already")
+    assert receipts.read_all(bridge) == []
+
+
 def test_what_is_no_receipt_is_left_alone(bridge, relay, consumer, until, tmp_path) -> None:
     producer = relay(5)
     take(consumer, 1)
