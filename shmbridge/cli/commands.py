@@ -64,6 +64,7 @@ GROUPS: dict[str, dict[str, Entry]] = {
             ("atropos",),
         ),
         "gateway": Entry("the Atropos HTTP API over a bridge", extras=("gateway",)),
+        "relay": Entry("a bridge over more than one node", extras=("ray",)),
     },
     "watch": {
         "top": Entry("a bridge, live", extras=("tui",), on_a_bridge=True),

@@ -1,7 +1,7 @@
-"""The relay of the learner's node: asks other nodes for records, puts them into lanes here, one lane a source.
+"""The relay of the learner's node: asks other nodes for records, puts them into lanes here, a lane a source.
 
 What is committed here is known from the lanes themselves, and from the receipts of lanes that are gone: a
-relay that begins again asks for what is newer. Order is kept per source, so that one number says what is here.
+relay that begins again asks for what is newer. Order is kept per source: one number says what is here.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ import numpy as np
 from shmbridge import Producer
 from shmbridge._ext import header
 from shmbridge.config import Run
-from shmbridge.control import ControlClient, messages
+from shmbridge.control import messages
+from shmbridge.control.client import ControlClient
 from shmbridge.errors import (
     BridgeDraining,
     InvalidRecord,
@@ -178,6 +179,11 @@ class Destination:
         there.asked += 1
         there.asks.append(ask)
         return ask
+
+    def expects(self, node: str) -> bool:
+        """Whether the session goes on in which the node was last asked: an answer is believed."""
+        there = self._nodes.get(node)
+        return there is not None and there.asked > 0
 
     def lost(self, node: str) -> None:
         """Notes that an ask of this node has no answer: what is un-acknowledged there will be sent again."""
