@@ -184,9 +184,9 @@ class Producer(OneProcess):
         under on_full="block".
 
         Args:
-            group: an Atropos ScoredDataGroup, a mapping from column to rows, a pyarrow.RecordBatch, or a
-                RecordedGroup of an archive, or a relay's RelayedRecord, which brings all the rest. Rows are lists,
-                1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
+            group: an Atropos ScoredDataGroup, a mapping from column to rows, a pyarrow.RecordBatch, a
+                RecordedGroup of an archive, or a relay's RelayedRecord, which brings all the rest. Rows
+                are lists, 1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
                 are sequences or arrays. Copied before this returns. A tuple of a 1-D array and whole numbers
                 is always (flat array, lengths): `(np.array([1, 2, 3]), np.array([1, 2]))` is the rows [1] and
                 [2, 3]. Give two rows as a list.

@@ -1,8 +1,8 @@
 """Receipts: what a lane that a relay wrote, and that is gone, had of a producer on another node.
 
 A receipt is a file of one line of JSON, `/shmbridge.BRIDGE.r.ID`, with the ID of the lane. A process that
-removes a dead lane with an open origin writes it first, under the lane's lock: a receipt that is not whole has
-its lane beside it. docs/adr/0017-relay.md says why.
+removes a dead lane with an open origin writes it first, under the lane's lock: a receipt that is not whole
+has its lane beside it. docs/adr/0017-relay.md says why.
 """
 
 import contextlib

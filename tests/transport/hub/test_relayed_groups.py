@@ -1,4 +1,4 @@
-"""Groups are assembled by the producer that put them on another node, whichever relay brings the fragments."""
+"""Groups are assembled by the producer that put them on another node, whichever relay brings fragments."""
 
 import os
 
