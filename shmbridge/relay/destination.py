@@ -4,73 +4,29 @@ What is committed here is known from the lanes themselves, and from the receipts
 relay that begins again asks for what is newer. Order is kept per source: one number says what is here.
 """
 
-import contextlib
 import logging
 import secrets
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
-import numpy as np
-
-from shmbridge import Producer
-from shmbridge._ext import header
 from shmbridge.config import Run
-from shmbridge.control import messages
-from shmbridge.control.client import ControlClient
-from shmbridge.errors import (
-    BridgeDraining,
-    InvalidRecord,
-    LaneFull,
-    LaneQuarantined,
-    LaneRemoved,
-    RecordTooBig,
-    RelayTaken,
-    SchemaMismatch,
-    ShmBridgeError,
-    ShmPermission,
-)
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord, SourceLane, State
-from shmbridge.schema import STANDARD, Columns, arrow_field
-from shmbridge.segments import inventory, locks, membership, receipts, segment
-from shmbridge.segments.locks import LockByte
-from shmbridge.sizing import SMALLEST_LANE
+from shmbridge.errors import InvalidRecord, SchemaMismatch
+from shmbridge.put.relayed import RelayedRecord
+from shmbridge.relay.bridge_here import announced_run, refuse_a_second, untaken
+from shmbridge.relay.lane import RelayedLane
+from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord, State
+from shmbridge.segments import membership, receipts
 
 log = logging.getLogger(__name__)
 
-_RECORDS_IN_A_LANE = 8  # of the size of its first one, at least
-_AGAIN_S = 1.0  # after a lane could not be opened
 _BLOCKED_S = 0.25  # a node whose lanes are full is asked again after that, or when one has room
 _LOOK_S = 0.1
 _RUN_S = 1.0
-_ANSWER_S = 0.2
 _TIDY_S = 5.0
 _WAIT_S = 0.25
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """The lane here of one producer on another node, and its records that have no room yet."""
-
-    node: str
-    source: SourceLane
-    producer: Producer | None = None
-    waiting: deque[RelayedRecord] = field(default_factory=deque)
-    waiting_bytes: int = 0
-    not_before: float = 0.0  # when to try again to open it
-
-    def free(self) -> int | None:
-        """Bytes that may be sent for it; None before it has a producer."""
-        if self.producer is None:
-            return None
-        return self.producer.free_bytes - self.waiting_bytes
-
-    def forget_waiting(self) -> None:
-        """Drops what waits: its source sends it again."""
-        self.waiting.clear()
-        self.waiting_bytes = 0
+_TOTALS = ("relayed_total", "duplicates_total", "bytes_total")
 
 
 @dataclass(slots=True, eq=False)
@@ -121,14 +77,14 @@ class Destination:
         self._max_staleness, self._wait_s = max_staleness, wait_s
         self._control = membership.open_control(bridge)
         try:
-            _refuse_a_second(bridge)
+            refuse_a_second(bridge)
             # Producer id -> its node, and the sequence there of its last record that is committed here.
             self._newest = receipts.newest_relayed(bridge)
         except BaseException:
             membership.leave(self._control.mapping.fd, bridge)
             raise
         self._earlier = set(self._newest)  # sources whose lanes are those of an earlier relay
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, RelayedLane] = {}
         self._nodes: dict[str, _Node] = {}
         self._counts: Counter[str] = Counter()
         self._run: tuple[Run | None, int] = None, 0  # and its step
@@ -154,13 +110,10 @@ class Destination:
             there = self._nodes[node] = _Node(node, secrets.token_hex(8))
         control, credits = self._control, {}
         for producer_id, lane in self._lanes.items():
-            if lane.node == node and (free := lane.free()) is not None:
-                on_their_way = sum(ask.credits.get(producer_id, 0) for ask in there.asks)
+            if lane.node == node and (free := lane.free_bytes) is not None:
+                room = free - sum(ask.credits.get(producer_id, 0) for ask in there.asks)
                 # Half for the first ask, so that the second has some, too.
-                room = free - on_their_way
                 credits[producer_id] = max(room if there.asks else -(-room // 2), 0)
-            elif lane.node == node and lane.waiting:
-                credits[producer_id] = 0
         ask = Ask(
             there.session,
             there.asked,
@@ -229,14 +182,15 @@ class Destination:
         else:
             there.blocked_until = 0.0
         for producer_id in state.finished:
-            self._finish(producer_id, node)
+            self._finish(producer_id)
         return size
 
     def _accept(self, there: _Node, sent: SentRecord, requested_ns: int) -> None:
         producer_id = sent.lane.producer_id
         lane = self._lanes.get(producer_id)
         if lane is None:
-            lane = self._lanes[producer_id] = _Lane(there.name, sent.lane)
+            lane = RelayedLane(self.bridge, there.name, sent.lane, self.lane_bytes)
+            self._lanes[producer_id] = lane
         newest = self._newest.get(producer_id)
         if newest is not None and sent.sequence <= newest[1]:
             there.counts["duplicates_total"] += 1
@@ -252,98 +206,50 @@ class Destination:
             requested_ns,
         )
         if lane.waiting or not self._put(lane, record):
-            lane.waiting.append(replace(record, extent=np.array(sent.extent)))  # lets go of the parcel
-            lane.waiting_bytes += len(sent.extent)
+            lane.keep(record)
 
-    def _put(self, lane: _Lane, record: RelayedRecord) -> bool:
+    def _put(self, lane: RelayedLane, record: RelayedRecord) -> bool:
         """Commits a record, or counts it as refused; returns False if it has to wait."""
-        producer_id = lane.source.producer_id
+        producer_id, there = lane.source.producer_id, self._nodes[lane.node]
         try:
-            if lane.producer is None and not self._open(lane, len(record.extent)):
+            was_open = lane.is_open or self._open(lane, len(record.extent))
+            if not lane.put(record):
+                if was_open and not lane.is_open:  # it was given up
+                    self._earlier.add(producer_id)
+                    self._look()
                 return False
-            assert lane.producer is not None
-            lane.producer.put(record, timeout_s=0)
-        except (LaneFull, BridgeDraining):
-            return False
-        except RecordTooBig:
-            self._grow(lane)
-            return False
-        except (LaneQuarantined, LaneRemoved) as wrong:
-            log.error("%s", wrong)
-            self._let_go(lane)
-            return False
         except (InvalidRecord, SchemaMismatch) as wrong:
             log.error("record %d of %s on %s is refused: %s", record.sequence, producer_id, lane.node, wrong)
-            there = self._nodes[lane.node]
             there.refused.setdefault(producer_id, []).append((record.sequence, wrong.code))
             there.counts[f"refused_total{{{wrong.code}}}"] += 1
             return True
         self._newest[producer_id] = lane.node, record.sequence
-        self._nodes[lane.node].counts["relayed_total"] += 1
+        there.counts["relayed_total"] += 1
         return True
 
     # -- lanes
 
-    def _open(self, lane: _Lane, size: int) -> bool:
-        """Opens the lane of a source; returns False if that must be tried again. Raises SchemaMismatch.
+    def _open(self, lane: RelayedLane, size: int) -> bool:
+        """Opens a lane for a record of so many bytes; returns False if that must be tried again.
 
         While the hub has not taken all of an earlier lane, a record in another one could overtake it.
         """
-        source, newest = lane.source, self._newest.get(lane.source.producer_id)
-        if time.monotonic() < lane.not_before or source.producer_id in self._untaken:
-            return False
-        wanted = max(min(self.lane_bytes, source.lane_bytes), _RECORDS_IN_A_LANE * size, SMALLEST_LANE)
-        try:
-            lane.producer = self._producer(source, lane.node, wanted, None if newest is None else newest[1])
-        except SchemaMismatch:
-            raise
-        except ShmBridgeError as wrong:
-            log.error("no lane for %s of %s: %s", source.producer_id, lane.node, wrong)
-            lane.not_before = time.monotonic() + _AGAIN_S
+        producer_id, newest = lane.source.producer_id, self._newest.get(lane.source.producer_id)
+        if producer_id in self._untaken or not lane.open(size, None if newest is None else newest[1]):
             return False
         if newest is not None:  # which the new lane's header says, too
-            self._remove_receipts(source.producer_id, newest[1])
+            self._remove_receipts(producer_id, newest[1])
         return True
 
-    def _producer(self, source: SourceLane, node: str, lane_bytes: int, newest: int | None) -> Producer:
-        import pyarrow as pa
-
-        own = [arrow_field(each) for each in Columns.decode(source.table).order if each.name not in STANDARD]
-        return Producer(
-            self.bridge,
-            source.env_name,
-            lane_bytes,
-            schema=pa.schema(own) if own else None,
-            producer_id=source.producer_id.rpartition("-")[0][:63] or None,
-            origin=LaneOrigin(node, source.producer_id, newest),
-        )
-
-    def _grow(self, lane: _Lane) -> None:
-        """Gives up a lane that is too small for its next record, once all its records are released: the next
-        lane is larger, and none of its records overtakes one of this lane.
-        """
-        if lane.producer is not None and not lane.producer.held:
-            self._let_go(lane)
-
-    def _let_go(self, lane: _Lane) -> None:
-        if lane.producer is not None:
-            with contextlib.suppress(ShmBridgeError):
-                lane.producer.close()
-            lane.producer = None
-            self._earlier.add(lane.source.producer_id)
-            self._look()
-
-    def _finish(self, producer_id: str, node: str) -> None:
+    def _finish(self, producer_id: str) -> None:
         """Closes the lane of a source that is gone, and whose records are all here."""
         lane = self._lanes.get(producer_id)
-        if lane is not None and lane.waiting:
-            return  # it is named again
+        if lane is not None:
+            if lane.waiting:
+                return  # it is named again
+            lane.finish()
         if producer_id in self._earlier:
             receipts.close_origin(self.bridge, producer_id)
-        if lane is not None and lane.producer is not None:
-            with contextlib.suppress(ShmBridgeError):
-                lane.producer.close_origin()
-            lane.producer.close()
         for table in (self._lanes, self._newest):
             table.pop(producer_id, None)
         self._earlier.discard(producer_id)
@@ -360,15 +266,15 @@ class Destination:
         """Puts records that had no room, as far as they have some now; returns how many. Never blocks."""
         placed = 0
         for lane in list(self._lanes.values()):
-            while lane.waiting and self._put(lane, lane.waiting[0]):
-                lane.waiting_bytes -= len(lane.waiting.popleft().extent)
+            while (record := lane.first_waiting) is not None and self._put(lane, record):
+                lane.next_waiting()
                 placed += 1
         now = time.monotonic()
         if self._untaken and now - self._looked_s > _LOOK_S:
             self._look()
         if now - self._run_s > _RUN_S:
             self._run_s = now
-            self._run = _run_of(self.bridge, self._control) or self._run
+            self._run = announced_run(self.bridge, self._control) or self._run
         if now - self._tidied_s > _TIDY_S:
             self._tidied_s = now
             for receipt in receipts.read_all(
@@ -379,13 +285,11 @@ class Destination:
 
     def _look(self) -> None:
         """Looks which sources have records in earlier lanes that the hub has not taken."""
-        own = {lane.producer.lane_name for lane in self._lanes.values() if lane.producer is not None}
-        self._untaken = _untaken(self.bridge, own)
+        self._untaken = untaken(self.bridge, {lane.name for lane in self._lanes.values()})
         self._looked_s = time.monotonic()
 
     def _free(self, node: str) -> int:
-        lanes = [lane for lane in self._lanes.values() if lane.node == node]
-        return sum(max(lane.free() or 0, 0) for lane in lanes)
+        return sum(max(lane.free_bytes or 0, 0) for lane in self._lanes.values() if lane.node == node)
 
     def gone(self, node: str) -> tuple[int, int, float]:
         """Forgets a node that left; its lanes stay until their records are released.
@@ -394,16 +298,16 @@ class Destination:
         least, and how many seconds ago that was. What its producers committed later is not among them.
         """
         there = self._nodes.pop(node, None)
-        waiting = [len(lane.waiting) for lane in self._lanes.values() if lane.node == node and lane.waiting]
+        waiting = [lane.waiting for lane in self._lanes.values() if lane.node == node and lane.waiting]
         for producer_id, lane in list(self._lanes.items()):
             if lane.node == node:
-                self._let_go(lane)
+                lane.let_go()
                 del self._lanes[producer_id]
+                self._earlier.add(producer_id)
+        self._look()
         if there is None:
             return 0, 0, 0.0
-        self._counts.update({name: count for name, count in there.counts.items() if name.endswith("}")})
-        for name in ("relayed_total", "duplicates_total", "bytes_total"):
-            self._counts[name] += there.counts[name]
+        self._counts.update(there.counts)
         if there.state is None:
             return 0, 0, 0.0
         never = there.state.backlog + sum(waiting)
@@ -419,10 +323,10 @@ class Destination:
             total.update(there.counts)
         lanes = list(self._lanes.values())
         return {
-            **dict.fromkeys(("relayed_total", "duplicates_total", "bytes_total"), 0),
+            **dict.fromkeys(_TOTALS, 0),
             **total,
             "lanes": len(lanes),
-            "waiting": sum(len(lane.waiting) for lane in lanes),
+            "waiting": sum(lane.waiting for lane in lanes),
             "waiting_bytes": sum(lane.waiting_bytes for lane in lanes),
         }
 
@@ -457,7 +361,7 @@ class Destination:
             return
         self._closed = True
         for lane in self._lanes.values():
-            self._let_go(lane)
+            lane.let_go()
         membership.leave(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
@@ -465,42 +369,3 @@ class Destination:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _refuse_a_second(bridge: str) -> None:
-    """Raises RelayTaken while a process lives that puts records of other nodes."""
-    for name in segment.lane_names(bridge):
-        lane = inventory.lane_info(name)
-        if lane is not None and lane.alive and lane.origin_node:
-            raise RelayTaken(
-                f"process {lane.pid} puts records of other nodes into bridge {bridge!r}",
-                hint="one relay per bridge: end that one first, shmbridge relay --stop",
-            )
-
-
-def _untaken(bridge: str, own: set[str]) -> set[str]:
-    """Returns the sources with records in lanes of earlier relays that no hub has taken yet."""
-    found: set[str] = set()
-    for name in segment.lane_names(bridge):
-        if name in own:
-            continue
-        with contextlib.suppress(ShmPermission, header.LaneCorrupt):
-            mapping = segment.open_mapping(name, readonly=True)
-            said = None if mapping is None else header.read_lane(mapping)
-            if mapping is not None and said is not None and said["origin_producer_id"]:
-                words = header.lane_counters(mapping)
-                if words["tail"] > words["head"] and not words["quarantined"]:
-                    found.add(said["origin_producer_id"])
-    return found
-
-
-def _run_of(bridge: str, control: header.Control) -> tuple[Run | None, int] | None:
-    """Returns the run that the learner has announced, and its step; None if no hub answers soon."""
-    if not locks.is_locked(control.mapping.fd, LockByte.HUB):
-        return None
-    try:
-        with ControlClient(bridge, role="relay", name="relay") as client:
-            answer = client.request(messages.RunInfoRequest(), _ANSWER_S)
-    except ShmBridgeError:
-        return None
-    return (answer.run, answer.current_step) if isinstance(answer, messages.RunInfo) else None

@@ -1,4 +1,4 @@
-"""The directory: one small actor per bridge, which knows where relays are, and what the destination last said.
+"""The directory: one small actor per bridge, which knows where relays are and what the destination last said.
 
 It is on no record's way. When it begins again, the destination's next report fills it.
 """
