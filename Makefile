@@ -32,7 +32,7 @@ TRAINERS := trl transferqueue verl skyrl roll
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
+.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -196,6 +196,10 @@ bench-quick: $(VENV)/.bench$(BENCH_RAY) ## the same, shorter: a look in three mi
 
 bench-vllm: $(VLLM)/.installed ## time of one weights update in a live vLLM, beside its other ways and the copy
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest bench/test_bench_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-weights.json
+
+bench-ray: $(RAY)/.installed ## one relay from node to node of a Ray cluster, beside Ray's queue actor and ray.put, ray.get
+	mkdir -p build
+	PYTHONPATH=. $(RAY)/bin/python -m pytest bench/test_bench_relay.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-relay.json
 
 # Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
 $(VENV)/.bench$(BENCH_RAY): $(VENV)/.built
