@@ -18,6 +18,7 @@ from shmbridge.relay.bridge_here import announced_run, refuse_a_second, untaken
 from shmbridge.relay.lane import RelayedLane
 from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord, State
 from shmbridge.segments import membership, receipts
+from shmbridge.weights import WeightsReader
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Destination:
         max_bytes: of a parcel.
         max_staleness: groups that are more versions behind are discarded at the source; None: none is.
         wait_s: longest wait of a source for a first record.
+        weights: whether a policy version waits at a source until its weights are whole there.
 
     Raises:
         RelayTaken: a living relay puts records of other nodes into the bridge.
@@ -72,6 +74,7 @@ class Destination:
         max_bytes: int = MOST_BYTES,
         max_staleness: int | None = None,
         wait_s: float = _WAIT_S,
+        weights: bool = False,
     ) -> None:
         self.bridge, self.lane_bytes, self.max_bytes = bridge, lane_bytes, max_bytes
         self._max_staleness, self._wait_s = max_staleness, wait_s
@@ -80,6 +83,7 @@ class Destination:
             refuse_a_second(bridge)
             # Producer id -> its node, and the sequence there of its last record that is committed here.
             self._newest = receipts.newest_relayed(bridge)
+            self._weights = WeightsReader(bridge) if weights else None
         except BaseException:
             membership.leave(self._control.mapping.fd, bridge)
             raise
@@ -128,6 +132,7 @@ class Destination:
             self._wait_s,
             self._max_staleness,
             *self._run,
+            -1 if self._weights is None or (newest := self._weights.version) is None else newest,
         )
         there.asked += 1
         there.asks.append(ask)
@@ -362,6 +367,8 @@ class Destination:
         self._closed = True
         for lane in self._lanes.values():
             lane.let_go()
+        if self._weights is not None:
+            self._weights.close()
         membership.leave(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:

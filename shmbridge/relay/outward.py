@@ -236,7 +236,7 @@ class Inward:
         self._writer.close()
 
     def _begin_again(self) -> None:
-        """Becomes another writer, as one writes one model; the bridge keeps a participant, and its versions."""
+        """Becomes another writer, as one writes one model; the bridge keeps a participant meanwhile."""
         with WeightsReader(self.bridge):
             self._writer.close()
             self._writer = WeightsWriter(self.bridge)

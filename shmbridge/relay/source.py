@@ -22,6 +22,7 @@ from shmbridge.record.relayed import memory_of, table_of
 from shmbridge.relay.wire import Ask, Parcel, SentRecord, SourceLane, State
 from shmbridge.segments import segment
 from shmbridge.segments.discard_reasons import Discard
+from shmbridge.weights import WeightsReader
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Source:
     def __init__(self, bridge: str, node: str) -> None:
         self.bridge, self.node = bridge, node
         self._consumer = Consumer(bridge)
+        self._weights = WeightsReader(bridge)
         self._lanes: dict[str, _Lane] = {}
         self._committed: dict[str, int] = {}  # as the newest ask said
         self._session: str | None = None
@@ -143,8 +145,8 @@ class Source:
             if (lane := self._lanes.get(producer_id)) is not None:
                 self._counts["acknowledged_total"] += lane.committed(newest)
         consumer = self._consumer
-        if ask.version > consumer.policy_version:
-            consumer.publish_policy_version(ask.version)
+        if (version := self._version(ask)) > consumer.policy_version:
+            consumer.publish_policy_version(version)
         self._most_stale = ask.version, ask.max_staleness
         for lane in self._lanes.values():
             self._counts["discarded_total{stale}"] += lane.discard_stale(*self._most_stale)
@@ -153,6 +155,14 @@ class Source:
             (consumer.pause if ask.paused else consumer.resume)()
         if ask.draining and not consumer.draining:
             consumer.drain()
+
+    def _version(self, ask: Ask) -> int:
+        """Returns the policy version for this node: of weights, only one that is whole here."""
+        if ask.weights < 0:
+            return ask.version
+        whole = self._weights.version
+        here = -1 if whole is None else whole
+        return ask.version if here >= ask.weights else min(ask.version, here)
 
     def _follow_run(self, ask: Ask) -> None:
         """Announces the learner's run here, and counts its steps."""
@@ -263,6 +273,7 @@ class Source:
     def close(self) -> None:
         """Leaves the bridge; releases nothing. Idempotent."""
         self._lanes.clear()
+        self._weights.close()
         self._consumer.close()
 
     def __enter__(self) -> Self:

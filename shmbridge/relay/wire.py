@@ -44,6 +44,8 @@ class Ask(msgspec.Struct, frozen=True):
         refused: producer id -> (sequence, error code) of records that cannot be put there.
         credits: producer id -> bytes that its lane there has room for; `credit` for any other producer.
         version: the policy version; -1 before the first.
+        weights: the newest version of the weights on the learner's node. While those at the source are older,
+            its policy version is at most theirs. -1: policy versions do not wait for weights.
         wait_s: longest wait for a record.
         max_staleness: staler records are discarded at the source; None: none is.
         run: the run that the learner has announced.
@@ -64,6 +66,7 @@ class Ask(msgspec.Struct, frozen=True):
     max_staleness: int | None = None
     run: Run | None = None
     step: int = 0
+    weights: int = -1
 
 
 class State(msgspec.Struct):

@@ -29,8 +29,8 @@ class WeightsLease:
 
     `tensors` are read-only views, valid inside the `with` block only: copy them into the model there.
 
-    Never blocks. `dtypes` has the learner's type names; bfloat16 and float8 come as uint16 and uint8. `slot` is
-    the memory of all tensors, each at its `offset` in `specs`; read-only, valid as long as `tensors`.
+    Never blocks. `dtypes` has the learner's type names; bfloat16 and float8 come as uint16 and uint8.
+    `slot` is the memory of all tensors, each at its `offset` in `specs`; read-only, valid as `tensors` are.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from relaying import exchange
 
 from shmbridge.errors import ConsumerTaken, FillingOver, LayoutMismatch, WeightsMismatch
 from shmbridge.relay import outward
@@ -241,3 +242,38 @@ def test_what_another_build_sends_is_refused(writer, there, inward):
         inward.write("another", 0, part)
     inward.abandon()
     assert inward.version == -1
+
+
+def test_a_policy_version_waits_for_its_weights(
+    writer, there, inward, make_source, make_destination, put_there, consumer
+):
+    """An environment elsewhere hears of a version once its weights are whole there."""
+    source, destination, producer = make_source(), make_destination(weights=True), put_there()
+
+    def heard(announced: int) -> int:
+        if announced > consumer.policy_version:
+            consumer.publish_policy_version(announced)
+        exchange(source, destination)
+        return producer.policy_version
+
+    assert heard(1) == 1  # the learner has no weights yet
+    writer.publish(2, model(2).items())
+    assert heard(2) == 1
+    inward.commit(send(there, inward).transfer)
+    assert heard(2) == 2
+    assert heard(4) == 4  # versions 3 and 4 changed no weights
+    writer.publish(5, model(5).items())
+    assert heard(5) == 4
+    under_way = send(there, inward)
+    assert heard(5) == 4
+    inward.commit(under_way.transfer)
+    writer.publish(6, model(6).items())
+    assert heard(5) == heard(6) == 5
+
+
+def test_a_policy_version_need_not_wait(writer, make_source, make_destination, put_there, consumer):
+    source, destination, producer = make_source(), make_destination(), put_there()
+    writer.publish(2, model(2).items())
+    consumer.publish_policy_version(2)
+    exchange(source, destination)
+    assert producer.policy_version == 2
