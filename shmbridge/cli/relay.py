@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("ray").setLevel(logging.ERROR)
     say = functools.partial(_say_json if arguments.json else _say, sys.stdout)
     # What Ray prints of its workers is not ours.
-    with contextlib.redirect_stdout(sys.stderr), place.joined(arguments.address):
+    with contextlib.redirect_stdout(sys.stderr), place.joined(arguments.address, or_start=not arguments.stop):
         if arguments.stop:
             for name in place.stop(arguments.bridge):
                 say("stopped", actor=name)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -47,6 +49,14 @@ def test_all_groups_arrive_once_and_in_order(
     relay.begin()  # finds them
     relay.wait(lambda: relay.last["stats"]["relayed_total"] == 450)
 
+    top = [sys.executable, "-m", "shmbridge", "top", bridge, "--cluster", "--once"]
+    words = [*top, "--address", cluster.address]
+    shown = subprocess.run(words, check=True, capture_output=True, text=True)
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert [" ".join(line[:2]) for line in lines[1:4]] == ["learner learner", "env-1 source", "env-2 source"]
+    assert [line[lines[0].index("relayed")] for line in lines[2:4]] == ["200", "250"]
+    assert lines[4] == ["policy", "version", "3"]
+
     for environment in (*environments, late):
         environment.leave()
     wait_until(lambda: not next(each for each in shmbridge.list_bridges() if each.name == bridge).lanes, 20)
@@ -57,17 +67,6 @@ def test_all_groups_arrive_once_and_in_order(
     stats = learner.consumer.stats()
     assert_conserved(stats)
     assert (stats["records_total"], stats["held"]) == (450, 0)
-
-
-def test_batches_of_whole_groups(make_relay, make_environment, consumer):
-    make_relay()
-    environments = [make_environment(node, node, 40) for node in ("env-1", "env-2")]
-    keys = []
-    batches = consumer.batches(groups=8, timeout_s=30)
-    for _ in range(10):
-        with next(batches) as batch:
-            keys += {(meta.origin.producer_id, meta.origin.sequence) for meta in batch.meta}
-    assert sorted(keys) == sorted((each.producer_id, n) for each in environments for n in range(40))
 
 
 def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
@@ -199,7 +198,7 @@ def rss(pid: int) -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_stale_groups_do_not_travel(cluster, there, make_relay, consumer):
+def test_batches_of_whole_groups_none_of_them_stale(there, make_relay, make_environment, consumer):
     relay = make_relay("--max-staleness", "1")
     consumer.publish_policy_version(5)
     with shmbridge.Producer(there("env-2"), "gsm8k") as producer:
@@ -214,3 +213,11 @@ def test_stale_groups_do_not_travel(cluster, there, make_relay, consumer):
         stats = stats_there(relay, "env-2")
         assert_conserved(stats)
         assert stats["discarded_total{stale}"] == 2
+
+    environments = [make_environment(node, node, 40) for node in ("env-1", "env-2")]
+    keys = []
+    batches = consumer.batches(groups=8, timeout_s=30)
+    for _ in range(10):
+        with next(batches) as batch:
+            keys += {(meta.origin.producer_id, meta.origin.sequence) for meta in batch.meta}
+    assert sorted(keys) == sorted((each.producer_id, n) for each in environments for n in range(40))

@@ -70,18 +70,18 @@ def label(text: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def joined(address: str | None) -> Iterator[None]:
-    """Joins the cluster at an address, "auto" the one of this machine; starts one here if there is none.
+def joined(address: str, *, or_start: bool = False) -> Iterator[None]:
+    """Joins the cluster at an address, "auto" the one of this machine; `or_start` one here if there is none.
 
-    Blocks for seconds. Raises ConnectionError if nobody answers at the address.
+    Blocks for seconds. Raises ConnectionError if nobody answers.
     """
     import ray
 
     quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        ray.init(address=address or "auto", **quiet)
+        ray.init(address=address, **quiet)
     except ConnectionError:
-        if address not in (None, "auto"):
+        if address != "auto" or not or_start:
             raise
         ray.init(include_dashboard=False, **quiet)
         log.warning("no Ray cluster was found: one was started, which ends with this process")
