@@ -27,6 +27,8 @@ _LOOK_S = 0.1
 _RUN_S = 1.0
 _TIDY_S = 5.0
 _WAIT_S = 0.25
+_LITTLE = 64 << 10
+_MOST_ASKS = 500  # a second, of nodes that have nothing
 _TOTALS = ("relayed_total", "duplicates_total", "bytes_total")
 
 
@@ -58,7 +60,7 @@ class Destination:
         lane_bytes: of each lane; a lane of the source that is smaller has as much here.
         max_bytes: of a parcel.
         max_staleness: groups that are more versions behind are discarded at the source; None: none is.
-        wait_s: longest wait of a source for a first record.
+        wait_s: longest wait of a source for a first record; longer with more than 125 nodes.
         weights: whether a policy version waits at a source until its weights are whole there.
 
     Raises:
@@ -108,7 +110,11 @@ class Destination:
         return time.monotonic() >= there.blocked_until or self._free(node) > there.blocked_free
 
     def ask(self, node: str) -> Ask:
-        """Returns the next ask for a node; whatever answers it goes to `accept` or is `lost`."""
+        """Returns the next ask for a node; whatever answers it goes to `accept` or is `lost`.
+
+        A node whose last answer brought nothing is asked for little, which needs no share of what may be on
+        its way.
+        """
         there = self._nodes.get(node)
         if there is None:
             there = self._nodes[node] = _Node(node, secrets.token_hex(8))
@@ -128,8 +134,8 @@ class Destination:
             int(control.policy_version),
             bool(control.paused),
             bool(control.draining),
-            self.max_bytes,
-            self._wait_s,
+            self.max_bytes if there.brought else min(_LITTLE, self.max_bytes),
+            max(self._wait_s, len(self._nodes) / _MOST_ASKS),
             self._max_staleness,
             *self._run,
             -1 if self._weights is None or (newest := self._weights.version) is None else newest,

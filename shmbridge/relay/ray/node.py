@@ -156,7 +156,7 @@ class DestinationActor:
             try:
                 actor = self._actor(node)
             except ValueError as wrong:  # there is none of that name, now
-                self._turns.came(node, self._options.max_bytes, 0)
+                self._turns.came(node, 0)
                 self._failed(destination, node, wrong)
                 continue
             requested_ns = time.monotonic_ns()
@@ -177,13 +177,13 @@ class DestinationActor:
         if self._errors.pop(node, None) is not None:
             log.warning("node %s answers again", node)
         brought = destination.accept(node, parcel, pull.requested_ns)
-        self._turns.came(node, self._options.max_bytes, brought)
+        self._turns.came(node, brought)
         if not destination.expects(node):  # the answer was not believed: neither are those after it
             self._drop_pulls(node)
 
     def _drop_pulls(self, node: str) -> None:
         for _ in self._pulls.pop(node, ()):
-            self._turns.came(node, self._options.max_bytes, 0)
+            self._turns.came(node, 0)
 
     def _failed(self, destination: Destination, node: str, wrong: Exception) -> None:
         """A node did not answer: all its asks are lost. It is asked again until it has left."""
