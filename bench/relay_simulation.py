@@ -3,7 +3,9 @@
     python -m shmbridge.bench.relay_simulation --nodes 256 --seed 1
 
 The rules are those of shmbridge/relay: a lane on the learner's node for each remote lane, pulls with credits,
-acknowledgements with the next pull, at most so many bytes under way. Nothing here uses Ray or shared memory.
+acknowledgements with the next pull, at most so many bytes under way. Each node that has nothing has a pull
+under way, which waits there for a first record. Nothing here uses Ray or shared memory; times of calls and of
+copies are those that test_bench_relay.py measured.
 """
 
 import argparse
@@ -30,11 +32,13 @@ class Setup:
         parcel, in_flight: most bytes of a parcel, and of all parcels under way.
         round_trip_s, node_bandwidth: of a pull; bytes a second that one node sends.
         parcel_s, put_bandwidth: the destination's work for a parcel, and for its bytes.
+        wait_s, most_asks, ask_s: longest wait of a node that has nothing, most asks a second of such nodes,
+            and the destination's work for one.
         step_s, step_groups: of the learner.
         max_staleness: steps; a group that began longer ago is dropped.
         node_mtbf_s, relay_mtbf_s, repair_s: mean time between deaths of a node and of a source relay, and
             until a node is back.
-        report_s: how often each relay reports to the directory.
+        report_s: how often the destination reports to the directory, and the supervisor tells it and asks it.
         seconds: simulated time.
     """
 
@@ -46,12 +50,15 @@ class Setup:
     slower: float = 8.0
     source_lane: int = 64 * MIB
     lane: int = 16 * MIB
-    parcel: int = 4 * MIB
-    in_flight: int = 256 * MIB
-    round_trip_s: float = 0.003
+    parcel: int = 8 * MIB
+    in_flight: int = 64 * MIB
+    round_trip_s: float = 0.0015
     node_bandwidth: float = 1.0e9
-    parcel_s: float = 0.002
-    put_bandwidth: float = 1.5e9
+    parcel_s: float = 0.001
+    put_bandwidth: float = 1.2e9
+    wait_s: float = 0.25
+    most_asks: float = 500.0
+    ask_s: float = 0.0006
     step_s: float = 20.0
     step_groups: int = 256
     max_staleness: int = 8
@@ -76,6 +83,7 @@ class Outcome:
     learner_busy: float = 0.0
     destination_busy: float = 0.0
     pulls_per_s: float = 0.0
+    idle_asks_per_s: float = 0.0
     reports_per_s: float = 0.0
     mb_per_s: float = 0.0
     age_p50_s: float = 0.0
@@ -133,6 +141,7 @@ class Simulation:
         self._ready: list[_Lane] = []  # lanes of the learner's node, in turn
         self._turn, self._learning = 0, False
         self._ages: list[float] = []
+        self._idle_asks_per_s = setup.nodes / max(setup.wait_s, setup.nodes / setup.most_asks)
         slow = set(self.random.sample(range(setup.nodes), int(setup.nodes * setup.stragglers)))
         self.nodes = [_Node(number, number in slow) for number in range(setup.nodes)]
 
@@ -256,6 +265,7 @@ class Simulation:
     def _arrived(self, node: _Node, parcel: Sequence[_Group], size: int, session: int) -> None:
         """The destination works on one parcel after another."""
         work_s = self.setup.parcel_s + size / self.setup.put_bandwidth
+        work_s /= 1 - self._idle_asks_per_s * self.setup.ask_s  # which it answers in between
         self._free_at_s = max(self._free_at_s, self.now_s) + work_s
         self._busy_s += work_s
         self._later(self._free_at_s - self.now_s, lambda: self._committed(node, parcel, size, session))
@@ -346,7 +356,8 @@ class Simulation:
         outcome.learner_busy = outcome.steps * setup.step_s / setup.seconds
         outcome.destination_busy = self._busy_s / setup.seconds
         outcome.pulls_per_s = self._pulls / setup.seconds
-        outcome.reports_per_s = (setup.nodes + 1) / setup.report_s
+        outcome.idle_asks_per_s = self._idle_asks_per_s
+        outcome.reports_per_s = 3 / setup.report_s
         outcome.mb_per_s = self._bytes / 1e6 / setup.seconds
         ages = sorted(self._ages)
         if ages:
