@@ -265,8 +265,8 @@ class Simulation:
     def _arrived(self, node: _Node, parcel: Sequence[_Group], size: int, session: int) -> None:
         """The destination works on one parcel after another."""
         work_s = self.setup.parcel_s + size / self.setup.put_bandwidth
-        work_s /= 1 - self._idle_asks_per_s * self.setup.ask_s  # which it answers in between
-        self._free_at_s = max(self._free_at_s, self.now_s) + work_s
+        idle = self._idle_asks_per_s * self.setup.ask_s  # what asks that bring nothing take of its time
+        self._free_at_s = max(self._free_at_s, self.now_s) + work_s / (1 - idle)
         self._busy_s += work_s
         self._later(self._free_at_s - self.now_s, lambda: self._committed(node, parcel, size, session))
 
@@ -354,7 +354,7 @@ class Simulation:
             outcome.trained + outcome.stale_at_source + outcome.stale_at_learner + outcome.lost_with_nodes
         )
         outcome.learner_busy = outcome.steps * setup.step_s / setup.seconds
-        outcome.destination_busy = self._busy_s / setup.seconds
+        outcome.destination_busy = self._busy_s / setup.seconds + self._idle_asks_per_s * setup.ask_s
         outcome.pulls_per_s = self._pulls / setup.seconds
         outcome.idle_asks_per_s = self._idle_asks_per_s
         outcome.reports_per_s = 3 / setup.report_s
