@@ -76,11 +76,12 @@ def decode_report(raw: bytes) -> Report:
 
 
 class Directory:
-    """The actor: two tables of a few kilobytes, in memory. Its calls never block."""
+    """The actor: three tables of a few kilobytes, in memory. Its calls never block."""
 
     def __init__(self) -> None:
         self._sources: bytes | None = None
         self._report: bytes | None = None
+        self._weights: bytes | None = None
 
     def place(self, sources: bytes) -> None:
         """Sets where the sources are: by the supervisor."""
@@ -96,3 +97,12 @@ class Directory:
     def report(self) -> bytes | None:
         """Returns the newest report, None before the first."""
         return self._report
+
+    def exchange_weights(self, report: bytes) -> bytes | None:
+        """Takes what is said of the weights' way out, returns where the sources are, None if not known."""
+        self._weights = report
+        return self._sources
+
+    def weights(self) -> bytes | None:
+        """Returns what was last said of the weights' way out, None before the first."""
+        return self._weights

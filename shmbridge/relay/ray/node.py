@@ -28,12 +28,16 @@ _GONE_SAID = 16  # nodes that left, of which the report tells
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Of a destination: as its arguments; `in_flight_bytes` are on their way at a time, over all nodes."""
+    """Of a destination: as its arguments; `in_flight_bytes` are on their way at a time, over all nodes.
+
+    `weights`: whether the learner's weights go to all nodes, and policy versions wait for them there.
+    """
 
     lane_bytes: int = 16 << 20
     max_bytes: int = wire.MOST_BYTES
     in_flight_bytes: int = 64 << 20
     max_staleness: int | None = None
+    weights: bool = True
 
 
 class SourceActor:
@@ -122,6 +126,7 @@ class DestinationActor:
             lane_bytes=options.lane_bytes,
             max_bytes=options.max_bytes,
             max_staleness=options.max_staleness,
+            weights=options.weights,
         )
         self._errors.pop(self._node, None)
         return destination
@@ -209,7 +214,7 @@ class DestinationActor:
         self._drop_pulls(node)
         self._turns.remove(node)
         for table in (self._sources, self._actors, self._errors, self._not_before):
-            table.pop(node, None)  # type: ignore[attr-defined]
+            table.pop(node, None)
 
     def _actor(self, node: str) -> Any:
         import ray

@@ -20,6 +20,7 @@ from shmbridge.relay.ray.directory import (
     names,
 )
 from shmbridge.relay.ray.node import DestinationActor, Options, SourceActor
+from shmbridge.relay.ray.weights import InwardActor, OutwardActor, inward_name, outward_name
 from shmbridge.shown import shown
 
 log = logging.getLogger(__name__)
@@ -194,9 +195,13 @@ class Placement:
                 f"bridge {self._plan.bridge!r} has its destination on node {there}, not on {node.name}",
                 hint=f"shmbridge relay --bridge {self._plan.bridge} --stop, and start again",
             )
+        if self._plan.options.weights:
+            _actor(OutwardActor, outward_name(self._plan.bridge), node.node_id, node.bridge, node.name)
 
     def _source(self, placed: Placed, name: str) -> None:
         _actor(SourceActor, placed.actor, placed.node_id, placed.bridge, name)
+        if self._plan.options.weights:
+            _actor(InwardActor, inward_name(placed), placed.node_id, placed.bridge)
 
     def _tell(self) -> None:
         import ray
@@ -250,9 +255,10 @@ def stop(bridge: str) -> list[str]:
 
     said = report(bridge)
     directory, destination = names(bridge)
-    sources = [] if said is None else [placed.actor for placed in said.sources.values()]
+    placed = [] if said is None else list(said.sources.values())
+    sources = [name for each in placed for name in (each.actor, inward_name(each))]
     ended = []
-    for name in (destination, *sources, directory):
+    for name in (destination, outward_name(bridge), *sources, directory):
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
