@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import logging
+import signal
 import sys
 import time
 from typing import Any, TextIO
@@ -102,14 +103,21 @@ def run(arguments: argparse.Namespace) -> int:
                 max_staleness=arguments.max_staleness,
             ),
         )
-        placement = place.Placement(plan)
-        while True:
-            for node, what in placement.reconcile():
-                say("placed", node=node, what=what)
-            if arguments.once:
-                return 0
-            _tell_of(placement, say, arguments.json)
-            time.sleep(_LOOK_S)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler prints its stack
+        with contextlib.suppress(KeyboardInterrupt):
+            _keep(place.Placement(plan), say, once=arguments.once, whole=arguments.json)
+        return 0
+
+
+def _keep(placement: Any, say: Any, *, once: bool, whole: bool) -> None:
+    """Puts relays where they are missing, until a signal; with `once`, once."""
+    while True:
+        for node, what in placement.reconcile():
+            say("placed", node=node, what=what)
+        if once:
+            return
+        _tell_of(placement, say, whole)
+        time.sleep(_LOOK_S)
 
 
 def _tell_of(placement: Any, say: Any, whole: bool) -> None:
