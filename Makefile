@@ -199,7 +199,7 @@ bench-vllm: $(VLLM)/.installed ## time of one weights update in a live vLLM, bes
 
 bench-ray: $(RAY)/.installed ## one relay from node to node of a Ray cluster, beside Ray's queue actor and ray.put, ray.get
 	mkdir -p build
-	PYTHONPATH=. $(RAY)/bin/python -m pytest bench/test_bench_relay.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-relay.json
+	PYTHONPATH=. $(RAY)/bin/python -m pytest bench/test_bench_relay.py bench/test_bench_relay_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-relay.json
 
 # Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
 $(VENV)/.bench$(BENCH_RAY): $(VENV)/.built

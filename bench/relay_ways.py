@@ -33,13 +33,16 @@ ENVIRONMENT = {
 
 
 class TwoNodes:
-    """The cluster, and this process as its driver; a context manager."""
+    """The cluster, and this process as its driver; a context manager. `store_bytes`: of each object store."""
+
+    def __init__(self, store_bytes: int = _STORE_BYTES) -> None:
+        self._store_bytes = store_bytes
 
     def __enter__(self) -> Self:
         import ray
         from ray.cluster_utils import Cluster
 
-        options: dict[str, Any] = {"num_cpus": 4, "object_store_memory": _STORE_BYTES}
+        options: dict[str, Any] = {"num_cpus": 4, "object_store_memory": self._store_bytes}
         labels = {"shmbridge": "learner", "shmbridge-name": "learner"}
         self._cluster = Cluster(initialize_head=True, head_node_args=options | {"labels": labels})
         labels = {"shmbridge": "environments", "shmbridge-name": "env-1", "shmbridge-suffix": "-env"}

@@ -12,7 +12,6 @@ import os
 import time
 from statistics import median
 
-import psutil
 import pytest
 
 import shmbridge
@@ -21,6 +20,7 @@ from shmbridge.bench import relay_ways
 os.environ.update(relay_ways.ENVIRONMENT)
 pytest.importorskip("ray", reason="needs an environment with Ray: make bench-ray")
 
+from shmbridge.bench.cpu_time import cpu_s
 from shmbridge.bench.groups import LARGE, MIDDLE, SMALL
 from shmbridge.bench.relay_ways import WAYS, TwoNodes
 from shmbridge.testing import wait_until
@@ -33,20 +33,6 @@ full = pytest.mark.full
 def two_nodes():
     with TwoNodes() as cluster:
         yield cluster
-
-
-def cpu_of(process):
-    spent = process.cpu_times()
-    return spent.user + spent.system
-
-
-def cpu_s():
-    """CPU seconds that this process and all below it have used, by pid."""
-    found = {}
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found[process.pid] = cpu_of(process)
-    return found
 
 
 def timed(way, count):
