@@ -29,7 +29,7 @@ def test_the_batch_script_is_one(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
     assert shellcheck(SCRIPT) == ""
     wrong = tmp_path / "wrong.sbatch"
-    wrong.write_text(SCRIPT.read_text().replace('wait "$learner"', "wait $learner"))
+    wrong.write_text(SCRIPT.read_text().replace('--nodelist="$head" "$@"', '--nodelist=$head "$@"'))
     assert "SC2086" in shellcheck(wrong)
 
 
