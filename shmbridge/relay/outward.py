@@ -6,6 +6,7 @@ A version is whole on a node or not there: a relay that dies while it writes one
 
 import bisect
 import contextlib
+import itertools
 import secrets
 from collections.abc import Iterator
 from typing import Any, Self
@@ -15,8 +16,7 @@ import numpy as np
 
 from shmbridge._ext import versions
 from shmbridge.errors import FillingOver, LayoutMismatch, NotReady, WeightsMismatch
-from shmbridge.weights import WeightsFilling, WeightsReader, WeightsWriter
-from shmbridge.weights.table import lay_out
+from shmbridge.weights import TensorSpec, WeightsFilling, WeightsReader, WeightsWriter
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +34,7 @@ class Head(msgspec.Struct, frozen=True):
         layout: of weights segments on the learner's node.
         slot_bytes: of the version.
         part_bytes: of each part but the last.
-        tensors: name, dtype word and shape of each tensor, in the order in which they lie.
+        tensors: the learner's table.
     """
 
     transfer: str
@@ -42,7 +42,7 @@ class Head(msgspec.Struct, frozen=True):
     layout: int
     slot_bytes: int
     part_bytes: int
-    tensors: list[tuple[str, str, tuple[int, ...]]]
+    tensors: list[TensorSpec]
 
     @property
     def parts(self) -> int:
@@ -122,7 +122,7 @@ class Outward:
                 versions.layout_version,
                 len(lease.slot),
                 self._part_bytes,
-                [(spec.name, spec.dtype, spec.shape) for spec in lease.specs],
+                lease.specs,
             )
             yield Offer(head, lease.slot)
 
@@ -155,10 +155,7 @@ class Inward:
         self._filling: WeightsFilling | None = None
         self._ends = contextlib.ExitStack()
         self._model: set[tuple[str, str, tuple[int, ...]]] | None = None  # tensors of all its versions
-        # Of the tensors in the learner's segment, which may have them in another order.
-        self._names: list[str] = []
-        self._begins: list[int] = []
-        self._sizes: list[int] = []
+        self._begins: list[int] = []  # of the tensors, in the learner's segment
 
     @property
     def version(self) -> int:
@@ -176,21 +173,14 @@ class Inward:
         self.abandon()
         if head.version <= self.version:
             return False
-        table, slot_bytes = lay_out(head.tensors, self.bridge)
-        if slot_bytes != head.slot_bytes or head.part_bytes <= 0:
-            raise WeightsMismatch(
-                f"weights of {head.slot_bytes} bytes are to come, their tensors have {slot_bytes}",
-                hint=_ONE_RELEASE,
-            )
-        if self._model is not None and self._model != set(head.tensors):
+        self._begins = [spec.offset for spec in head.tensors]
+        if head.part_bytes <= 0 or self._begins != sorted(self._begins):
+            raise WeightsMismatch("what a relay sent is no head of weights", hint=_ONE_RELEASE)
+        model = [(spec.name, spec.dtype, spec.shape) for spec in head.tensors]
+        if self._model is not None and self._model != set(model):
             self._begin_again()
-        self._model = set(head.tensors)
-        self._names = [spec.name for spec in table]
-        self._begins = [spec.offset for spec in table]
-        self._sizes = [spec.size_bytes for spec in table]
-        self._filling = self._ends.enter_context(
-            self._writer.fill(head.version, head.tensors, timeout_s=_BUSY_S)
-        )
+        self._filling = self._ends.enter_context(self._writer.fill(head.version, model, timeout_s=_BUSY_S))
+        self._model = set(model)
         self._head = head
         return True
 
@@ -208,11 +198,12 @@ class Inward:
                 hint=_ONE_RELEASE,
             )
         row = max(bisect.bisect_right(self._begins, begin) - 1, 0)
-        while row < len(self._begins) and (at := self._begins[row]) < end:
-            first, last = max(at, begin), min(at + self._sizes[row], end)
-            if first < last:
-                filling.write_bytes(self._names[row], first - at, part[first - begin : last - begin])
-            row += 1
+        for spec in itertools.islice(head.tensors, row, None):
+            first, last = max(spec.offset, begin), min(spec.offset + spec.size_bytes, end)
+            if spec.offset >= end:
+                return
+            if first < last:  # the segment here may have the tensors in another order
+                filling.write_bytes(spec.name, first - spec.offset, part[first - begin : last - begin])
 
     def commit(self, transfer: str) -> int:
         """Makes the version the newest here, and returns it.

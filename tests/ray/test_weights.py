@@ -13,7 +13,8 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 import shmbridge
 from shmbridge.relay.ray.directory import NAMESPACE
-from shmbridge.relay.ray.weights import WeightsReport, inward_name, outward_name, report
+from shmbridge.relay.ray.inward import inward_name
+from shmbridge.relay.ray.weights import WeightsReport, outward_name, report
 from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader, WeightsWriter
 from shmbridge.weights.table import open_segment

@@ -19,8 +19,9 @@ from shmbridge.relay.ray.directory import (
     encode,
     names,
 )
+from shmbridge.relay.ray.inward import InwardActor, inward_name
 from shmbridge.relay.ray.node import DestinationActor, Options, SourceActor
-from shmbridge.relay.ray.weights import InwardActor, OutwardActor, inward_name, outward_name
+from shmbridge.relay.ray.weights import OutwardActor, outward_name
 from shmbridge.shown import shown
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""The policy's weights over Ray: the learner's node puts each version once into the object store, part by
-part; an actor on each other node writes the parts into the segment there.
+"""The policy's weights on their way out over Ray: an actor on the learner's node puts each version once into
+the object store, part by part, for the actor on each other node.
 """
 
 import logging
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from shmbridge.errors import ShmBridgeError
-from shmbridge.relay.outward import PART_BYTES, Head, Inward, Offer, Outward, decode, encode
+from shmbridge.relay.outward import PART_BYTES, Head, Offer, Outward, encode
 from shmbridge.relay.ray.directory import NAMESPACE, Placed, decode_placed, names
+from shmbridge.relay.ray.inward import inward_name
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,6 @@ def outward_name(bridge: str) -> str:
     return f"shmbridge-outward-{bridge}"
 
 
-def inward_name(placed: Placed) -> str:
-    """Returns the name of the actor on a source's node."""
-    return f"shmbridge-inward-{placed.bridge}-{placed.node_id[:16]}"
-
-
 def report(bridge: str) -> WeightsReport | None:
     """Returns what was last said of the weights of a bridge; None if nothing was. Joined only."""
     import ray
@@ -84,41 +79,6 @@ def report(bridge: str) -> WeightsReport | None:
     except (ValueError, ray.exceptions.RayError):
         return None
     return None if raw is None else _report.decode(raw)
-
-
-class InwardActor:
-    """Writes weights into the segment of a source's node; opened by the first version, and kept."""
-
-    def __init__(self, bridge: str) -> None:
-        self._bridge = bridge
-        self._inward: Inward | None = None
-
-    def begin(self, head: bytes) -> int:
-        """Begins a version, unless it is there; returns the newest that is."""
-        about = decode(head)
-        if self._inward is None:
-            self._inward = Inward(self._bridge)
-        self._inward.begin(about)
-        return self._inward.version
-
-    def write(self, transfer: str, number: int, part: np.ndarray[Any, Any]) -> None:
-        """Writes a part, out of the object store here."""
-        self._opened().write(transfer, number, part)
-
-    def commit(self, transfer: str) -> int:
-        """Makes the version the newest, and returns it."""
-        return self._opened().commit(transfer)
-
-    def stop(self) -> None:
-        """Leaves the bridge; whole versions stay."""
-        inward, self._inward = self._inward, None
-        if inward is not None:
-            inward.close()
-
-    def _opened(self) -> Inward:
-        if self._inward is None:  # begun again in the middle of a transfer
-            self._inward = Inward(self._bridge)
-        return self._inward
 
 
 @dataclass(slots=True, eq=False)

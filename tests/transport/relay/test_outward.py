@@ -14,7 +14,7 @@ from relaying import exchange
 from shmbridge.errors import ConsumerTaken, FillingOver, LayoutMismatch, WeightsMismatch
 from shmbridge.relay import outward
 from shmbridge.relay.outward import Head, Inward, Outward
-from shmbridge.weights import WeightsReader, WeightsWriter
+from shmbridge.weights import TensorSpec, WeightsReader, WeightsWriter
 
 PART = 1000  # no multiple of anything: parts begin within tensors, and within values
 
@@ -227,10 +227,10 @@ def test_what_another_build_sends_is_refused(writer, there, inward):
     with pytest.raises(WeightsMismatch, match="no head"):
         outward.decode(b"\x93\x01\x02\x03")
     for wrong in (
-        replace(head, slot_bytes=head.slot_bytes + 64),
         replace(head, part_bytes=0),
-        replace(head, tensors=[*head.tensors, head.tensors[0]]),
-        replace(head, tensors=[("w", "complex7", (3,))]),
+        replace(head, tensors=head.tensors[::-1]),
+        replace(head, tensors=[*head.tensors, replace(head.tensors[0], offset=head.slot_bytes)]),
+        replace(head, tensors=[TensorSpec("w", "complex7", (3,), 0, 24)]),
     ):
         with pytest.raises(WeightsMismatch):
             inward.begin(wrong)
@@ -240,6 +240,11 @@ def test_what_another_build_sends_is_refused(writer, there, inward):
             inward.write(head.transfer, number, wrong)
     with pytest.raises(FillingOver):
         inward.write("another", 0, part)
+    longer = replace(head.tensors[0], size_bytes=2 * head.tensors[0].size_bytes)
+    assert inward.begin(replace(head, tensors=[longer], transfer="lies"))
+    with pytest.raises(WeightsMismatch, match="it has 9240"):
+        for number in range(head.parts):
+            inward.write("lies", number, part[: min(PART, head.slot_bytes - number * PART)])
     inward.abandon()
     assert inward.version == -1
 
