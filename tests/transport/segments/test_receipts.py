@@ -78,6 +78,21 @@ def test_a_lane_whose_origin_is_closed_leaves_none(bridge, relay, consumer, unti
     assert newest_relayed(bridge) == {}
 
 
+def test_a_dead_lane_whose_source_sends_nothing_again_leaves_none(bridge, relay, consumer, until) -> None:
+    """Its next relay says so of it; a living lane and another source's are left alone."""
+    dead, living, other = relay(3), relay(4), relay(5, source="other")
+    dead.close()
+    receipts.close_origin(bridge, SOURCE)
+    take(consumer, 3)
+    for producer in (living, other):
+        producer.close()
+    until(lambda: segment.lane_names(bridge) == [])
+    assert sorted((each.producer_id, each.sequence) for each in receipts.read_all(bridge)) == [
+        (SOURCE, 4),
+        ("other", 5),
+    ]
+
+
 def test_a_lane_of_this_node_leaves_none(bridge, producer, consumer, until) -> None:
     producer.put({"tokens": [[1]]})
     assert newest_relayed(bridge) == {}
