@@ -72,6 +72,9 @@ def prepare_parser(parser: Parser) -> None:
         metavar="N",
         help="groups that are more versions behind are discarded before they are sent",
     )
+    parser.add_argument(
+        "--no-weights", action="store_true", help="do not bring the learner's weights to the other nodes"
+    )
     parser.add_argument("--once", action="store_true", help="place the relays and end")
     parser.add_argument("--stop", action="store_true", help="end the relays of the bridge")
 
@@ -101,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
                 lane_bytes=arguments.lane_bytes,
                 in_flight_bytes=arguments.in_flight,
                 max_staleness=arguments.max_staleness,
+                weights=not arguments.no_weights,
             ),
         )
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler prints its stack

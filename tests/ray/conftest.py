@@ -132,10 +132,16 @@ class Relay:
         self.process.wait()
 
     def stop(self) -> None:
+        """Ends command and actors, as `--stop` does, which would take seconds to join the cluster."""
+        from shmbridge.relay.ray import place
+
         self.kill()
-        subprocess.run(
-            [sys.executable, "-m", "shmbridge", *self._words, "--stop"], check=True, stdout=subprocess.DEVNULL
-        )
+        place.stop(self.bridge)
+
+    def stop_by_command(self) -> list[str]:
+        """Ends the actors; returns what is said."""
+        words = [sys.executable, "-m", "shmbridge", *self._words[:-1], "--stop"]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 @pytest.fixture

@@ -67,13 +67,18 @@ def test_all_groups_arrive_once_and_in_order(
     stats = learner.consumer.stats()
     assert_conserved(stats)
     assert (stats["records_total"], stats["held"]) == (450, 0)
+    relay.kill()
+    assert len(relay.stop_by_command()) == 7  # three of the learner's node, two of each other
+    assert relay.stop_by_command() == []
 
 
 def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
     cluster, make_relay, make_environment, learner
 ):
     """SIGKILL of a source's actor, the destination's, the directory's, an environment, in the middle."""
-    relay = make_relay()
+    import ray
+
+    relay = make_relay("--no-weights")
     kept = [make_environment(node, "kept", 600, pace_s=0.01) for node in ("env-1", "env-2")]
     ended = make_environment("env-1", "ended", 100_000, pace_s=0.005)
     learner.take(100)
@@ -90,6 +95,7 @@ def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
     relay.ready("env-1", "env-2")
 
     os.kill(directory_pid(relay), signal.SIGKILL)
+    ray.kill(ray.get_actor(relay.last["sources"]["env-2"]["actor"], namespace="shmbridge"))  # for good
     os.kill(ended.process.pid, signal.SIGKILL)
     ended.process.wait()
     for environment in kept:
@@ -135,7 +141,7 @@ def test_a_killed_raylet_loses_only_what_was_never_relayed_and_says_how_much(
     cluster, bridge, there, make_relay, make_environment, learner
 ):
     """The node's environments go on, and when a raylet comes again, so do their records."""
-    relay = make_relay()
+    relay = make_relay("--no-weights")
     stays = make_environment("env-1", "stays", 300, pace_s=0.01)
     leaves = make_environment("env-2", "leaves", 300, pace_s=0.01, lane_bytes="8M")
     learner.take(100)
@@ -169,7 +175,7 @@ def test_a_learner_that_takes_nothing_makes_environments_elsewhere_wait(
     bridge, there, make_relay, make_environment, consumer
 ):
     """Memory is what the lanes have on both nodes, and one parcel."""
-    relay = make_relay("--lane-bytes", "256K")
+    relay = make_relay("--no-weights", "--lane-bytes", "256K")
     environment = make_environment("env-1", "greedy", 2000, tokens=1000, lane_bytes="1M")
     wait_until(lambda: waits(there("env-1")), 30)
     before = rss(int(relay.last["pid"])), records_of(there("env-1"))
@@ -199,7 +205,7 @@ def rss(pid: int) -> int:
 
 
 def test_batches_of_whole_groups_none_of_them_stale(there, make_relay, make_environment, consumer):
-    relay = make_relay("--max-staleness", "1")
+    relay = make_relay("--no-weights", "--max-staleness", "1")
     consumer.publish_policy_version(5)
     with shmbridge.Producer(there("env-2"), "gsm8k") as producer:
         wait_until(lambda: producer.policy_version == 5)

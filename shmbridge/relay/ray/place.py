@@ -126,6 +126,7 @@ class Placement:
         self._directory: Any = None
         self._learner: Node | None = None
         self._placed: dict[str, Placed] = {}
+        self._silent: set[str] = set()  # nodes that did not answer the destination
         self._gone_said: int | None = None
 
     def reconcile(self) -> list[tuple[str, str]]:
@@ -147,6 +148,8 @@ class Placement:
                 self._source(placed, name)
                 self._placed[name] = placed
                 done.append((name, f"source of bridge {node.bridge}"))
+            elif name in self._silent:  # its actor may have been ended for good
+                self._source(placed, name)
         for name in self._placed.keys() - wanted:
             del self._placed[name]
             done.append((name, "left"))
@@ -155,7 +158,9 @@ class Placement:
 
     def report(self) -> Report | None:
         """Returns what the destination last said to the directory; None before that, or if it is late."""
-        return report(self._plan.bridge)
+        said = report(self._plan.bridge)
+        self._silent = set() if said is None else set(said.errors)
+        return said
 
     def new_gone(self, said: Report) -> list[Gone]:
         """Returns the nodes that left since the last call with a report."""
@@ -244,10 +249,11 @@ def report(bridge: str) -> Report | None:
 
     try:
         directory = ray.get_actor(names(bridge)[0], namespace=NAMESPACE)
-        raw = ray.get(directory.report.remote(), timeout=_ANSWER_S)
+        answers = [directory.report.remote(), directory.weights.remote()]
+        raw, weights = ray.get(answers, timeout=_ANSWER_S)
     except (ValueError, ray.exceptions.RayError):
         return None
-    return None if raw is None else decode_report(raw)
+    return None if raw is None else decode_report(raw, weights)
 
 
 def stop(bridge: str) -> list[str]:

@@ -98,8 +98,8 @@ def test_adapters_use_public_modules_and_not_each_other(python_imports):
 
 
 def test_nothing_imports_what_stands_on_top(python_imports):
-    """cli and tui are imported by no module, launch, demo and relay only by their commands and benchmarks, the
-    adapters, testing and bench not by the transport.
+    """cli and tui are imported by no module, launch, demo and relay only by their commands and benchmarks,
+    the adapters, testing and bench not by the transport.
     """
     wrong = []
     for module, imported, where, _ in python_imports:
