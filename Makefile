@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venvs/vllm
 ENVS   ?= .venvs/environments
+RAY    ?= .venvs/ray
 BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 
@@ -31,7 +32,7 @@ TRAINERS := trl transferqueue verl skyrl roll
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
+.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -54,7 +55,7 @@ $(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ex
 
 build: $(VENV)/.built ## .venv and the extensions, built in place
 
-environments: $(VLLM)/.installed build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## what the tests of vLLM, of environments and of trainers need
+environments: $(VLLM)/.installed build/peers/.installed $(ENVS)/.installed $(RAY)/.installed $(TRAINERS:%=.venvs/%/.installed) ## what the tests of vLLM, of environments, of the relay and of trainers need
 
 demo: $(VENV)/.built $(if $(filter vllm,$(ENGINE)),$(VLLM)/.installed) ## train a small model through shared memory: policy server or vLLM, two Atropos environments, learner
 	$(RUN) -m shmbridge demo $(if $(ENGINE),--engine $(ENGINE) --engine-python $(VLLM)/bin/python) $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
@@ -68,12 +69,12 @@ prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
-	$(call LOOK,$(BIN)/pytest -m 'not long' $(addprefix --ignore=,$(ALONE) $(FUZZ) $(TORCH) tests/adapters/vllm_live tests/environments tests/trainers tests/house/site),$(TWO))
+	$(call LOOK,$(BIN)/pytest -m 'not long' $(addprefix --ignore=,$(ALONE) $(FUZZ) $(TORCH) tests/adapters/vllm_live tests/environments tests/ray tests/trainers tests/house/site),$(TWO))
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(ALONE))
 	$(BIN)/pytest -m 'not long' $(FUZZ)
 
 test-long: $(VENV)/.built build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## the tests marked `long`: more random examples, more seeds, whole demos
-	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore=tests/environments --ignore=tests/trainers --ignore=tests/house/site --ignore-glob='*agree*'
+	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore=tests/environments --ignore=tests/ray --ignore=tests/trainers --ignore=tests/house/site --ignore-glob='*agree*'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -m long tests/environments
 	for each in $(TRAINERS); do OMP_NUM_THREADS=1 .venvs/$$each/bin/python -m pytest -m long tests/trainers/$$each || [ $$? = 5 ] || exit 1; done
 
@@ -106,6 +107,12 @@ endef
 
 $(ENVS)/.installed: tests/environments/packages.txt | $(VENV)/.built
 	$(call ON_TOP,$(ENVS),$<)
+
+test-ray: $(RAY)/.installed ## the relay on a Ray cluster of three nodes; relays, environments and a raylet are killed
+	$(call LOOK,$(RAY)/bin/python -m pytest tests/ray)
+
+$(RAY)/.installed: tests/ray/packages.txt | $(VENV)/.built
+	$(call ON_TOP,$(RAY),$<)
 
 test-trainers: $(addprefix test-,$(TRAINERS)) ## the trainers that a bridge feeds: TRL, TransferQueue, verl, SkyRL, ROLL, each in an environment of its own
 
@@ -179,7 +186,7 @@ kill-fuzz: $(VENV)/.built ## kill and stop producers, consumers, ranks and both 
 mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/house/mutations/run.py
 
-test-all: test test-learner test-vllm test-environments test-trainers test-long soak-vllm model sanitize kill-fuzz mutations ## what takes too long for every change, too
+test-all: test test-learner test-vllm test-environments test-ray test-trainers test-long soak-vllm model sanitize kill-fuzz mutations ## what takes too long for every change, too
 	docs/model/check.sh --long
 
 bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/results/, a quarter of an hour
@@ -190,6 +197,10 @@ bench-quick: $(VENV)/.bench$(BENCH_RAY) ## the same, shorter: a look in three mi
 
 bench-vllm: $(VLLM)/.installed ## time of one weights update in a live vLLM, beside its other ways and the copy
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest bench/test_bench_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-weights.json
+
+bench-ray: $(RAY)/.installed ## one relay from node to node of a Ray cluster, beside Ray's queue actor and ray.put, ray.get
+	mkdir -p build
+	PYTHONPATH=. $(RAY)/bin/python -m pytest bench/test_bench_relay.py bench/test_bench_relay_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-relay.json
 
 # Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
 $(VENV)/.bench$(BENCH_RAY): $(VENV)/.built

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import RankTaken as RankTaken
     from shmbridge.errors import RecordTooBig as RecordTooBig
     from shmbridge.errors import RecordUnreadable as RecordUnreadable
+    from shmbridge.errors import RelayTaken as RelayTaken
     from shmbridge.errors import SchemaMismatch as SchemaMismatch
     from shmbridge.errors import ServesRanks as ServesRanks
     from shmbridge.errors import ShmBridgeError as ShmBridgeError
@@ -118,6 +119,7 @@ _HOMES = {
             "RankTaken",
             "RecordTooBig",
             "RecordUnreadable",
+            "RelayTaken",
             "SchemaMismatch",
             "ServesRanks",
             "ShmBridgeError",

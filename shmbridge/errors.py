@@ -221,6 +221,12 @@ class QueueTaken(ShmBridgeError, RuntimeError):
     code = "SB415"
 
 
+class RelayTaken(ShmBridgeError, RuntimeError):
+    """A living relay puts records of other nodes into the bridge."""
+
+    code = "SB416"
+
+
 class WeightsMismatch(ShmBridgeError, ValueError):
     """The tensors do not have the names, types or shapes of the weights segment."""
 

@@ -14,6 +14,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "gem": ("gem", *_ROLLOUT),
     "launch": ("yaml",),
     "learner": ("torch", "transformers", "safetensors", "aiohttp", "matplotlib", "yaml"),
+    "ray": ("ray",),
     "skyrl-gym": ("skyrl_gym", *_ROLLOUT),
     "tui": ("textual",),
 }

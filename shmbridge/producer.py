@@ -41,6 +41,7 @@ from shmbridge.put import producer_errors
 from shmbridge.put.claim import Slot
 from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp, groups_of
 from shmbridge.put.recorded import RecordedGroup
+from shmbridge.put.relayed import LaneOrigin, RelayedRecord
 from shmbridge.put.still_linked import LOOK_S, OwnNames
 from shmbridge.schema import Columns, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement, segment
@@ -77,6 +78,7 @@ class Producer(OneProcess):
         schema: a pyarrow.Schema whose fields extend the standard columns.
         producer_id: prefix of the `producer_id` property, at most 63 bytes of UTF-8; from `env_name` and the
             pid if None.
+        origin: for a relay: the producer on another node whose records this one puts.
 
     Attributes:
         bridge, env_name, on_full: as given.
@@ -97,19 +99,22 @@ class Producer(OneProcess):
         on_full: OnFull = "block",
         schema: "pa.Schema | None" = None,
         producer_id: str | None = None,
+        *,
+        origin: LaneOrigin | None = None,
     ) -> None:
         check_choice("on_full", on_full, ("block", "raise", "drop"))
         self.bridge = check_bridge_name(bridge)
         self.env_name, self.on_full = check_env_name(env_name), on_full
         self._given_id = check_producer_id(producer_id) or f"{env_name[:32] or 'producer'}-{os.getpid()}"
         self.lane_bytes = check_lane_bytes(lane_bytes, sizing.SMALLEST_LANE)
+        self.origin, origin_words = origin, () if origin is None else origin.words()
         self.columns = columns_of(schema)
         self._planner = RecordPlanner(self.columns, self.lane_bytes, env_name)
         self._control = membership.open_control(bridge)
         try:
             membership.sweep(bridge)
             self._check_columns()
-            self._open_lane()
+            self._open_lane(*origin_words)
         except BaseException:
             membership.leave(self._control.mapping.fd, bridge)
             raise
@@ -127,7 +132,7 @@ class Producer(OneProcess):
         self._no_exit_call = at_exit(self.close)
         one_thread.watch(self, f"producer {self.producer_id}", ("put", "claim", "begin_group", "_try_put"))
 
-    def _open_lane(self) -> None:
+    def _open_lane(self, *origin_words: Any) -> None:
         # Encode first: a string that cannot be encoded leaves no lane behind.
         given, env_name = self._given_id.encode()[:63], self.env_name.encode()[:127]
         slots = sizing.slots_of(self.lane_bytes)
@@ -144,6 +149,7 @@ class Producer(OneProcess):
             locks.pid_namespace(),
             self._producer_id.encode(),
             env_name,
+            *origin_words,
         )
         self._writer = lane_writer.LaneWriter(self._lane, self._control.mapping)
         self._names = OwnNames(
@@ -169,7 +175,7 @@ class Producer(OneProcess):
 
     def put(
         self,
-        group: "Mapping[str, Any] | pa.RecordBatch | RecordedGroup",
+        group: "Mapping[str, Any] | pa.RecordBatch | RecordedGroup | RelayedRecord",
         *,
         group_id: str | int | None = None,
         group_size: int | None = None,
@@ -184,8 +190,8 @@ class Producer(OneProcess):
         under on_full="block".
 
         Args:
-            group: an Atropos ScoredDataGroup, a mapping from column to rows, a pyarrow.RecordBatch, or a
-                RecordedGroup of an archive. Rows
+            group: an Atropos ScoredDataGroup, a mapping from column to rows, a pyarrow.RecordBatch, a
+                RecordedGroup of an archive, or a relay's RelayedRecord, which brings all the rest. Rows
                 are lists, 1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
                 are sequences or arrays. Copied before this returns. A tuple of a 1-D array and whole numbers
                 is always (flat array, lengths): `(np.array([1, 2, 3]), np.array([1, 2]))` is the rows [1] and
@@ -379,10 +385,20 @@ class Producer(OneProcess):
     ) -> Plan:
         self._check_open()
         try:
+            if isinstance(group, RelayedRecord):
+                return self._planner.relayed(self._of_origin(group), self._writer.newest_origin)
             return self._planner.plan(group, self._stamp(group_id, group_size, version, split), foreign)
         except (InvalidRecord, RecordTooBig):
             self._writer.count_drop(Drop.INVALID)
             raise
+
+    def _of_origin(self, record: RelayedRecord) -> RelayedRecord:
+        if self.origin is None:
+            raise InvalidRecord(
+                f"record {record.sequence} of another node, and the lane of {self.producer_id} has no origin",
+                hint="open the producer with origin=",
+            )
+        return record
 
     def _stamp(
         self, group_id: str | int | None, group_size: int | None, version: Version, split: str
@@ -545,6 +561,27 @@ class Producer(OneProcess):
         """
         return not self._closed and self._names.removed
 
+    def close_origin(self) -> None:
+        """Notes that the lane's origin will send nothing again: its partial groups are discarded once this
+        producer is closed, and the lane leaves no receipt.
+
+        For a relay, in the thread that puts. Never blocks. Raises Closed.
+        """
+        self._check_open()
+        self._writer.close_origin()
+
+    @property
+    def held(self) -> int:
+        """Its committed records that are not released. Never blocks; any thread."""
+        self._check_process()
+        return 0 if self._closed else self._writer.outstanding
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of its lane that no un-released record has. Never blocks; any thread."""
+        self._check_process()
+        return self.lane_bytes if self._closed else self._writer.free_bytes
+
     def stats(self) -> dict[str, float]:
         """Counters of this lane, flat; `dropped_total{reason}` per reason. Never blocks; any thread."""
         self._check_process()
@@ -555,11 +592,11 @@ class Producer(OneProcess):
             "tokens_total": counters["tokens"],
             "wait_s": counters["wait_ns"] / 1e9,
             "late_wakes_total": counters["late_wakes"],
-            "held": self._writer.outstanding if not self._closed else 0,
+            "held": self.held,
             "waiting": counters["tail"] - counters["head"],
             "lane_bytes": self.lane_bytes,
             **self._memory.of([self._lane]),
-            "lane_free_bytes": self._writer.free_bytes if not self._closed else self.lane_bytes,
+            "lane_free_bytes": self.free_bytes,
             "policy_version_ahead_total": self._fast_put.ahead,
             **labelled("dropped_total", Drop, counters["dropped"]),
         }

@@ -400,7 +400,7 @@ class Rank(OneProcess):
             raise header.LaneCorrupt("it is gone")
         reader = RankReader(mapping, self._control.mapping)  # its views keep the locks of this rank
         reader.drops = self._drops
-        lane = Lane(info["producer_id"], info["env_name"], Columns.decode(info["columns"]), name)
+        lane = Lane.of(info, Columns.decode(info["columns"]), name)
         lane.describe_to(reader, info["columns"])
         return reader
 

@@ -67,6 +67,7 @@ ALIASES = {"scores": "score", "rewards": "token_rewards"}
 
 _PER_RECORD, _TEXT = 1, 2
 _DEFINITION = struct.Struct("<56sBBBBI")
+COLUMN_BYTES = _DEFINITION.size  # of one column in a lane's table
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,20 @@ def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
 
 def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None,
                 uint32_t column_count, uint32_t pid, uint64_t pid_namespace, bytes producer_id not None,
-                bytes env_name not None):
-    """Writes the header of an empty, locked, reserved lane, magic last. For its producer."""
+                bytes env_name not None, bytes origin_node=b"", bytes origin_producer_id=b"",
+                uint64_t origin_newest=0):
+    """Writes the header of an empty, locked, reserved lane, magic last. For its producer.
+
+    A lane with an origin begins with `origin_open` set; `origin_newest` is the sequence + 1 of the last record
+    there that an earlier lane had, 0 if none did. ValueError for an origin that does not fit.
+    """
     cdef lane_header* header = <lane_header*>lane.base
     ring_at, slots_at, released_at, data_at, total = lane_geometry(data_bytes, slot_count)
     if lane.size < total or column_count > MAX_COLUMNS or len(columns) != column_count * sizeof(column_def):
         raise ValueError("lane geometry does not fit its segment")
+    if (len(origin_node) >= sizeof(header.origin_node)
+            or len(origin_producer_id) >= sizeof(header.origin_producer_id)):
+        raise ValueError(f"origin {origin_node!r}, {origin_producer_id!r} is too long for a lane")
     header.layout_version = LAYOUT_VERSION
     header.producer_pid = pid
     header.pid_namespace = pid_namespace
@@ -65,6 +73,10 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
     memcpy(header.producer_id, PyBytes_AS_STRING(producer_id),
            min(len(producer_id), sizeof(header.producer_id) - 1))
     memcpy(header.env_name, PyBytes_AS_STRING(env_name), min(len(env_name), 127))
+    memcpy(header.origin_node, PyBytes_AS_STRING(origin_node), len(origin_node))
+    memcpy(header.origin_producer_id, PyBytes_AS_STRING(origin_producer_id), len(origin_producer_id))
+    store_relaxed64(&header.origin_open, len(origin_producer_id) > 0)
+    store_relaxed64(&header.origin_newest[1], origin_newest)  # where no record stands before the first
     memcpy(lane.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
     fault_hit(b"lane.before_magic")
     store_release64(&header.magic, LANE_MAGIC)  # SYNC(lane-ready)
@@ -91,8 +103,25 @@ def read_lane(Mapping lane not None):
         "producer_id": (
             header.producer_id[:sizeof(header.producer_id)].split(b"\0")[0].decode("utf-8", "replace")),
         "env_name": header.env_name[:128].split(b"\0")[0].decode("utf-8", "replace"),
+        "origin_node": (
+            header.origin_node[:sizeof(header.origin_node)].split(b"\0")[0].decode("utf-8", "replace")),
+        "origin_producer_id": (
+            header.origin_producer_id[:sizeof(header.origin_producer_id)].split(b"\0")[0]
+            .decode("utf-8", "replace")),
+        "origin_open": load_relaxed64(&header.origin_open) != 0,
         "columns": PyBytes_FromStringAndSize(<char*>lane.base + PAGE, count * sizeof(column_def)),
     }
+
+
+def origin_open(Mapping lane not None):
+    """Whether the node from which a relay brought the lane's records may send some of them again."""
+    return lane.alive() and load_relaxed64(&(<lane_header*>lane.base).origin_open) != 0
+
+
+def close_origin(Mapping lane not None):
+    """The origin of a ready lane will send nothing again. For the holder of its producer's lock."""
+    if lane.alive():
+        store_relaxed64(&(<lane_header*>lane.base).origin_open, 0)
 
 
 def lane_counters(Mapping lane not None):
@@ -176,6 +205,24 @@ def load(Mapping lane not None, list held_sequences=None):
         "slot_count": places.slot_count, "oldest_ns": oldest_ns, "newest_ns": newest_ns,
         "newest_version": newest_version,
     }
+
+
+def newest_origin(Mapping lane not None):
+    """The sequence at its origin of the last record that this lane, or one before it, has; None if none has.
+
+    None too before the lane is ready. Exact when it is read, whatever its producer does, or did when it died.
+    LaneCorrupt if the lane never stands still. Anyone, at any time.
+    """
+    cdef lane_header* header = <lane_header*>lane.base
+    cdef uint64_t tail, newest
+    if read_lane(lane) is None:
+        return None
+    for _ in range(LOOKS << 16):  # each commit that comes between needs another
+        tail = load_acquire64(&header.tail)  # SYNC(commit)
+        newest = load_acquire64(&header.origin_newest[(tail - 1) & 1])  # SYNC(origin-newest)
+        if tail == load_acquire64(&header.tail):  # SYNC(commit)
+            return newest - 1 if newest else None
+    raise LaneCorrupt("its tail never stands still")
 
 
 def releases(Mapping lane not None):

@@ -95,6 +95,9 @@ cdef class Lease:
     cdef readonly int32_t _group_size
     cdef readonly int32_t _env_id
     cdef readonly uint32_t _flags
+    cdef readonly uint64_t _origin_sequence  # + 1; 0: the record came from no other node
+    cdef readonly int64_t _origin_waited_ns
+    cdef readonly int64_t _origin_transfer_ns
     cdef readonly bint _redelivered
     cdef bint is_new                 # no hub has handed it out before
     cdef uint32_t _group_id_bytes

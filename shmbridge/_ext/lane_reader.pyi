@@ -61,6 +61,9 @@ class Lease:
     _group_size: int
     _env_id: int
     _flags: int
+    _origin_sequence: int
+    _origin_waited_ns: int
+    _origin_transfer_ns: int
     _redelivered: bool
     _looked_at: bool
     _handed_out_by: int
@@ -75,6 +78,8 @@ class Lease:
         """Whether release() was called."""
     def release(self) -> None:
         """Ends the lease as soon as no view of it is left. Idempotent."""
+    @property
+    def _slot_words(self) -> tuple[int, int, int, int, int, int, int]: ...
     @property
     def _group_id(self) -> str: ...
     def _discard(self, reason: int) -> None: ...

@@ -184,6 +184,8 @@ cdef class LaneReader:
         lease._token_count, lease._extent_bytes = body.tokens, body.extent_bytes
         lease._rows, lease._column_entries = body.rows, body.columns
         lease._group_size, lease._env_id, lease._flags = body.group_size, body.env_id, body.flags
+        lease._origin_sequence, lease._origin_waited_ns = body.origin_sequence, body.origin_waited_ns
+        lease._origin_transfer_ns = body.origin_transfer_ns
         lease._group_id_bytes, lease._extent = body.group_id_bytes, extent
         lease._ended = False
         self.held += 1
@@ -298,6 +300,12 @@ cdef class Lease:
     def _group_id(self) -> str:
         cdef const char* at = PyBytes_AS_STRING(self._index) + self._column_entries * sizeof(directory_entry)
         return PyUnicode_DecodeUTF8(at, self._group_id_bytes, "replace")
+
+    @property
+    def _slot_words(self) -> tuple:
+        """rows, columns, index_bytes, group_id_bytes, flags, tokens, group_size: of its slot."""
+        return (self._rows, self._column_entries, len(self._index), self._group_id_bytes, self._flags,
+                self._token_count, self._group_size)
 
     @property
     def is_released(self) -> bool:

@@ -15,6 +15,7 @@ cdef extern from "lane_write.h" nogil:
         uint64_t claim_bytes
         uint64_t claim_number
         bint claim_is_cold
+        uint64_t origin_newest
     int lane_writer_open(lane_writer* writer, uint8_t* base, const lane_geometry* geometry,
                          control_header* hub)
     void lane_writer_close(lane_writer* writer)

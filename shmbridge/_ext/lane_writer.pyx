@@ -144,6 +144,7 @@ cdef class LaneWriter:
         stamp.t_created_ns, stamp.tokens, stamp.rows, stamp.columns = t_created_ns, tokens, rows, columns
         stamp.group_size, stamp.env_id = group_size, env_id
         stamp.group_id_bytes, stamp.flags, stamp.index_bytes = group_id_bytes, flags, index_bytes
+        stamp.origin_sequence = stamp.origin_waited_ns = stamp.origin_transfer_ns = 0
         return self.publish(self._writer.claim_number, &stamp)
 
     cdef object publish(self, uint64_t number, const slot* stamp):
@@ -179,6 +180,16 @@ cdef class LaneWriter:
         cdef lane_header* header = self._writer.header
         if self._lane.alive():
             store_relaxed64(&header.blocked_ns, monotonic_ns() if waits else 0)
+
+    def close_origin(self):
+        """The lane's origin will send nothing again: no receipt is needed when the lane is removed."""
+        cdef lane_header* header = self.alive().header
+        store_relaxed64(&header.origin_open, 0)
+
+    @property
+    def newest_origin(self):
+        """The sequence at its origin of the last record that this lane, or one before it, has; None if none has."""
+        return self._writer.origin_newest - 1 if self._writer.origin_newest else None
 
     def count_drop(self, uint32_t reason):
         cdef lane_header* header = self._writer.header

@@ -79,7 +79,10 @@ cdef extern from "layout.h" nogil:
         uint64_t segment_bytes
         char producer_id[96]
         char env_name[128]
+        char origin_node[64]
+        char origin_producer_id[96]
         shm_u64 tail
+        shm_u64 origin_newest[2]
         shm_u32 space_waiting
         shm_u64 bytes_total
         shm_u64 tokens_total
@@ -88,6 +91,7 @@ cdef extern from "layout.h" nogil:
         shm_u64 dropped_total[4]
         shm_u64 wanted_bytes
         shm_u64 blocked_ns
+        shm_u64 origin_open
         shm_u64 head
         shm_u64 discarded_total[4]
         shm_u64 quarantined
@@ -114,6 +118,9 @@ cdef extern from "layout.h" nogil:
         uint16_t group_id_bytes
         uint16_t flags
         uint32_t index_bytes
+        uint64_t origin_sequence
+        int64_t origin_waited_ns
+        int64_t origin_transfer_ns
 
     ctypedef struct directory_entry:
         uint16_t column

@@ -51,6 +51,14 @@ class Ragged:
         """All values, flat, as a torch tensor of its own memory: a copy."""
 
 @dataclass(frozen=True)
+class Origin:
+    node: str
+    producer_id: str
+    sequence: int
+    waited_ns: int
+    transfer_ns: int
+
+@dataclass(frozen=True)
 class RecordMeta:
     """Where a record came from and when.
 
@@ -83,6 +91,8 @@ class RecordMeta:
     """Whether an earlier consumer may have had it."""
     uneven: bool
     """Whether some column has rows of another length than the tokens."""
+    origin: Origin | None
+    """Where it lay before a relay brought it to this node; None if it was put here."""
 
 class LeasedRecord(Lease):
     @property

@@ -271,6 +271,23 @@ cdef class Ragged:
 @cython.final
 @cython.auto_pickle(True)
 @dataclass(frozen=True)
+cdef class Origin:
+    """Where a record lay before a relay brought it to this node; `(producer_id, sequence)` is its key for ever.
+
+    `waited_ns` from its commit there until it was sent, by the clock there; `transfer_ns` from the request for
+    it until its commit here, by the clock here. Times of the two nodes' clocks are never compared.
+    """
+
+    cdef readonly str node
+    cdef readonly str producer_id
+    cdef readonly uint64_t sequence
+    cdef readonly int64_t waited_ns
+    cdef readonly int64_t transfer_ns
+
+
+@cython.final
+@cython.auto_pickle(True)
+@dataclass(frozen=True)
 cdef class RecordMeta:
     """Where a record came from and when.
 
@@ -303,6 +320,7 @@ cdef class RecordMeta:
     cdef readonly str split
     cdef readonly bint redelivered
     cdef readonly bint uneven
+    cdef readonly Origin origin
 
 
 cdef RecordMeta meta_of(Lease lease):
@@ -316,6 +334,10 @@ cdef RecordMeta meta_of(Lease lease):
     meta.t_created_ns, meta.t_publish_ns = lease._t_created_ns, lease._t_publish_ns
     meta.split = "eval" if lease._flags & SLOT_EVAL else "train"
     meta.redelivered, meta.uneven = lease._redelivered, lease._flags & SLOT_UNEVEN != 0
+    meta.origin = None
+    if lease._origin_sequence:
+        meta.origin = Origin(about.origin_node, about.origin_producer_id, lease._origin_sequence - 1,
+                             lease._origin_waited_ns, lease._origin_transfer_ns)
     return meta
 
 

@@ -64,9 +64,10 @@ GROUPS: dict[str, dict[str, Entry]] = {
             ("atropos",),
         ),
         "gateway": Entry("the Atropos HTTP API over a bridge", extras=("gateway",)),
+        "relay": Entry("a bridge over more than one node", extras=("ray",)),
     },
     "watch": {
-        "top": Entry("a bridge, live", extras=("tui",), on_a_bridge=True),
+        "top": Entry("a bridge, live", extras=("tui", "ray"), on_a_bridge=True),
         "inspect": Entry("what each bridge does, and what is wrong with it", on_a_bridge=True),
         "tail": Entry("records as they come", on_a_bridge=True),
         "logs": Entry("what the processes of a launch have logged"),

@@ -1,6 +1,7 @@
 """`shmbridge top`: the live view of a bridge; or one plain screen, or JSON, for scripts."""
 
 import argparse
+import contextlib
 import sys
 import time
 
@@ -20,9 +21,11 @@ EXAMPLES = """examples:
   shmbridge top run1 --once       one plain screen, as inspect; also where there is no terminal
   shmbridge top run1 --json       a JSON line per interval; with --once, one
 
+  shmbridge top run1 --cluster    the relays of a Ray cluster, one line a node; with --once, once
+
 The live view needs textual: pip install "shmbridge[tui]". --once and --json do not.
 
-exit codes: 0 shown; 1 the live view cannot run here; 3 no such bridge"""
+exit codes: 0 shown; 1 the live view cannot run here, no relay answers; 2 wrong arguments; 3 no such bridge"""
 
 
 def prepare_parser(parser: Parser) -> None:
@@ -33,6 +36,12 @@ def prepare_parser(parser: Parser) -> None:
         type=bridge_name,
         metavar="BRIDGE",
         help="one bridge; default: the only one, or one to choose",
+    )
+    parser.add_argument(
+        "--cluster", action="store_true", help="show the relays that feed it from other nodes"
+    )
+    parser.add_argument(
+        "--address", default="auto", metavar="HOST:PORT", help="of the Ray cluster (that of this machine)"
     )
     parser.add_argument("--once", action="store_true", help="print one screen and end")
     parser.add_argument(
@@ -48,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     from shmbridge.segments.segment import bridges
     from shmbridge.watch.output import to_reader
 
+    if arguments.cluster:
+        return _cluster(arguments)
     wanted = [name for name in bridges() if arguments.bridge in (None, name)]
     if not wanted:
         if not arguments.json:
@@ -58,6 +69,37 @@ def run(arguments: argparse.Namespace) -> int:
             (_json if arguments.json else _once)(wanted, arguments.interval, arguments.once)
         return 0
     return _live(wanted[0] if len(wanted) == 1 else None, arguments.interval, arguments.decode)
+
+
+def _cluster(arguments: argparse.Namespace) -> int:
+    """Shows the relays until the user ends it, or once."""
+    from shmbridge.extras import require
+
+    require("ray")
+    from shmbridge.relay.cluster_table import table
+    from shmbridge.relay.ray import place
+
+    if arguments.bridge is None:
+        refuse("shmbridge top", "--cluster shows one bridge", "shmbridge top NAME --cluster")
+        return 2
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), place.joined(arguments.address):
+        before = place.report(arguments.bridge)
+        while before is not None:
+            time.sleep(arguments.interval)
+            now = place.report(arguments.bridge)
+            if now is None:
+                break
+            text = (
+                msgspec.json.encode(now).decode() if arguments.json
+                else table(now, before, arguments.interval) + ("" if arguments.once else "\n")
+            )  # fmt: skip
+            print(text, file=out, flush=True)
+            if arguments.once:
+                return 0
+            before = now
+    print(f"shmbridge top: no relay of bridge {arguments.bridge!r} answers", file=sys.stderr)
+    return 1
 
 
 def _is_terminal() -> bool:

@@ -42,6 +42,11 @@ class HubLane:
         return 0 if self.corrupt else self.reader.waiting
 
     @property
+    def finished(self) -> bool:
+        """Whether its producer is dead, all its records are taken, and no other lane will bring more of them."""
+        return self.dead and not self.waiting and not header.origin_open(self.reader.lane)
+
+    @property
     def held(self) -> int:
         """Records that are leased, or whose release is deferred for a rank of an earlier hub."""
         return self.reader.held + self.reader.put_off

@@ -195,7 +195,7 @@ class LaneSet:
             for other in self:
                 columns.check_agrees(other.lane.columns, here, f"in producer {other.producer_id}")
             reader = lane_reader.LaneReader(mapping, self._control.mapping)
-            lane = Lane(info["producer_id"], info["env_name"], columns, name)
+            lane = Lane.of(info, columns, name)
             lane.describe_to(reader, info["columns"])
         except (SchemaMismatch, header.LaneCorrupt) as wrong:
             if strict and isinstance(wrong, SchemaMismatch):
@@ -357,9 +357,12 @@ class LaneSet:
         return True
 
     def finished_producers(self) -> set[str]:
-        """Returns the ids of producers that will put nothing more and whose records are all taken."""
-        return {lane.producer_id for lane in self if lane.dead and not lane.waiting} - {
-            lane.producer_id for lane in self if not lane.dead
+        """Returns the ids of producers that will put nothing more and whose records are all taken.
+
+        Of a producer on another node this node's relay must have said so: a relay's death says nothing.
+        """
+        return {lane.lane.source for lane in self if lane.finished} - {
+            lane.lane.source for lane in self if not lane.dead
         }
 
     def has_live_producer(self, producer_id: str) -> bool:
@@ -368,7 +371,7 @@ class LaneSet:
 
     def busy_producers(self) -> set[str]:
         """Returns the ids of producers with records that are not taken yet."""
-        return {lane.producer_id for lane in self if lane.waiting}
+        return {lane.lane.source for lane in self if lane.waiting}
 
     @property
     def nothing_left(self) -> bool:

@@ -1,3 +1,3 @@
 """The parts of `put`: forms, conversion, the plan of a record, an open claim, errors."""
 
-__all__ = ["claim", "planner", "producer_errors", "recorded", "still_linked"]
+__all__ = ["claim", "planner", "producer_errors", "recorded", "relayed", "still_linked"]

@@ -7,6 +7,7 @@ import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from shmbridge.put.group_errors import as_invalid as as_invalid
 from shmbridge.put.group_errors import as_written
 from shmbridge.put.group_errors import groups_of as groups_of
 from shmbridge.put.recorded import RecordedGroup
+from shmbridge.put.relayed import RelayedRecord
 from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
@@ -113,6 +115,10 @@ class RecordPlanner:
         self._knows_tensors = False
         self.fragments = Fragments()
 
+    @cached_property
+    def _encoded(self) -> bytes:
+        return self.table.encode()
+
     def _forms_of(self, table: Columns, *, foreign: bool) -> fast_put.ColumnForms:
         by_key = {**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}
         return fast_put.ColumnForms(by_key, Converter(table, foreign, self.notices), self.sampler, foreign)
@@ -138,6 +144,13 @@ class RecordPlanner:
         plan = self._planned(group, stamp, foreign)
         self.look(group)
         return plan
+
+    def relayed(self, record: RelayedRecord, newest: int | None) -> Plan:
+        """Returns the plan of a record of another node, in a lane whose last one there is `newest`.
+
+        Raises InvalidRecord, SchemaMismatch, RecordTooBig.
+        """
+        return self._fitting(record.plan(self._encoded, newest))
 
     def look(self, group: Any, *, nulls: bool = True) -> None:
         """Logs what learners will not train of a group; `nulls=False`: no row of it is None."""

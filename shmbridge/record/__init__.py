@@ -9,6 +9,7 @@ __all__ = [
     "leases",
     "meta_types",
     "record",
+    "relayed",
     "row_checks",
     "rows_without",
     "shown",

@@ -99,7 +99,7 @@ class GroupAssembler:
             group = Group(record._group_size, now_s)
             group.append(record)
             return group
-        key = (record._lane.producer_id, record._group_id)
+        key = (record._lane.source, record._group_id)
         group = self._partial.get(key) or self._partial.setdefault(key, Group(record._group_size, now_s))
         if not group.wrong and (why := _contradiction(group, record)):
             group.wrong = why

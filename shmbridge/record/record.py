@@ -33,6 +33,19 @@ class Lane:
     env_name: str
     columns: Columns
     name: str  # of the segment
+    origin_node: str = ""  # of a lane that a relay writes: where its records come from
+    origin_producer_id: str = ""
+
+    @property
+    def source(self) -> str:
+        """Id of the producer that put its records, on whatever node; several lanes in turn may bring them."""
+        return self.origin_producer_id or self.producer_id
+
+    @classmethod
+    def of(cls, header: dict[str, Any], columns: Columns, name: str) -> "Lane":
+        """Returns the facts of a lane's header, as `_ext.header.read_lane` returns it."""
+        origin = header["origin_node"], header["origin_producer_id"]
+        return cls(header["producer_id"], header["env_name"], columns, name, *origin)
 
     def describe_to(self, reader: LaneReader, table: bytes) -> None:
         """Registers this lane with its reader, so that its records refer to it.

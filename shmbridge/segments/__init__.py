@@ -14,6 +14,7 @@ __all__ = [
     "one_thread",
     "os_limits",
     "placement",
+    "receipts",
     "segment",
     "values",
 ]

@@ -9,7 +9,7 @@ from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import ShmBridgeError, ShmPermission
-from shmbridge.segments import locks, membership, segment
+from shmbridge.segments import locks, membership, receipts, segment
 from shmbridge.segments.locks import LockByte
 from shmbridge.segments.membership import CleanReport as CleanReport
 
@@ -26,6 +26,7 @@ class LaneInfo:
     `released` is counted by its consumers; `unaccounted` is the number released beyond that, as the lane's
     slots show: 0, except at most one between a consumer's death and the next consumer, unless a record was
     lost; None if the lane was too busy to tell. `data_writable`: a reader maps its data writable, for a GPU.
+    `origin_node` is the node from which a relay brings its records, "" for a producer here.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LaneInfo:
     released: int = 0
     unaccounted: int | None = 0
     data_writable: bool = False
+    origin_node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class BridgeInfo:
     `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
 
     `weights` is None if no version was ever begun. `waiting` names the lanes for which the living consumer
-    has no room yet.
+    has no room yet. `receipts` counts lanes of other nodes' records that are gone, and whose last record a
+    relay may have to know: all that is left of a bridge may be these.
     """
 
     name: str
@@ -71,6 +74,7 @@ class BridgeInfo:
     lanes: list[LaneInfo]
     weights: WeightsInfo | None
     waiting: list[str] = field(default_factory=list)
+    receipts: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -119,13 +123,14 @@ def _unreleased(lane: str) -> set[int] | None:
 def _bridge(name: str) -> BridgeInfo:
     lanes = [lane for lane in map(lane_info, segment.lane_names(name)) if lane is not None]
     mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=header.control_bytes)
+    left = len(segment.receipt_names(name))
     if mapping is None:
-        return BridgeInfo(name, None, False, -1, lanes, _weights(name))
+        return BridgeInfo(name, None, False, -1, lanes, _weights(name), receipts=left)
     control = header.Control(mapping)
     alive = locks.is_locked(mapping.fd, LockByte.HUB)
     participants = locks.is_locked(mapping.fd, LockByte.PARTICIPANTS)
     pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
-    return BridgeInfo(name, pid, participants, control.policy_version, lanes, _weights(name), waiting)
+    return BridgeInfo(name, pid, participants, control.policy_version, lanes, _weights(name), waiting, left)
 
 
 def _waiting(lanes: list[LaneInfo]) -> list[str]:
@@ -175,7 +180,7 @@ def lane_info(name: str) -> LaneInfo | None:
             words = header.lane_counters(mapping)
             dropped, records = words["leases_dropped"], words["tail"]
         released, shown = header.releases(mapping)
-    said = info or {"producer_id": "", "env_name": "", "pid": 0}
+    said = info or {"producer_id": "", "env_name": "", "pid": 0, "origin_node": ""}
     return LaneInfo(
         name,
         said["producer_id"],
@@ -189,6 +194,7 @@ def lane_info(name: str) -> LaneInfo | None:
         released,
         unaccounted=None if shown is None else shown - released,
         data_writable=writable,
+        origin_node=said["origin_node"],
     )
 
 
@@ -208,8 +214,18 @@ def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
         report.removed += swept.removed
         report.kept.update(swept.kept)
         report.undelivered.update(swept.undelivered)
+        _forget_receipts(name, report)
         _forget_gateway(name, report)
     return report
+
+
+def _forget_receipts(bridge: str, report: CleanReport) -> None:
+    """Removes the receipts of a dead bridge; only here, because a relay that comes back needs them."""
+    for name in segment.receipt_names(bridge):
+        if kept := segment.foreign_owner(name) or report.kept.get(segment.control_name(bridge)):
+            report.kept[name] = kept
+        elif report.dry_run or receipts.remove_one(name):
+            report.removed.append(name)
 
 
 def _forget_gateway(bridge: str, report: CleanReport) -> None:

@@ -16,7 +16,7 @@ import posix_ipc
 from shmbridge._ext import header
 from shmbridge._ext.mapping import Descriptor
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
-from shmbridge.segments import engine_folders, locks, os_limits, values
+from shmbridge.segments import engine_folders, locks, os_limits, receipts, values
 from shmbridge.segments.locks import LockByte
 from shmbridge.segments.segment import (
     control_name,
@@ -191,7 +191,7 @@ def lane_header(name: str) -> dict[str, Any] | None:
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:
     """Removes a lane if it is dead; returns (removed, reason it was kept or "", records it held).
 
-    Never touches a live lane.
+    Never touches a live lane. One whose records came from another node leaves a receipt for the last of them.
     """
     try:
         file = open_segment(name)
@@ -213,6 +213,11 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
                 return False, "its header cannot be read", 0
         if held and not with_records:
             return False, f"holds {held} undelivered records", held
+        if mapping is not None and not dry_run:
+            if not still_named(file.fd, name):
+                return False, "gone already", held
+            if kept := receipts.write(name, mapping):
+                return False, kept, held
         header.fault(b"segment.unlinking")
         return dry_run or unlink(file.fd, name), "", held
     finally:

@@ -35,7 +35,7 @@ _LEFT_ALONE_BYTES = 8 << 20
 _TURN_PREFIX = ".shmbridge-turn."
 _TURN_TIMEOUT_S = 10.0
 _LESS_WEIGHTS = "publish smaller types"
-_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[lev]\.[0-9a-f]{16})")
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[levr]\.[0-9a-f]{16})")
 
 
 def control_name(bridge: str) -> str:
@@ -78,6 +78,11 @@ def is_lane_of(name: str, bridge: str) -> bool:
 def value_names(bridge: str) -> list[str]:
     """Returns the names of all segments of values of the bridge that exist now, sorted."""
     return _names(bridge, "v")
+
+
+def receipt_names(bridge: str) -> list[str]:
+    """Returns the names of all receipts of the bridge that exist now, sorted."""
+    return _names(bridge, "r")
 
 
 def new_name(bridge: str, kind: str) -> str:

@@ -46,6 +46,8 @@ SERVING_RANKS = ("hub.share_issued", "hub.share_done")
 RANK_JOINING = ("rank.locked", "rank.epoch_loaded", "rank.epoch_locked", "rank.joined")
 RANK_READING = ("rank.looking", "rank.holding", "rank.told_done")
 SWEEPING = ("segment.unlinking",)
+RECEIPTS = ("receipt.created", "receipt.written")
+NOTING_ORIGIN = ("producer.origin_noted",)
 WEIGHTS = (
     "weights.before_magic",
     "weights.filling",
@@ -66,8 +68,10 @@ CLEARING = ("values.released",)
 
 # Every label, per role that passes it.
 LABELS: Mapping[str, tuple[str, ...]] = {
-    "anyone": CREATING_CONTROL + SWEEPING,
-    "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE + ASKING_FOR_TICKETS,
+    "anyone": CREATING_CONTROL + RECEIPTS + SWEEPING,
+    "producer": (
+        CREATING_LANE + BEFORE_COMMIT + NOTING_ORIGIN + AFTER_COMMIT + WAITING_FOR_SPACE + ASKING_FOR_TICKETS
+    ),
     "hub": ENTERING_HUB + TAKING + RELEASING + QUARANTINING + HUB_SLEEPING + SERVING_RANKS + GRANTING_TICKETS,
     "rank": RANK_JOINING + RANK_READING,
     "weights writer": WEIGHTS_REPLACING + WEIGHTS + WEIGHTS_TENSORS + WEIGHTS_FILLING,

@@ -36,7 +36,7 @@ def _trouble(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("environment", 0, lambda row: printable(row.label), lambda row: row.label, largest_first=False),
+    Column("environment", 0, lambda row: printable(row.title), lambda row: row.label, largest_first=False),
     Column(
         "pid",
         7,
@@ -71,7 +71,7 @@ def widths(rows: list[Row], states: list[str], screen: int) -> list[int]:
     found[STATE] = min(max((len(state) for state in states), default=0), most)
     found[STATE] = max(found[STATE], len("stopped"))
     left = screen - _MARKS - sum(found) - (len(found) - 1)
-    longest = max((cells(printable(row.label)) + 5 for row in rows), default=0)
+    longest = max((cells(printable(row.title)) + 5 for row in rows), default=0)
     if left >= longest + 1 + _BAR:
         found[BYTES] += 1 + _BAR
         left -= 1 + _BAR

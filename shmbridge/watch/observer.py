@@ -152,9 +152,7 @@ class Observer:
                 )
                 return
             lane = LaneObserver(mapping, None)
-            Lane(said["producer_id"], said["env_name"], Columns.decode(said["columns"]), name).describe_to(
-                lane, said["columns"]
-            )
+            Lane.of(said, Columns.decode(said["columns"]), name).describe_to(lane, said["columns"])
         except (OSError, ShmBridgeError, header.LaneCorrupt) as wrong:
             self.unreadable[name] = str(wrong)
             if isinstance(wrong, OSError):  # no descriptor or no memory left: it may pass

@@ -31,6 +31,12 @@ class Row:
     lag: int | None  # versions behind the newest policy; None: unknown
     dropped: int
     is_trouble: bool
+    origin_node: str = ""  # from which a relay brings its records; "": from none
+
+    @property
+    def title(self) -> str:
+        """What it stands for, and where its records come from."""
+        return f"{self.label} from {self.origin_node}" if self.origin_node else self.label
 
     @property
     def fill(self) -> float:
@@ -126,6 +132,7 @@ def _row(now: BridgeLook, before: BridgeLook | None, lane: LaneLook, waits_for_l
         now.lag(lane),
         sum(lane.dropped.values()) + sum(lane.discarded.values()),
         waits_for_lane or lane.quarantined or lane.state is State.STOPPED,
+        lane.origin_node,
     )
 
 

@@ -48,6 +48,7 @@ class LaneLook:
     discarded: dict[str, int]  # by reason: released unread, or given up with the lane
     leases_dropped: int
     quarantined: bool
+    origin_node: str = ""  # from which a relay brings its records; "": from none
 
     @property
     def fill(self) -> float:
@@ -217,6 +218,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         {reason.name.lower(): discarded[reason] for reason in Discard},
         words["leases_dropped"],
         bool(words["quarantined"]),
+        said["origin_node"],
     )
 
 

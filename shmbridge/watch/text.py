@@ -2,13 +2,14 @@
 
 from shmbridge.config import format_size
 from shmbridge.segments.inventory import BridgeInfo
-from shmbridge.watch.cells import cut, padded
+from shmbridge.watch.cells import cells, cut, padded
 from shmbridge.watch.diagnosis import count, findings, headline, in_words, waited_for
 from shmbridge.watch.rows import Row, rows
 from shmbridge.watch.snapshot import BridgeLook, look
 
 _TITLES = ("environment", "pid", "state", "rec/s", "held", "fill", "last put", "waits", "lag")
 _LABEL, _STATE = 24, 8  # characters; a longer state of a sum takes the room of the pid it has not
+_OF_ID = 8  # characters of a producer's id that a node's name leaves
 
 
 def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
@@ -44,6 +45,10 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
                 f"  {printable(lane.producer_id)}: {lane.released} releases counted, {by_slots} by slots: "
                 "lost, unless its consumer was killed"
             )
+    if info.receipts:
+        lines.append(
+            f"  {count(info.receipts, 'receipt')} of lanes from other nodes, for a relay that comes back"
+        )
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"
         writer = f"writer pid {weights.writer_pid}" if weights.writer_pid else "no writer"
@@ -80,9 +85,8 @@ def consumer_parts(now: BridgeLook) -> list[str]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    label = printable(row.label) if row.pid is not None else f"{printable(row.label)} ({row.lanes})"
     return (
-        cut(label, _LABEL),
+        _label(row),
         "" if row.pid is None else str(row.pid),
         row.state,
         "" if row.rate is None else f"{row.rate:.1f}",
@@ -94,8 +98,16 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _line(cells: tuple[str, ...]) -> str:
-    label, pid, state, *numbers = cells
+def _label(row: Row) -> str:
+    """What a row stands for, cut so that the node its records come from is seen."""
+    if row.pid is None:
+        return cut(f"{printable(row.label)} ({row.lanes})", _LABEL)
+    node = cut(printable(f" from {row.origin_node}"), _LABEL - _OF_ID) if row.origin_node else ""
+    return cut(printable(row.label), _LABEL - cells(node)) + node
+
+
+def _line(columns: tuple[str, ...]) -> str:
+    label, pid, state, *numbers = columns
     who = f"{pid:>7} {state:<8}" if pid or len(state) <= _STATE else f"{state:>16}"
     return f"  {padded(label, _LABEL)} {who}" + "".join(
         f" {number:>{width}}" for number, width in zip(numbers, (6, 5, 4, 8, 5, 3), strict=True)

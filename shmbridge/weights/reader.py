@@ -30,6 +30,7 @@ class WeightsLease:
     `tensors` are read-only views, valid inside the `with` block only: copy them into the model there.
 
     Never blocks. `dtypes` has the learner's type names; bfloat16 and float8 come as uint16 and uint8.
+    `slot` is the memory of all tensors, each at its `offset` in `specs`; read-only, valid as `tensors` are.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class WeightsLease:
         self.dtypes = {spec.name: spec.dtype for spec in table}
         memory = memoryview(found.mapping).toreadonly()
         base = found.slot_at(slot)
+        self.slot = memory[base : base + found.slot_bytes]
         self.tensors: Mapping[str, Array] = {spec.name: view(memory, base, spec) for spec in table}
         self._stamps = found.stamps(slot)
         self._comparable_from = comparable_from

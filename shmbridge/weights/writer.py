@@ -412,14 +412,36 @@ class WeightsFilling:
         Raises WeightsMismatch if name, type or shape differ, FillingOver after the `with` block, and in a
         child of fork.
         """
-        if not self.is_open or self._found.mapping.forked:
-            over = f"the filling of weights version {self.version} is over, or the parent process'"
-            raise FillingOver(over, hint="begin the next with fill()")
-        if name not in self._rows:
-            raise WeightsMismatch(f"the segment has no tensor {name!r}", hint=_ONE_MODEL)
-        row, spec = self._rows[name]
+        row, spec = self._row(name)
         source = weights_tensors.as_source(name, tensor)
         size = weights_tensors.write(
             self._found.mapping, self._base, spec, source, index, going_round=self._found.slot_bytes
         )
         self._found.add_written(row, size)
+
+    def write_bytes(self, name: str, at: int, source: Any) -> None:
+        """Copies bytes of a tensor to byte `at` of it: of whatever type, as another segment has them.
+
+        Blocks for the copy. `source` is a contiguous buffer.
+
+        Raises WeightsMismatch if the segment has no such bytes, FillingOver as `write`.
+        """
+        row, spec = self._row(name)
+        size = memoryview(source).nbytes
+        if not 0 <= at <= spec.size_bytes - size:
+            raise WeightsMismatch(
+                f"bytes {at} to {at + size} of tensor {name!r} were given, it has {spec.size_bytes}",
+                hint=_ONE_MODEL,
+            )
+        mapping, place = self._found.mapping, self._base + spec.offset + at
+        tensor_bytes.copy_in(mapping, place, source, self._found.slot_bytes)
+        self._found.add_written(row, size)
+
+    def _row(self, name: str) -> tuple[int, TensorSpec]:
+        """Returns the row of a tensor that can be written now."""
+        if not self.is_open or self._found.mapping.forked:
+            over = f"the filling of weights version {self.version} is over, or the parent process'"
+            raise FillingOver(over, hint="begin the next with fill()")
+        if name not in self._rows:
+            raise WeightsMismatch(f"the segment has no tensor {name!r}", hint=_ONE_MODEL)
+        return self._rows[name]

@@ -50,6 +50,7 @@ BUILTIN = {
     "UsedByTwoThreads": RuntimeError,
     "IterationOver": RuntimeError,
     "QueueTaken": RuntimeError,
+    "RelayTaken": RuntimeError,
     "Closed": RuntimeError,
     "WeightsMismatch": ValueError,
     "WeightsBusy": TimeoutError,

@@ -43,6 +43,7 @@ typedef struct {
     uint64_t data_bytes;
     own_slot *own;          /* one per slot */
     uint64_t tail;          /* the value of the shared tail: no other process stores it */
+    uint64_t origin_newest; /* + 1, of the last record at its origin; 0: this lane's records have none */
     uint32_t *free_slots;   /* a stack */
     uint32_t free_slot_count;
     uint32_t *outstanding;  /* a ring: slots of committed records not yet taken back, in order of commit */
@@ -68,6 +69,7 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
                                    control_header *hub) {
     *writer = (lane_writer){.header = (lane_header *)base, .hub = hub, .claimed = -1};
     writer->spin_ns = LONGEST_SPIN_NS;
+    writer->origin_newest = load_relaxed64(&writer->header->origin_newest[1]);
     writer->slot_count = geometry->slot_count, writer->data_bytes = geometry->data_bytes;
     writer->ring = (uint32_t *)(base + geometry->ring_at);
     writer->slots = (slot *)(base + geometry->slots_at);
@@ -178,6 +180,8 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     body->group_size = stamp->group_size, body->env_id = stamp->env_id;
     body->group_id_bytes = stamp->group_id_bytes, body->flags = stamp->flags;
     body->index_bytes = stamp->index_bytes;
+    body->origin_sequence = stamp->origin_sequence;
+    body->origin_waited_ns = stamp->origin_waited_ns, body->origin_transfer_ns = stamp->origin_transfer_ns;
     fault_hit("producer.body_written");
     store_release64(&body->generation, ++own->generation); /* SYNC(slot-body) */
     fault_hit("producer.generation_stored");
@@ -188,6 +192,12 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     writer->tail = sequence + 1;
     store_relaxed64(&header->bytes_total, load_relaxed64(&header->bytes_total) + writer->claim_bytes);
     store_relaxed64(&header->tokens_total, load_relaxed64(&header->tokens_total) + stamp->tokens);
+    if (stamp->origin_sequence) writer->origin_newest = stamp->origin_sequence;
+    if (writer->origin_newest) {
+        /* not before the earlier tail: whoever sees it will see that there was another record */
+        store_release64(&header->origin_newest[sequence & 1], writer->origin_newest); /* SYNC(origin-newest) */
+        fault_hit("producer.origin_noted");
+    }
     fault_hit("producer.before_tail");
     store_seq64(&header->tail, sequence + 1); /* SYNC(commit), SYNC(hub-wake) */
     fault_hit("producer.committed");

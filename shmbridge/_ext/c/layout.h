@@ -122,10 +122,17 @@ typedef struct {
     uint64_t segment_bytes;
     char producer_id[96]; /* the user's prefix, at most 63 bytes, and the incarnation; NUL at the end */
     char env_name[128];
-    uint8_t pad0[0x200 - 312];
+    /* P, once: of records that a relay brought from another node: that node, and the producer there that put
+     * them; NUL at the end. Else 0 */
+    char origin_node[64];
+    char origin_producer_id[96];
+    uint8_t pad0[0x200 - 472];
 
     shm_u64 tail; /* P: records committed; the commit point */
-    uint8_t pad1[0x80 - 8];
+    /* P: of the record under this number's parity: the sequence + 1 of the last record at its origin that this
+     * lane, or one before it, has. So `tail - 1` finds what is committed while another is under way. Else 0 */
+    shm_u64 origin_newest[2];
+    uint8_t pad1[0x80 - 24];
     shm_u32 space_waiting; /* P */
     uint32_t pad2;
     shm_u64 bytes_total, tokens_total, wait_ns_total, late_wakes_total; /* P */
@@ -133,7 +140,10 @@ typedef struct {
     shm_u64 wanted_bytes; /* P: bytes that the last claim failed to get, 0 if it succeeded; a hint */
     /* P: since when the producer waits for room or the end of a pause, CLOCK_MONOTONIC; 0: it does not */
     shm_u64 blocked_ns;
-    uint8_t pad3[0x80 - 8 - 48 - 8 * DROP_REASONS];
+    /* P: 1: the node of origin may send records again, so a receipt for the last one is left when the lane is
+     * removed; 0 when all of them are known there to be committed, and in lanes without an origin */
+    shm_u64 origin_open;
+    uint8_t pad3[0x80 - 8 - 56 - 8 * DROP_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */
@@ -166,7 +176,10 @@ typedef struct {
     uint16_t group_id_bytes; /* after the directory, 64-byte aligned */
     uint16_t flags;
     uint32_t index_bytes; /* directory + group id + all lengths: copied before it is believed */
-    uint8_t reserved[32];
+    uint64_t origin_sequence;   /* + 1: the record's at its origin; 0: it came from no other node */
+    int64_t origin_waited_ns;   /* from its commit there until it was sent, by the clock there */
+    int64_t origin_transfer_ns; /* from the request until it was committed here, by the clock here */
+    uint8_t reserved[8];
 } slot;
 
 /* One per present column, at the start of the extent. Places are

@@ -8,15 +8,18 @@ torn record.
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 
 import shmbridge
+from shmbridge.put.relayed import LaneOrigin, RelayedRecord
 
 
 def given(producer_id: str) -> str:
@@ -62,6 +65,34 @@ def produce(bridge: str, producer_id: str, count: str, lane_bytes: str = "64K") 
         assert put == sequence
         say("put", sequence)
     producer.close()
+    say("closed")
+
+
+def relay(bridge: str, record: str) -> None:
+    """Puts one record of another node per line of standard input, all with the memory that the file `record`
+    holds; closes.
+    """
+    producer = shmbridge.Producer(bridge, lane_bytes="64K", origin=LaneOrigin("env-2", "source"))
+    extent, table, words = pickle.loads(Path(record).read_bytes())
+    say("ready")
+    for number, _ in enumerate(sys.stdin):
+        producer.put(RelayedRecord(extent, table, words, -1, -1, there(number), 0, 0))
+        say("put", there(number))
+    producer.close()
+    say("closed")
+
+
+def there(number: int) -> int:
+    """The sequence at its origin of a relay's record of that number: not all of them are relayed."""
+    return 7 * number + 3
+
+
+def release_all(bridge: str, count: str) -> None:
+    """Takes and releases so many records; closes, which removes dead lanes."""
+    with shmbridge.Consumer(bridge) as consumer:
+        for _ in range(int(count)):
+            consumer.get(timeout_s=30).release()
+        say("released")
     say("closed")
 
 

@@ -28,6 +28,52 @@ WEIGHTS, HEADER = "shmbridge/_ext/versions.pyx", "shmbridge/_ext/header.pyx"
 MUTATIONS = (
     # 1: nothing committed is lost, duplicated or torn
     Mutation(
+        "origin-noted-in-one-word",
+        1,
+        "what a lane has of another node is noted where the next record's number goes",
+        WRITE,
+        "store_release64(&header->origin_newest[sequence & 1], writer->origin_newest)",
+        "header->origin_newest[0] = writer->origin_newest, "
+        "store_release64(&header->origin_newest[1], writer->origin_newest)",
+        "tests/faults/crash/test_relay_killed.py -k no_consumer",
+    ),
+    Mutation(
+        "receipt-not-left",
+        1,
+        "a lane goes, and with it what is known of another node's records",
+        "shmbridge/segments/membership.py",
+        "            if kept := receipts.write(name, mapping):\n",
+        '            if kept := "":\n',
+        "tests/transport/segments/test_receipts.py",
+    ),
+    Mutation(
+        "receipt-of-a-removed-lane",
+        4,
+        "who comes late to a lane that is gone leaves a receipt that nobody removes",
+        "shmbridge/segments/membership.py",
+        "            if not still_named(file.fd, name):\n",
+        "            if False:\n",
+        "tests/transport/segments/test_receipts.py",
+    ),
+    Mutation(
+        "relayed-again",
+        1,
+        "a record of another node is put a second time",
+        "shmbridge/put/relayed.py",
+        "        if newest is not None and self.sequence <= newest:\n",
+        "        if False:\n",
+        "tests/transport/put/test_relayed.py",
+    ),
+    Mutation(
+        "relays-death-ends-its-groups",
+        1,
+        "a group is discarded because the relay died that brought its first part",
+        "shmbridge/hub/lane.py",
+        " and not header.origin_open(self.reader.lane)",
+        "",
+        "tests/transport/hub/test_relayed_groups.py",
+    ),
+    Mutation(
         "tail-before-ring",
         1,
         "the commit point comes before the ring entry",
@@ -734,6 +780,15 @@ MUTATIONS = (
         "max(count, self.quarantined, 1)",
         "count + self.quarantined",
         "tests/faults/crash/test_quarantine.py tests/transport/hub/test_quarantine.py",
+    ),
+    Mutation(
+        "relayed-index-believed",
+        7,
+        "what another node sends is committed unchecked",
+        "shmbridge/_ext/relayed.pyx",
+        "        if index_check(<const uint8_t*>entry,",
+        "        if False and index_check(<const uint8_t*>entry,",
+        "tests/transport/put/test_relayed.py",
     ),
     # 8: owner-only
     Mutation(

@@ -18,7 +18,7 @@ STORE, LOAD, ACQUIRE = r"stlr", r"ldar", r"ldap?u?r"
 # The ordered instructions that each function must have, in this order; others may be between them: see
 # docs/memory-model.md.
 WANTED = {
-    "commit": [STORE, STORE, LOAD],  # generation, tail, hub_sleeping
+    "commit": [STORE, STORE, STORE, LOAD],  # generation, origin_newest of a relay's lane, tail, hub_sleeping
     "release": [STORE, LOAD],  # released, space_waiting
     "sleeps": [LOAD, STORE, LOAD],  # doorbell, hub_sleeping, a tail
     "arms": [LOAD, STORE, LOAD],  # the same

@@ -23,7 +23,7 @@ ORDER = {
         rank consumer
         __init__
         testing launch doctor watch
-        tui archive demo
+        tui archive demo relay
         cli
         __main__
     """,

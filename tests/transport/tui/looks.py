@@ -153,7 +153,7 @@ class Copy:
             "redelivered": False,
             "uneven": False,
         }
-        self.meta = RecordMeta(**fields | meta)
+        self.meta = RecordMeta(**fields | {"origin": None} | meta)
 
     @property
     def columns(self):

@@ -1,0 +1,384 @@
+"""The relay of the learner's node: asks other nodes for records, puts them into lanes here, a lane a source.
+
+What is committed here is known from the lanes themselves, and from the receipts of lanes that are gone: a
+relay that begins again asks for what is newer. Order is kept per source: one number says what is here.
+"""
+
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Self
+
+from shmbridge.config import Run
+from shmbridge.errors import InvalidRecord, SchemaMismatch
+from shmbridge.put.relayed import RelayedRecord
+from shmbridge.relay.bridge_here import announced_run, refuse_a_second, untaken
+from shmbridge.relay.lane import RelayedLane
+from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord, State
+from shmbridge.segments import membership, receipts
+from shmbridge.weights import WeightsReader
+
+log = logging.getLogger(__name__)
+
+_BLOCKED_S = 0.25  # a node whose lanes are full is asked again after that, or when one has room
+_LOOK_S = 0.1
+_RUN_S = 1.0
+_TIDY_S = 5.0
+_WAIT_S = 0.25
+_LITTLE = 64 << 10
+_MOST_ASKS = 500  # a second, of nodes that have nothing
+_TOTALS = ("relayed_total", "duplicates_total", "bytes_total")
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One source: its session, the asks that are on their way, and what it last said."""
+
+    name: str
+    session: str
+    asked: int = 0
+    asks: deque[Ask] = field(default_factory=deque)
+    refused: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    state: State | None = None
+    heard_s: float = 0.0
+    brought: int = 0  # bytes of the last parcel
+    blocked_until: float = 0.0
+    blocked_free: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Destination:
+    """Puts the records of other nodes into lanes of a bridge here; a context manager. One thread at a time.
+
+    A caller sends what `ask` returns, hands the answers to `accept` in the order of the asks, or says `lost`,
+    and calls `work` often. `stats` is for any thread.
+
+    Args:
+        bridge: name of the bridge here.
+        lane_bytes: of each lane; a lane of the source that is smaller has as much here.
+        max_bytes: of a parcel.
+        max_staleness: groups that are more versions behind are discarded at the source; None: none is.
+        wait_s: longest wait of a source for a first record; longer with more than 125 nodes.
+        weights: whether a policy version waits at a source until its weights are whole there.
+
+    Raises:
+        RelayTaken: a living relay puts records of other nodes into the bridge.
+        BadBridgeName, ShmPermission, ShmTooSmall, NotReady, LayoutMismatch.
+    """
+
+    def __init__(
+        self,
+        bridge: str,
+        *,
+        lane_bytes: int = 16 << 20,
+        max_bytes: int = MOST_BYTES,
+        max_staleness: int | None = None,
+        wait_s: float = _WAIT_S,
+        weights: bool = False,
+    ) -> None:
+        self.bridge, self.lane_bytes, self.max_bytes = bridge, lane_bytes, max_bytes
+        self._max_staleness, self._wait_s = max_staleness, wait_s
+        self._control = membership.open_control(bridge)
+        try:
+            refuse_a_second(bridge)
+            # Producer id -> its node, and the sequence there of its last record that is committed here.
+            self._newest = receipts.newest_relayed(bridge)
+            self._weights = WeightsReader(bridge) if weights else None
+        except BaseException:
+            membership.leave(self._control.mapping.fd, bridge)
+            raise
+        self._earlier = set(self._newest)  # sources whose lanes are those of an earlier relay
+        self._lanes: dict[str, RelayedLane] = {}
+        self._nodes: dict[str, _Node] = {}
+        self._counts: Counter[str] = Counter()
+        self._run: tuple[Run | None, int] = None, 0  # and its step
+        self._tidied_s, self._run_s = time.monotonic(), 0.0
+        self._look()
+        self._closed = False
+
+    # -- asking
+
+    def ready(self, node: str) -> bool:
+        """Whether it is worth asking a node now: two asks are on their way at most, one if it had nothing."""
+        there = self._nodes.get(node)
+        if there is None or there.state is None:
+            return there is None or not there.asks
+        if len(there.asks) >= (2 if there.brought else 1):
+            return False
+        return time.monotonic() >= there.blocked_until or self._free(node) > there.blocked_free
+
+    def ask(self, node: str) -> Ask:
+        """Returns the next ask for a node; whatever answers it goes to `accept` or is `lost`.
+
+        A node whose last answer brought nothing is asked for little, which needs no share of what may be on
+        its way.
+        """
+        there = self._nodes.get(node)
+        if there is None:
+            there = self._nodes[node] = _Node(node, secrets.token_hex(8))
+        control, credits = self._control, {}
+        for producer_id, lane in self._lanes.items():
+            if lane.node == node and (free := lane.free_bytes) is not None:
+                room = free - sum(ask.credits.get(producer_id, 0) for ask in there.asks)
+                # Half for the first ask, so that the second has some, too.
+                credits[producer_id] = max(room if there.asks else -(-room // 2), 0)
+        ask = Ask(
+            there.session,
+            there.asked,
+            {name: newest for name, (at, newest) in self._newest.items() if at == node},
+            dict(there.refused),
+            credits,
+            self.lane_bytes // 2,
+            int(control.policy_version),
+            bool(control.paused),
+            bool(control.draining),
+            self.max_bytes if there.brought else min(_LITTLE, self.max_bytes),
+            max(self._wait_s, len(self._nodes) / _MOST_ASKS),
+            self._max_staleness,
+            *self._run,
+            -1 if self._weights is None or (newest := self._weights.version) is None else newest,
+        )
+        there.asked += 1
+        there.asks.append(ask)
+        return ask
+
+    def expects(self, node: str) -> bool:
+        """Whether the session goes on in which the node was last asked: an answer is believed."""
+        there = self._nodes.get(node)
+        return there is not None and there.asked > 0
+
+    def lost(self, node: str) -> None:
+        """Notes that an ask of this node has no answer: what is un-acknowledged there will be sent again."""
+        there = self._nodes.get(node)
+        if there is None:
+            return
+        there.session, there.asked = secrets.token_hex(8), 0
+        there.asks.clear()
+        there.brought = 0
+        for lane in self._lanes.values():
+            if lane.node == node:
+                lane.forget_waiting()
+        self._counts["lost_asks_total"] += 1
+
+    # -- accepting
+
+    def accept(self, node: str, parcel: Parcel, requested_ns: int) -> int:
+        """Puts a parcel's records, or keeps copies of those that have no room yet; returns its bytes.
+
+        Args:
+            node: where it came from.
+            parcel: the answer to the oldest ask on its way. An answer to another one is not believed: `lost`.
+            requested_ns: CLOCK_MONOTONIC of this node when that ask was sent.
+        """
+        there, state = self._nodes[node], parcel.state
+        if state.session != there.session or not there.asks or there.asks[0].number != state.number:
+            self.lost(node)
+            return 0
+        ask = there.asks.popleft()
+        there.state, there.heard_s = state, time.monotonic()
+        for producer_id, refused in ask.refused.items():  # it has heard of these
+            there.refused[producer_id] = [each for each in there.refused[producer_id] if each not in refused]
+            if not there.refused[producer_id]:
+                del there.refused[producer_id]
+        size = 0
+        for record in parcel.records:
+            size += len(record.extent)
+            self._accept(there, record, requested_ns + state.idle_ns)
+        there.brought = size
+        there.counts["bytes_total"] += size
+        if state.blocked and not size:
+            there.blocked_until, there.blocked_free = time.monotonic() + _BLOCKED_S, self._free(node)
+        else:
+            there.blocked_until = 0.0
+        for producer_id in state.finished:
+            self._finish(producer_id)
+        return size
+
+    def _accept(self, there: _Node, sent: SentRecord, requested_ns: int) -> None:
+        producer_id = sent.lane.producer_id
+        lane = self._lanes.get(producer_id)
+        if lane is None:
+            lane = RelayedLane(self.bridge, there.name, sent.lane, self.lane_bytes)
+            self._lanes[producer_id] = lane
+        newest = self._newest.get(producer_id)
+        if newest is not None and sent.sequence <= newest[1]:
+            there.counts["duplicates_total"] += 1
+            return
+        record = RelayedRecord(
+            sent.extent,
+            sent.lane.table,
+            sent.words,
+            sent.min_policy_version,
+            sent.max_policy_version,
+            sent.sequence,
+            sent.waited_ns,
+            requested_ns,
+        )
+        if lane.waiting or not self._put(lane, record):
+            lane.keep(record)
+
+    def _put(self, lane: RelayedLane, record: RelayedRecord) -> bool:
+        """Commits a record, or counts it as refused; returns False if it has to wait."""
+        producer_id, there = lane.source.producer_id, self._nodes[lane.node]
+        try:
+            was_open = lane.is_open or self._open(lane, len(record.extent))
+            if not lane.put(record):
+                if was_open and not lane.is_open:  # it was given up
+                    self._earlier.add(producer_id)
+                    self._look()
+                return False
+        except (InvalidRecord, SchemaMismatch) as wrong:
+            log.error("record %d of %s on %s is refused: %s", record.sequence, producer_id, lane.node, wrong)
+            there.refused.setdefault(producer_id, []).append((record.sequence, wrong.code))
+            there.counts[f"refused_total{{{wrong.code}}}"] += 1
+            return True
+        self._newest[producer_id] = lane.node, record.sequence
+        there.counts["relayed_total"] += 1
+        return True
+
+    # -- lanes
+
+    def _open(self, lane: RelayedLane, size: int) -> bool:
+        """Opens a lane for a record of so many bytes; returns False if that must be tried again.
+
+        While the hub has not taken all of an earlier lane, a record in another one could overtake it.
+        """
+        producer_id, newest = lane.source.producer_id, self._newest.get(lane.source.producer_id)
+        if producer_id in self._untaken or not lane.open(size, None if newest is None else newest[1]):
+            return False
+        if newest is not None:  # which the new lane's header says, too
+            self._remove_receipts(producer_id, newest[1])
+        return True
+
+    def _finish(self, producer_id: str) -> None:
+        """Closes the lane of a source that is gone, and whose records are all here."""
+        lane = self._lanes.get(producer_id)
+        if lane is not None:
+            if lane.waiting:
+                return  # it is named again
+            lane.finish()
+        if producer_id in self._earlier:
+            receipts.close_origin(self.bridge, producer_id)
+        for table in (self._lanes, self._newest):
+            table.pop(producer_id, None)
+        self._earlier.discard(producer_id)
+        self._remove_receipts(producer_id, None)
+
+    def _remove_receipts(self, producer_id: str, newest: int | None) -> None:
+        """Removes receipts of a source, up to a sequence, or all."""
+        receipts.remove(
+            self.bridge,
+            lambda each: each.producer_id == producer_id and (newest is None or each.sequence <= newest),
+        )
+
+    def work(self) -> int:
+        """Puts records that had no room, as far as they have some now; returns how many. Never blocks."""
+        placed = 0
+        for lane in list(self._lanes.values()):
+            while (record := lane.first_waiting) is not None and self._put(lane, record):
+                lane.next_waiting()
+                placed += 1
+        now = time.monotonic()
+        if self._untaken and now - self._looked_s > _LOOK_S:
+            self._look()
+        if now - self._run_s > _RUN_S:
+            self._run_s = now
+            self._run = announced_run(self.bridge, self._control) or self._run
+        if now - self._tidied_s > _TIDY_S:
+            self._tidied_s = now
+            for receipt in receipts.read_all(
+                self.bridge
+            ):  # of an earlier relay's lanes, which are removed late
+                self._newest.setdefault(receipt.producer_id, (receipt.node, receipt.sequence))
+        return placed
+
+    def _look(self) -> None:
+        """Looks which sources have records in earlier lanes that the hub has not taken."""
+        self._untaken = untaken(self.bridge, {lane.name for lane in self._lanes.values()})
+        self._looked_s = time.monotonic()
+
+    def _free(self, node: str) -> int:
+        return sum(max(lane.free_bytes or 0, 0) for lane in self._lanes.values() if lane.node == node)
+
+    def gone(self, node: str) -> tuple[int, int, float]:
+        """Forgets a node that left; its lanes stay until their records are released.
+
+        Returns how many records it had when it was last heard that were never put here, of how many lanes at
+        least, and how many seconds ago that was. What its producers committed later is not among them.
+        """
+        there = self._nodes.pop(node, None)
+        waiting = [lane.waiting for lane in self._lanes.values() if lane.node == node and lane.waiting]
+        for producer_id, lane in list(self._lanes.items()):
+            if lane.node == node:
+                lane.let_go()
+                del self._lanes[producer_id]
+                self._earlier.add(producer_id)
+        self._look()
+        if there is None:
+            return 0, 0, 0.0
+        self._counts.update(there.counts)
+        if there.state is None:
+            return 0, 0, 0.0
+        never = there.state.backlog + sum(waiting)
+        self._counts["never_relayed_total"] += never
+        return never, max(there.state.backlog_lanes, len(waiting)), time.monotonic() - there.heard_s
+
+    # -- state
+
+    def stats(self) -> dict[str, float]:
+        """Returns counters over all nodes, flat. Never blocks; any thread."""
+        total = Counter(self._counts)
+        for there in list(self._nodes.values()):
+            total.update(there.counts)
+        lanes = list(self._lanes.values())
+        return {
+            **dict.fromkeys(_TOTALS, 0),
+            **total,
+            "lanes": len(lanes),
+            "waiting": sum(lane.waiting for lane in lanes),
+            "waiting_bytes": sum(lane.waiting_bytes for lane in lanes),
+        }
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        """Returns what is known of each node: counters here, its own by its last word, seconds since then.
+
+        Never blocks; any thread.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for name, there in list(self._nodes.items()):
+            about: dict[str, float] = {
+                "relayed_total": 0,
+                "duplicates_total": 0,
+                "bytes_total": 0,
+                **there.counts,
+            }
+            if there.state is not None:
+                about |= {f"source_{key}": value for key, value in there.state.counters.items()}
+                about |= {"pid": there.state.pid, "backlog": there.state.backlog}
+                about["heard_s"] = time.monotonic() - there.heard_s
+            found[name] = about
+        return found
+
+    @property
+    def policy_version(self) -> int:
+        """The newest policy version that the learner has published, -1 before the first."""
+        return int(self._control.policy_version)
+
+    def close(self) -> None:
+        """Leaves the bridge; committed records stay, those without room stay at their sources. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.let_go()
+        if self._weights is not None:
+            self._weights.close()
+        membership.leave(self._control.mapping.fd, self.bridge)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,233 @@
+"""What relays say to each other: an ask of the destination, and the parcel of records that answers it.
+
+A parcel is a list of arrays of bytes: a head, which is an Arrow stream with one row a record, and the records
+as they lay in their lanes. Nothing is pickled by us; large records are arrays over the lane's own memory, so
+that they are copied once, by what sends them.
+"""
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from shmbridge._ext import header
+from shmbridge.config import Run
+from shmbridge.errors import InvalidRecord, LayoutMismatch
+
+Array = np.ndarray[Any, Any]
+Words = tuple[int, int, int, int, int, int, int]
+
+MOST_BYTES = 8 << 20  # of a parcel with several records
+_JOINED_BELOW = 16 << 10  # smaller records share one array
+_LINE = 64
+
+_WORDS = ("rows", "columns", "index_bytes", "group_id_bytes", "flags", "tokens", "group_size")
+_OF_RECORD = ("sequence", "min_policy_version", "max_policy_version", "waited_ns")
+# Where a record lies: its array among the parcel's, and the bytes there.
+_PLACE = ("part", "at", "size")
+PARCEL_SCHEMA = pa.schema([(name, pa.int64()) for name in ("lane", *_WORDS, *_OF_RECORD, *_PLACE)])
+_LAYOUT, _LANES, _STATE = b"shmbridge.layout", b"shmbridge.lanes", b"shmbridge.state"
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What the destination wants of one source, and what it has.
+
+    Attributes:
+        session: of this destination with this source; another one means that un-acknowledged records are sent
+            again, from the first.
+        number: of the ask in its session.
+        committed: producer id -> sequence of the last of its records on the learner's node.
+        refused: producer id -> (sequence, error code) of records that cannot be put there.
+        credits: producer id -> bytes that its lane there has room for; `credit` for any other producer.
+        version: the policy version; -1 before the first.
+        weights: the newest version of the weights on the learner's node. While those at the source are older,
+            its policy version is at most theirs. -1: policy versions do not wait for weights.
+        wait_s: longest wait for a record.
+        max_staleness: staler records are discarded at the source; None: none is.
+        run: the run that the learner has announced.
+        step: the run's step.
+    """
+
+    session: str
+    number: int
+    committed: dict[str, int]
+    refused: dict[str, list[tuple[int, str]]]
+    credits: dict[str, int]
+    credit: int
+    version: int = -1
+    paused: bool = False
+    draining: bool = False
+    max_bytes: int = MOST_BYTES
+    wait_s: float = 0.0
+    max_staleness: int | None = None
+    run: Run | None = None
+    step: int = 0
+    weights: int = -1
+
+
+class State(msgspec.Struct):
+    """What a source says of itself in every parcel.
+
+    Attributes:
+        node: its name.
+        session, number: of the ask that it answers.
+        idle_ns: how long it waited for records before it answered.
+        blocked: whether records wait that no credit was left for.
+        backlog: un-released records of its lanes that this session has not sent.
+        backlog_lanes: lanes that have such records.
+        finished: producers that are asked about and gone, and whose records are all acknowledged.
+        counters: as `Source.stats`.
+    """
+
+    node: str
+    session: str
+    number: int
+    pid: int = 0
+    idle_ns: int = 0
+    blocked: bool = False
+    backlog: int = 0
+    backlog_lanes: int = 0
+    finished: list[str] = []
+    counters: dict[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLane:
+    """What all records of one lane share; `table` is its column table, `lane_bytes` the size of its data."""
+
+    producer_id: str
+    env_name: str
+    table: bytes
+    lane_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentRecord:
+    """One record as its lane held it: `extent` is flat memory, `words` its slot's, in the order of _WORDS."""
+
+    lane: SourceLane
+    extent: Array
+    words: Words
+    sequence: int
+    min_policy_version: int
+    max_policy_version: int
+    waited_ns: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """Records of one source, each lane's in their order, and what the source says of itself."""
+
+    state: State
+    records: Sequence[SentRecord] = field(default_factory=list)
+
+
+def encode_ask(ask: Ask) -> bytes:
+    """Returns the bytes of an ask, which another node decodes."""
+    return msgspec.msgpack.encode(ask)
+
+
+def decode_ask(raw: bytes) -> Ask:
+    """Returns an ask. Raises InvalidRecord for anything else."""
+    try:
+        return msgspec.msgpack.decode(raw, type=Ask)
+    except msgspec.MsgspecError as wrong:
+        raise InvalidRecord(f"what a relay was asked is no ask: {wrong}", hint=_ONE_RELEASE) from None
+
+
+_ONE_RELEASE = "run one release of shmbridge on all nodes"
+
+
+def encode(parcel: Parcel, layout_version: int = header.layout_version) -> list[Array]:
+    """Returns a parcel as arrays of bytes: the head, small records joined, and each other record in place.
+
+    The arrays over lanes keep their leases while they live.
+    """
+    lanes = {record.lane.producer_id: record.lane for record in parcel.records}
+    number = {producer_id: at for at, producer_id in enumerate(lanes)}
+    small = _joined([record for record in parcel.records if len(record.extent) < _JOINED_BELOW])
+    parts, rows, used = [small] if len(small) else [], [], 0
+    for record in parcel.records:
+        size = len(record.extent)
+        if size < _JOINED_BELOW:
+            place = (0, used, size)
+            used += _lines(size)
+        else:
+            place = (len(parts), 0, size)
+            parts.append(record.extent)
+        own = (record.sequence, record.min_policy_version, record.max_policy_version, record.waited_ns)
+        rows.append((number[record.lane.producer_id], *record.words, *own, *place))
+    columns = np.array(rows, np.int64).reshape(len(rows), len(PARCEL_SCHEMA)).T
+    said = {
+        _LAYOUT: str(layout_version).encode(),
+        _LANES: msgspec.json.encode([_lane_words(lane) for lane in lanes.values()]),
+        _STATE: msgspec.json.encode(parcel.state),
+    }
+    schema = PARCEL_SCHEMA.with_metadata(said)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as stream:
+        arrays = [pa.array(np.ascontiguousarray(column)) for column in columns]
+        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return [np.frombuffer(sink.getvalue(), np.uint8), *parts]
+
+
+def decode(arrays: Sequence[Array]) -> Parcel:
+    """Returns a parcel, its records over the given arrays.
+
+    Raises:
+        LayoutMismatch: its node has another layout of lanes.
+        InvalidRecord: it is no parcel.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(arrays[0])) as stream:
+            said = stream.schema.metadata or {}
+            theirs = int(said[_LAYOUT])
+            if theirs != header.layout_version:
+                raise LayoutMismatch(
+                    f"a relay sends records of layout {theirs}, and this node has {header.layout_version}",
+                    hint=_ONE_RELEASE,
+                )
+            state = msgspec.json.decode(said[_STATE], type=State)
+            lanes = [_lane(*words) for words in msgspec.json.decode(said[_LANES])]
+            if not stream.schema.equals(PARCEL_SCHEMA):
+                raise ValueError(f"its columns are {stream.schema.names}")
+            table = stream.read_all()
+        rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
+        return Parcel(state, [_record(row, lanes, arrays[1:]) for row in rows])
+    except (pa.ArrowException, msgspec.MsgspecError, KeyError, IndexError, TypeError, ValueError) as wrong:
+        if isinstance(wrong, LayoutMismatch):
+            raise
+        raise InvalidRecord(f"what a relay sent is no parcel: {wrong}", hint=_ONE_RELEASE) from None
+
+
+def _record(row: tuple[int, ...], lanes: Sequence[SourceLane], parts: Sequence[Array]) -> SentRecord:
+    words, own, (part, at, size) = row[1:8], row[8:12], row[12:]
+    if min(row[0], part, at, size) < 0 or at + size > len(parts[part]):
+        raise ValueError(f"a record of {size} bytes at {at} of part {part}")
+    return SentRecord(lanes[row[0]], parts[part][at : at + size], words, *own)  # type: ignore[arg-type]
+
+
+def _joined(records: Iterable[SentRecord]) -> Array:
+    """Returns the bytes of small records, each from the beginning of a cache line."""
+    records = list(records)
+    joined, at = np.zeros(sum(_lines(len(record.extent)) for record in records), np.uint8), 0
+    for record in records:
+        joined[at : at + len(record.extent)] = record.extent
+        at += _lines(len(record.extent))
+    return joined
+
+
+def _lines(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+def _lane_words(lane: SourceLane) -> tuple[str, str, str, int]:
+    return lane.producer_id, lane.env_name, base64.b64encode(lane.table).decode(), lane.lane_bytes
+
+
+def _lane(producer_id: str, env_name: str, table: str, lane_bytes: int) -> SourceLane:
+    return SourceLane(producer_id, env_name, base64.b64decode(table), lane_bytes)

@@ -1,0 +1,185 @@
+"""The learner's weights reach the segments of other nodes over Ray: kills, stops, a fast learner."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+import shmbridge
+from shmbridge.relay.ray.directory import NAMESPACE
+from shmbridge.relay.ray.inward import inward_name
+from shmbridge.relay.ray.weights import WeightsReport, outward_name, report
+from shmbridge.testing import wait_until
+from shmbridge.weights import WeightsReader, WeightsWriter
+from shmbridge.weights.table import open_segment
+
+NODES = ("env-1", "env-2")
+MIB = 1 << 20
+LARGE = 64 * MIB
+
+
+def model(version: int, size: int = MIB) -> list[tuple[str, np.ndarray]]:
+    """Tensors of so many bytes, more or less, all values of which are the version."""
+    values = np.full((4, size // 16), version, np.float32)
+    return [("a", values), ("b", values[0, :3]), ("step", np.int64(version))]
+
+
+def all_see(engines: dict[str, list[WeightsReader]], version: int, timeout_s: float = 60) -> None:
+    """Waits until each engine has that version, and every value of it."""
+    wait_until(
+        lambda: all(seen(each) == version for readers in engines.values() for each in readers), timeout_s
+    )
+
+
+def seen(engine: WeightsReader) -> int:
+    """The newest version, if all its values say it; -1 before the first."""
+    if engine.version is None:
+        return -1
+    with engine.lease(timeout_s=20) as lease:
+        assert all(np.all(tensor == lease.version) for tensor in lease.tensors.values())
+        return lease.version
+
+
+@pytest.fixture
+def writer(bridge) -> Iterator[WeightsWriter]:
+    with WeightsWriter(bridge) as writer:
+        yield writer
+
+
+@pytest.fixture
+def engines(there) -> Iterator[dict[str, list[WeightsReader]]]:
+    """Two engines on each node, which read its weights."""
+    made = {node: [WeightsReader(there(node)) for _ in range(2)] for node in NODES}
+    yield made
+    for readers in made.values():
+        for reader in readers:
+            reader.close()
+
+
+class Weights:
+    """What the relay of a bridge says of weights, and its actors."""
+
+    def __init__(self, cluster, relay) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
+        self._cluster, self._relay = cluster, relay
+
+    def said(self) -> WeightsReport:
+        import ray
+
+        actor = ray.get_actor(outward_name(self._relay.bridge), namespace=NAMESPACE)
+        return msgspec.msgpack.decode(ray.get(actor.report.remote(), timeout=30), type=WeightsReport)
+
+    def pid(self, node: str) -> int:
+        """Of the process that writes weights on a node."""
+        import ray
+
+        from shmbridge.relay.ray.directory import Placed
+
+        name = inward_name(msgspec.convert(self._relay.last["sources"][node], Placed))
+        return self._pid(name, ray)
+
+    def outward_pid(self) -> int:
+        import ray
+
+        return self._pid(outward_name(self._relay.bridge), ray)
+
+    def _pid(self, name: str, ray) -> int:
+        actors = ray._private.state.state.actor_table(None)
+        found = [each["Pid"] for each in actors.values() if (each["Name"], each["State"]) == (name, "ALIVE")]
+        return found[0] if found else 0
+
+    def in_object_stores(self) -> int:
+        """Bytes of primary copies in the object stores of all nodes."""
+        reply = get_memory_info_reply(get_state_from_address(self._cluster.address))
+        return reply.store_stats.object_store_bytes_primary_copy
+
+
+@pytest.fixture
+def weights(cluster, make_relay) -> Weights:
+    return Weights(cluster, make_relay())
+
+
+def test_versions_come_to_every_node_once(writer, weights, engines, there, consumer):
+    """However many engines read them; an environment hears of a version when it is whole on its node."""
+    environments = [shmbridge.Producer(there(node), "gsm8k") for node in NODES]
+    for version in range(3):
+        writer.publish(version, model(version))
+        consumer.publish_policy_version(version)
+        for environment, readers in zip(environments, engines.values(), strict=True):
+            wait_until(partial(hears, environment, version), 60)
+            assert [seen(each) for each in readers] == [version, version]
+    wait_until(lambda: all(each.version == 2 for each in weights.said().nodes.values()), 30)
+    for node in weights.said().nodes.values():
+        assert (node.versions, node.replaced, node.error) == (3, 0, "")
+        assert node.bytes <= 3 * (MIB + 4096)
+    wait_until(lambda: weights.in_object_stores() == 0, 30)
+    wait_until(lambda: report(writer.bridge) is not None and report(writer.bridge).version == 2, 30)
+    for environment in environments:
+        environment.close()
+
+
+def hears(environment: shmbridge.Producer, version: int) -> bool:
+    return environment.policy_version == version
+
+
+def under_way(bridge: str) -> bool:
+    """Whether a part of a version, and not all of it, is written there."""
+    found = open_segment(bridge)
+    return found is not None and 0 < found.written.sum() < sum(each.nbytes for _, each in model(0, LARGE))
+
+
+def test_kills_in_the_middle_leave_the_version_before(writer, weights, engines, there):
+    """SIGKILL of what writes on a node, and of what sends on the learner's; the version comes afterwards."""
+    writer.publish(0, model(0, LARGE))
+    all_see(engines, 0)
+    for version, victim in ((1, weights.pid("env-1")), (2, weights.outward_pid())):
+        assert victim
+        writer.publish(version, model(version, LARGE))
+        wait_until(partial(under_way, there("env-1")), 60)
+        os.kill(victim, signal.SIGKILL)
+        assert seen(engines["env-1"][0]) in (version - 1, version)
+        all_see(engines, version)
+    wait_until(lambda: weights.in_object_stores() == 0, 30)
+
+
+def test_a_stopped_node_holds_up_nobody_and_gets_the_newest(writer, weights, engines):
+    """Versions that it missed are not sent to it; the learner never waits."""
+    writer.publish(0, model(0))
+    all_see(engines, 0)
+    stopped = weights.pid("env-2")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for version in range(1, 6):
+            writer.publish(version, model(version), timeout_s=1)
+            all_see({"env-1": engines["env-1"]}, version)
+        assert seen(engines["env-2"][0]) == 0
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_until(lambda: seen(engines["env-2"][0]) == 5, 60)
+    wait_until(lambda: weights.said().nodes["env-2"].version == 5, 30)
+    assert weights.said().nodes["env-2"].versions < 5
+    wait_until(lambda: weights.in_object_stores() == 0, 30)
+
+
+def test_a_learner_faster_than_the_network_gets_versions_out(writer, weights, engines):
+    """Versions under way are replaced, but never for ever."""
+    version, came, until = 0, set(), time.monotonic() + 60
+    while len(came) < 4:
+        assert time.monotonic() < until, came
+        writer.publish(version, model(version, LARGE // 2), timeout_s=20)
+        came.add(seen(engines["env-1"][0]))
+        version += 1
+    all_see(engines, version - 1)
+    wait_until(lambda: all(each.version == version - 1 for each in weights.said().nodes.values()), 30)
+    for said in weights.said().nodes.values():
+        assert said.versions + said.replaced < version
+        assert said.error == ""
