@@ -237,7 +237,7 @@ class Source:
                 if not lane.unsent or credit[id(lane)] <= 0:
                     lanes.remove(lane)
                     continue
-                size = lane.unsent[0].extent_bytes
+                size = lane.unsent[0]._extent_bytes
                 if size > left and left < ask.max_bytes:
                     return
                 record = lane.unsent.popleft()

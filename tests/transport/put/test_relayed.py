@@ -189,7 +189,7 @@ def test_a_record_comes_once_and_in_order(nodes) -> None:
     there.relay.put(relayed(second))
     there.learner.get(timeout_s=5).release()
     for each in (late, again):
-        refused(there, each, shmbridge.InvalidRecord, f"comes after {second.sequence}, which the lane has")
+        refused(there, each, shmbridge.InvalidRecord, f"comes after {second._sequence}, which the lane has")
     first.release()
     second.release()
 
@@ -364,7 +364,7 @@ def test_an_origin_as_long_as_a_header_holds_arrives(nodes, bridge) -> None:
 def test_a_lane_begins_after_what_earlier_ones_have(nodes, bridge) -> None:
     there = nodes()
     first, second = there.sent(), there.sent()
-    origin = LaneOrigin("env-2", there.producer.producer_id, newest=first.sequence)
+    origin = LaneOrigin("env-2", there.producer.producer_id, newest=first._sequence)
     with shmbridge.Producer(bridge, lane_bytes="64K", origin=origin) as relay:
         with pytest.raises(shmbridge.InvalidRecord, match="which the lane has"):
             relay.put(relayed(first))
