@@ -38,7 +38,6 @@ class Setup:
         max_staleness: steps; a group that began longer ago is dropped.
         node_mtbf_s, relay_mtbf_s, repair_s: mean time between deaths of a node and of a source relay, and
             until a node is back.
-        report_s: how often the destination reports to the directory, and the supervisor tells it and asks it.
         seconds: simulated time.
     """
 
@@ -65,7 +64,6 @@ class Setup:
     node_mtbf_s: float = 24 * 3600.0
     relay_mtbf_s: float = 12 * 3600.0
     repair_s: float = 120.0
-    report_s: float = 1.0
     seconds: float = 3600.0
 
 
@@ -84,7 +82,6 @@ class Outcome:
     destination_busy: float = 0.0
     pulls_per_s: float = 0.0
     idle_asks_per_s: float = 0.0
-    reports_per_s: float = 0.0
     mb_per_s: float = 0.0
     age_p50_s: float = 0.0
     age_p99_s: float = 0.0
@@ -118,7 +115,6 @@ class _Lane:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    number: int
     slow: bool
     lanes: list[_Lane] = field(default_factory=list)
     pulls: int = 0
@@ -143,7 +139,7 @@ class Simulation:
         self._ages: list[float] = []
         self._idle_asks_per_s = setup.nodes / max(setup.wait_s, setup.nodes / setup.most_asks)
         slow = set(self.random.sample(range(setup.nodes), int(setup.nodes * setup.stragglers)))
-        self.nodes = [_Node(number, number in slow) for number in range(setup.nodes)]
+        self.nodes = [_Node(number in slow) for number in range(setup.nodes)]
 
     def run(self) -> Outcome:
         """Simulates the set time. The same setup and seed give the same outcome."""
@@ -171,8 +167,8 @@ class Simulation:
 
     def _begin_group(self, lane: _Lane) -> None:
         version = self._version
-        mean = self.setup.group_s * lane.slower
-        self._later(self.random.lognormvariate(-0.125, 0.5) * mean, lambda: self._made(lane, version))
+        took_s = self.random.lognormvariate(-0.125, 0.5) * self.setup.group_s * lane.slower
+        self._later(took_s, lambda: self._made(lane, version))
 
     def _made(self, lane: _Lane, version: int) -> None:
         if not lane.alive:
@@ -276,9 +272,7 @@ class Simulation:
         self._bytes += size
         for group in parcel:
             lane = group.lane
-            if (
-                session != node.session
-            ):  # its relay or node died while the parcel was under way: without an answer
+            if session != node.session:  # its relay or node died while the parcel was under way
                 lane.used_here -= self.setup.group_bytes
                 continue
             if group.sequence <= lane.newest:
@@ -305,8 +299,7 @@ class Simulation:
         if self._learning:
             return
         batch: list[_Group] = []
-        available = sum(len(lane.here) for lane in self._ready)
-        if available < self.setup.step_groups:
+        if sum(len(lane.here) for lane in self._ready) < self.setup.step_groups:
             return
         while len(batch) < self.setup.step_groups and self._ready:
             self._turn %= len(self._ready)
@@ -357,7 +350,6 @@ class Simulation:
         outcome.destination_busy = self._busy_s / setup.seconds + self._idle_asks_per_s * setup.ask_s
         outcome.pulls_per_s = self._pulls / setup.seconds
         outcome.idle_asks_per_s = self._idle_asks_per_s
-        outcome.reports_per_s = 3 / setup.report_s
         outcome.mb_per_s = self._bytes / 1e6 / setup.seconds
         ages = sorted(self._ages)
         if ages:

@@ -6,7 +6,7 @@ from shmbridge.relay.ray.directory import Report
 
 _HEAD = (
     *("node", "role", "bridge", "lanes", "held", "backlog", "records/s", "MB/s", "relayed", "again"),
-    *("refused", "stale", "heard"),
+    *("refused", "stale", "heard", "weights"),
 )
 _LEFT = 3  # columns that begin at the left
 
@@ -15,9 +15,11 @@ def table(now: Report, before: Report | None, seconds: float) -> str:
     """Returns the table of a report; rates since the one before it, so many seconds ago.
 
     Columns: lanes and un-released records there, records not sent yet, what came in a second and in all, what
-    came again, was refused here, discarded there, and the seconds since the last answer.
+    came again, was refused here, discarded there, the seconds since the last answer, and the version of the
+    weights.
     """
     rows: list[tuple[str, ...]] = [_HEAD]
+    weights = {} if now.weights is None else now.weights.nodes
     stats, last = now.stats, {} if before is None else before.stats
     rows.append(
         (
@@ -25,6 +27,7 @@ def table(now: Report, before: Report | None, seconds: float) -> str:
             *_rates(stats, last, seconds),
             *_totals(stats, stale=""),
             "",
+            _version(None if now.weights is None else now.weights.version),
         )
     )
     for node in sorted(now.sources):
@@ -37,16 +40,24 @@ def table(now: Report, before: Report | None, seconds: float) -> str:
                 *_rates(about, earlier, seconds),
                 *_totals(about, stale=_count(about, "source_discarded_total{stale}")),
                 f"{about['heard_s']:.1f} s" if "heard_s" in about else "never",
+                _version(weights[node].version if node in weights else None),
             )
         )
     lines = list(_aligned(rows))
     lines.append(f"policy version {now.policy_version}")
     lines += [f"! {node}: {why}" for node, why in sorted(now.errors.items())]
+    lines += [f"! {node}: weights: {about.error}" for node, about in sorted(weights.items()) if about.error]
+    if now.weights is not None and now.weights.error:
+        lines.append(f"! {now.weights.node}: weights: {now.weights.error}")
     lines += [
         f"! node {each.node} left: {each.never_relayed} records of {each.lanes} lanes were never relayed"
         for each in now.gone
     ]
     return "\n".join(lines)
+
+
+def _version(version: int | None) -> str:
+    return "" if version is None or version < 0 else str(version)
 
 
 def _count(counters: dict[str, float], name: str) -> str:

@@ -50,12 +50,12 @@ class Head(msgspec.Struct, frozen=True):
         return -(-self.slot_bytes // self.part_bytes)
 
 
-def encode(head: Head) -> bytes:
+def encode_head(head: Head) -> bytes:
     """Returns the bytes of a head, which another node decodes."""
     return msgspec.msgpack.encode(head)
 
 
-def decode(raw: bytes) -> Head:
+def decode_head(raw: bytes) -> Head:
     """Returns a head. Raises WeightsMismatch for anything else, LayoutMismatch for another layout's."""
     try:
         head = msgspec.msgpack.decode(raw, type=Head)

@@ -12,9 +12,11 @@ import pytest
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 import shmbridge
-from shmbridge.relay.ray.directory import NAMESPACE
+from shmbridge.relay.cluster_table import table
+from shmbridge.relay.ray.directory import NAMESPACE, Placed, WeightsReport
 from shmbridge.relay.ray.inward import inward_name
-from shmbridge.relay.ray.weights import WeightsReport, outward_name, report
+from shmbridge.relay.ray.place import report
+from shmbridge.relay.ray.weights import outward_name
 from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader, WeightsWriter
 from shmbridge.weights.table import open_segment
@@ -82,8 +84,6 @@ class Weights:
         """Of the process that writes weights on a node."""
         import ray
 
-        from shmbridge.relay.ray.directory import Placed
-
         name = inward_name(msgspec.convert(self._relay.last["sources"][node], Placed))
         return self._pid(name, ray)
 
@@ -122,7 +122,9 @@ def test_versions_come_to_every_node_once(writer, weights, engines, there, consu
         assert (node.versions, node.replaced, node.error) == (3, 0, "")
         assert node.bytes <= 3 * (MIB + 4096)
     wait_until(lambda: weights.in_object_stores() == 0, 30)
-    wait_until(lambda: report(writer.bridge) is not None and report(writer.bridge).version == 2, 30)
+    wait_until(lambda: report(writer.bridge).weights.nodes["env-2"].version == 2, 30)
+    shown = table(report(writer.bridge), None, 1.0).splitlines()
+    assert [line.split()[-1] for line in shown[:4]] == ["weights", "2", "2", "2"]
     for environment in environments:
         environment.close()
 

@@ -29,6 +29,38 @@ class Gone(msgspec.Struct, frozen=True):
     heard_s: float
 
 
+class NodeWeights(msgspec.Struct):
+    """Of one node: its newest whole version, the one under way, what has come.
+
+    Attributes:
+        version: -1 before the first that was sent from here.
+        under_way: -1 if none is.
+        versions: how many were written there.
+        replaced: how many a newer one took the place of.
+        bytes: of those that were written.
+        last_s: how long the last one took, from its reading on.
+        error: why the last one did not come, "" if it did.
+    """
+
+    version: int = -1
+    under_way: int = -1
+    versions: int = 0
+    replaced: int = 0
+    bytes: int = 0
+    last_s: float = 0.0
+    error: str = ""
+
+
+class WeightsReport(msgspec.Struct):
+    """What the learner's node says of weights, once a second; `error` is of that node itself."""
+
+    node: str
+    pid: int
+    version: int = -1
+    nodes: dict[str, NodeWeights] = {}
+    error: str = ""
+
+
 class Report(msgspec.Struct):
     """What the destination says, once a second.
 
@@ -39,6 +71,7 @@ class Report(msgspec.Struct):
         nodes: as `Destination.nodes`.
         errors: node -> why it does not answer.
         gone: the last nodes that left.
+        weights: what the directory has beside it, of the weights' way out; None before the first word.
     """
 
     node: str
@@ -49,10 +82,12 @@ class Report(msgspec.Struct):
     nodes: dict[str, dict[str, float]] = {}
     errors: dict[str, str] = {}
     gone: list[Gone] = []
+    weights: WeightsReport | None = None
 
 
 _placed = msgspec.msgpack.Decoder(dict[str, Placed])
 _report = msgspec.msgpack.Decoder(Report)
+_weights = msgspec.msgpack.Decoder(WeightsReport)
 
 
 def names(bridge: str) -> tuple[str, str]:
@@ -60,7 +95,7 @@ def names(bridge: str) -> tuple[str, str]:
     return f"shmbridge-directory-{bridge}", f"shmbridge-destination-{bridge}"
 
 
-def encode(said: "Report | dict[str, Placed] | None") -> bytes:
+def encode(said: "Report | WeightsReport | dict[str, Placed] | None") -> bytes:
     """Returns the bytes of a report or of the table of sources."""
     return msgspec.msgpack.encode(said)
 
@@ -70,9 +105,11 @@ def decode_placed(raw: bytes) -> dict[str, Placed]:
     return _placed.decode(raw)
 
 
-def decode_report(raw: bytes) -> Report:
-    """Returns a report."""
-    return _report.decode(raw)
+def decode_report(raw: bytes, weights: bytes | None = None) -> Report:
+    """Returns a report, with that of weights if it is given."""
+    report = _report.decode(raw)
+    report.weights = None if weights is None else _weights.decode(weights)
+    return report
 
 
 class Directory:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.relay.outward import Inward, decode
+from shmbridge.relay.outward import Inward, decode_head
 from shmbridge.relay.ray.directory import Placed
 
 
@@ -22,7 +22,7 @@ class InwardActor:
 
     def begin(self, head: bytes) -> int:
         """Begins a version, unless it is there; returns the newest that is."""
-        about = decode(head)
+        about = decode_head(head)
         if self._inward is None:
             self._inward = Inward(self._bridge)
         self._inward.begin(about)

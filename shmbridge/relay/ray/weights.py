@@ -11,11 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from shmbridge.errors import ShmBridgeError
-from shmbridge.relay.outward import PART_BYTES, Head, Offer, Outward, encode
-from shmbridge.relay.ray.directory import NAMESPACE, Placed, decode_placed, names
+from shmbridge.relay.outward import PART_BYTES, Head, Offer, Outward, encode_head
+from shmbridge.relay.ray.directory import (
+    NAMESPACE,
+    NodeWeights,
+    Placed,
+    WeightsReport,
+    decode_placed,
+    encode,
+    names,
+)
 from shmbridge.relay.ray.inward import inward_name
 
 log = logging.getLogger(__name__)
@@ -25,60 +31,12 @@ _LOOK_S = 0.05
 _IDLE_S = 0.25
 _REPORT_S = 1.0
 _GATHER_S = 0.1  # for nodes to say that they take a version
-_ANSWER_S = 10.0
 _AGAIN_S, _AGAIN_MOST_S = 0.5, 30.0  # after a node did not take a version; twice as long each time
-
-
-class NodeWeights(msgspec.Struct):
-    """Of one node: its newest whole version, the one under way, what has come.
-
-    Attributes:
-        version: -1 before the first that was sent from here.
-        under_way: -1 if none is.
-        versions: how many were written there.
-        replaced: how many a newer one took the place of.
-        bytes: of those that were written.
-        last_s: how long the last one took, from its reading on.
-        error: why the last one did not come, "" if it did.
-    """
-
-    version: int = -1
-    under_way: int = -1
-    versions: int = 0
-    replaced: int = 0
-    bytes: int = 0
-    last_s: float = 0.0
-    error: str = ""
-
-
-class WeightsReport(msgspec.Struct):
-    """What the learner's node says of weights, once a second; `error` is of that node itself."""
-
-    node: str
-    pid: int
-    version: int = -1
-    nodes: dict[str, NodeWeights] = {}
-    error: str = ""
-
-
-_report = msgspec.msgpack.Decoder(WeightsReport)
 
 
 def outward_name(bridge: str) -> str:
     """Returns the name of the actor of the learner's node."""
     return f"shmbridge-outward-{bridge}"
-
-
-def report(bridge: str) -> WeightsReport | None:
-    """Returns what was last said of the weights of a bridge; None if nothing was. Joined only."""
-    import ray
-
-    try:
-        directory = ray.get_actor(names(bridge)[0], namespace=NAMESPACE)
-        raw = ray.get(directory.weights.remote(), timeout=_ANSWER_S)
-    except (ValueError, ray.exceptions.RayError):
-        return None
-    return None if raw is None else _report.decode(raw)
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +98,7 @@ class OutwardActor:
 
     def report(self) -> bytes:
         """Returns what it says to the directory."""
-        return msgspec.msgpack.encode(self._report())
+        return encode(self._report())
 
     def stop(self) -> None:
         """Ends its thread and leaves the bridge."""
@@ -193,7 +151,7 @@ class OutwardActor:
 
     def _offer(self, offer: Offer, wanting: list[_Node]) -> None:
         """Sends a version to nodes; those that do not answer at once get it later, or a newer one."""
-        version = _Version(offer.head, encode(offer.head))
+        version = _Version(offer.head, encode_head(offer.head))
         for node in wanting:
             self._begin(node, version)
         until = time.monotonic() + _GATHER_S

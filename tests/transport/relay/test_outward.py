@@ -59,7 +59,7 @@ def engine(elsewhere) -> Iterator[WeightsReader]:
 def send(there: Outward, inward: Inward, parts: Iterable[int] | None = None) -> Head:
     """Sends the newest version, all parts or only these, in that order, and does not commit it."""
     with there.read() as offer:
-        head = outward.decode(outward.encode(offer.head))
+        head = outward.decode_head(outward.encode_head(offer.head))
         assert inward.begin(head)
         for number in range(head.parts) if parts is None else parts:
             inward.write(head.transfer, number, np.array(offer.part(number)))
@@ -199,7 +199,7 @@ def test_a_relay_killed_in_the_middle_leaves_the_version_before(
         inward.commit(send(there, inward).transfer)
     writer.publish(2, model(2).items())
     with there.read() as offer:
-        (tmp_path / "head").write_bytes(outward.encode(offer.head))
+        (tmp_path / "head").write_bytes(outward.encode_head(offer.head))
         for number in range(3):
             offer.part(number).tofile(tmp_path / str(number))
     files = [tmp_path / name for name in ("head", "0", "1", "2")]
@@ -223,9 +223,9 @@ def test_what_another_build_sends_is_refused(writer, there, inward):
         head, part = offer.head, np.array(offer.part(0))
     replace = msgspec.structs.replace
     with pytest.raises(LayoutMismatch, match=f"layout {head.layout + 1}, and this node has {head.layout}"):
-        outward.decode(outward.encode(replace(head, layout=head.layout + 1)))
+        outward.decode_head(outward.encode_head(replace(head, layout=head.layout + 1)))
     with pytest.raises(WeightsMismatch, match="no head"):
-        outward.decode(b"\x93\x01\x02\x03")
+        outward.decode_head(b"\x93\x01\x02\x03")
     for wrong in (
         replace(head, part_bytes=0),
         replace(head, tensors=head.tensors[::-1]),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shmbridge.relay.outward import Inward, decode
+from shmbridge.relay.outward import Inward, decode_head
 
 bridge, head, *parts = sys.argv[1:]
 inward = Inward(bridge)
-about = decode(Path(head).read_bytes())
+about = decode_head(Path(head).read_bytes())
 assert inward.begin(about)
 for number, part in enumerate(parts):
     inward.write(about.transfer, number, np.fromfile(part, np.uint8))
