@@ -53,7 +53,7 @@ class _Lane:
         """Releases what the other side has; returns how many."""
         before = self.held
         for queue in (self.sent, self.unsent):
-            while queue and queue[0].sequence <= newest:
+            while queue and queue[0]._sequence <= newest:
                 queue.popleft().release()
         return before - self.held
 
