@@ -69,7 +69,7 @@ class _Lane:
 
     def discard_stale(self, version: int, max_staleness: int | None) -> int:
         """Discards what is too stale to be sent; returns how many."""
-        stale = [each for each in self.unsent if is_stale(each.min_policy_version, version, max_staleness)]
+        stale = [each for each in self.unsent if is_stale(each._min_policy_version, version, max_staleness)]
         for record in stale:
             self.unsent.remove(record)
             record._discard(Discard.STALE)
