@@ -1,3 +1,12 @@
 """The parts of `put`: forms, conversion, the plan of a record, an open claim, errors."""
 
-__all__ = ["claim", "planner", "producer_errors", "recorded", "still_linked"]
+__all__ = [
+    "agreement",
+    "claim",
+    "counters",
+    "new_lane",
+    "planner",
+    "producer_errors",
+    "recorded",
+    "still_linked",
+]
