@@ -16,6 +16,8 @@ if not sys.platform.startswith("linux"):
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from shmbridge.admission.tickets import Ticket as Ticket
     from shmbridge.batch import Batch as Batch
     from shmbridge.config import Run as Run
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     from shmbridge.segments.inventory import clean as clean
     from shmbridge.segments.inventory import list_bridges as list_bridges
 
-    TRAJECTORY_SCHEMA: Any
+    TRAJECTORY_SCHEMA: pa.Schema
 
 _HOMES = {
     "Batch": "batch",

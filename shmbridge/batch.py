@@ -1,7 +1,7 @@
 """Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pyx)."""
 
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -12,13 +12,14 @@ from shmbridge.other_names import no_column
 from shmbridge.record.attributes import BatchColumns
 from shmbridge.record.batch_numbers import batch_numbers
 from shmbridge.record.groups import Group
+from shmbridge.record.named_columns import NamedColumns
 from shmbridge.record.record import Ragged, RaggedLists, Record, RecordMeta
 from shmbridge.record.rows_without import advantages_or
 from shmbridge.record.shown import columns_as_html
 from shmbridge.schema import STANDARD, Column, Kind
+from shmbridge.segments.one_process import OneProcess
 
 if TYPE_CHECKING:
-    import polars as pl
     import pyarrow as pa
     from torch import Tensor, device
 
@@ -31,7 +32,7 @@ _NAMES = {"scores": "score"}
 _POOL = Pool()  # reuses memory of dropped arrays for the next batch
 
 
-class Batch(BatchColumns):
+class Batch(BatchColumns, NamedColumns, OneProcess):
     """Rows of several groups as arrays; B rows, N tokens in all, T tokens in the longest row.
 
     Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other
@@ -62,6 +63,8 @@ class Batch(BatchColumns):
     Raises:
         BatchTooBig: more tokens than the int32 of cu_seqlens can count.
     """
+
+    _instead = "pass copies of its arrays: to_torch(), to_arrow()"
 
     def __init__(self, groups: list[Group], layout: Layout, in_place: Collection[str] = ()) -> None:
         self.layout: Layout = layout
@@ -159,37 +162,12 @@ class Batch(BatchColumns):
             fallback: one number, one for each row (B,), or one for each token, shaped as `tokens`.
 
         Raises:
-            ValueError: `fallback` has another shape.
+            BadArgument: `fallback` is no number, or has another shape.
         """
         return advantages_or(self, fallback)
 
-    def keys(self) -> list[str]:
-        """Returns the names of the columns: `dict(batch)` has every column."""
-        return self.columns
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Yields each column with its name."""
-        return ((name, self[name]) for name in self.columns)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
-
-    def __copy__(self) -> NoReturn:
-        raise TypeError(
-            "a Batch holds leases and cannot be copied -> copy its arrays: to_torch(), to_arrow()"
-        )
-
-    def __deepcopy__(self, _: object) -> NoReturn:
-        self.__copy__()
-
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        self.__copy__()
-
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.__dict__.get("_columns", ()), "loss_mask", "scores"})
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return self.columns
 
     def train_whole_rows(self) -> None:
         """Sets `loss_mask` to 1 in rows with neither a mask nor `prompt_length`; `has` stays.
@@ -242,23 +220,6 @@ class Batch(BatchColumns):
 
         self._check_copied()
         return batch_rows(self, self._column_types(), meta)
-
-    def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
-        """Returns to_arrow() as capsules of Arrow's C interface: `pa.record_batch(batch)`."""
-        capsules: tuple[object, object] = self.to_arrow().__arrow_c_array__(requested_schema)
-        return capsules
-
-    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        """Returns to_arrow() as a stream of one batch: `pa.table(batch)`, DuckDB."""
-        import pyarrow as pa
-
-        return pa.Table.from_batches([self.to_arrow()]).__arrow_c_stream__(requested_schema)
-
-    def to_polars(self) -> "pl.DataFrame":
-        """Returns to_arrow() as a polars frame. ModuleNotFoundError without polars."""
-        import polars as pl
-
-        return pl.DataFrame(self)
 
     def to_torch(self, device: "device | str | None" = None) -> "dict[str, Tensor]":
         """Returns the batch's numbers as tensors of their own memory, by name. Blocks for the copy.

@@ -17,12 +17,13 @@ from shmbridge import batch
 from shmbridge._ext import header
 from shmbridge.admission.limit import limit_of
 from shmbridge.batch import Hold
-from shmbridge.batching.former import BatchFormer, Screen
+from shmbridge.batching.former import BatchFormer
 from shmbridge.batching.iteration import Iterations
 from shmbridge.batching.iterator import Batches
-from shmbridge.batching.queue import GroupQueue, OutsideQueue
+from shmbridge.batching.queue import GroupQueue, OutsideQueue, check_outside
 from shmbridge.batching.request import BatchRequest
-from shmbridge.batching.scheduler import Policy
+from shmbridge.batching.scheduler import Policy, Scheduling
+from shmbridge.batching.screen import Screen, check_screen
 from shmbridge.config import (
     Run,
     check_bridge_name,
@@ -34,11 +35,11 @@ from shmbridge.config import (
     check_timeout,
     deadline_of,
 )
-from shmbridge.errors import BadArgument, ConsumerEmpty, ServesRanks
+from shmbridge.errors import BadArgument, ServesRanks
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.control_view import Hub
 from shmbridge.hub.counters import Counting
-from shmbridge.hub.ending import Ending
+from shmbridge.hub.ending import Ending, Parts
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.own_hubs import become_hub, note_hub
 from shmbridge.hub.promises import Admission
@@ -54,7 +55,6 @@ from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.closing import then_close
 from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.one_process import OneProcess
-from shmbridge.shown import kind_of, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -129,7 +129,7 @@ class Consumer(OneProcess):
         replace: bool = False,
     ) -> None:
         check_choice("resume", resume, ("redeliver", "discard"))
-        _check_outside(outside)
+        outside, scheduling = check_outside(outside), Scheduling(policy, group_timeout_s, allocation_wait_s)
         self.columns, self.bridge, tap = columns_of(schema), bridge, check_tap(tap)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         run, words = check_run(run), become_hub(check_bridge_name(bridge), replace=replace)
@@ -138,18 +138,11 @@ class Consumer(OneProcess):
             self._closing = ending.closing
             self._state = HubState(bridge, words, self._closing, run, limit)
             self._ranks: ShareDealer | None = None
-            self._start(
-                words,
-                check_lanes(lanes),
-                resume,
-                (policy, group_timeout_s, allocation_wait_s),
-                outside or OutsideQueue(),
-                tap,
-            )
+            self._start(words, check_lanes(lanes), resume, scheduling, outside, tap)
         except BaseException:
             membership.leave(words.mapping.fd, bridge)
             vars(self).clear()  # else a cycle keeps the segment mapped until a collection
-            vars(ending).clear()
+            ending.parts = None
             raise
         ending.no_exit_call = at_exit(ending.leave_unclosed)
         note_hub(bridge, ending)
@@ -164,12 +157,12 @@ class Consumer(OneProcess):
         words: header.Control,
         lanes: int | None,
         resume: str,
-        scheduling: tuple[Policy, float, float],
+        scheduling: Scheduling,
         outside: OutsideQueue,
         tap: Tap | None,
     ) -> None:
         """Starts all parts. A death or failure in here leaves the bridge unchanged."""
-        state, closing, (policy, group_timeout_s, allocation_wait_s) = self._state, self._closing, scheduling
+        state, closing = self._state, self._closing
         most = os_limits.lanes_at_most() if lanes is None else lanes
         self._lanes = LaneSet(self.bridge, words, self.columns, most, closing, tap)
         self._turns = self._lanes.turns
@@ -183,14 +176,7 @@ class Consumer(OneProcess):
             self._waiting = Waiting(state, self._lanes, closing)
             self._control_plane = ControlPlane(closing)
             self._former = BatchFormer(
-                state,
-                self._lanes,
-                self._waiting,
-                self._control_plane,
-                closing,
-                policy=policy,
-                group_timeout_s=group_timeout_s,
-                allocation_wait_s=allocation_wait_s,
+                state, self._lanes, self._waiting, self._control_plane, closing, scheduling
             )
             self._queue = GroupQueue(self._former, self._lanes, outside)
             self._iterations = Iterations(
@@ -198,21 +184,9 @@ class Consumer(OneProcess):
             )
             self._admission = Admission(state, self._lanes, self._former.committed)
             self._hub = Hub(state, self._lanes, self._former, self._queue, self._admission, closing)
-            self._ending.parts(
-                state,
-                self._lanes,
-                self._waiting,
-                self._control_plane,
-                self._former,
-                self._iterations,
-                Counting(
-                    state,
-                    self._lanes,
-                    self._waiting,
-                    self._control_plane,
-                    (self._queue, self._former, self._admission),
-                ),
-            )
+            taking = state, self._lanes, self._waiting, self._control_plane
+            counting = Counting(*taking, (self._queue, self._former, self._admission))
+            self._ending.begin(Parts(*taking, self._former, self._iterations, counting))
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     record._discard(Discard.RESUME)
@@ -242,7 +216,7 @@ class Consumer(OneProcess):
             while (record := self._take(Call.GET)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self._empty(timeout_s)
+                    raise self._waiting.nothing_came(timeout_s)
                 self._waiting.wait(left)
         return record
 
@@ -254,7 +228,7 @@ class Consumer(OneProcess):
             while (record := self._take(Call.GET_ASYNC)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self._empty(timeout_s)
+                    raise self._waiting.nothing_came(timeout_s)
                 await self._waiting.wait_async(left)
         return record
 
@@ -402,9 +376,7 @@ class Consumer(OneProcess):
         `keep` runs in the thread that forms batches: it must be quick and must not call the consumer. An
         exception from it ends the batches; its group stays.
         """
-        if keep is not None and not callable(keep):
-            raise BadArgument(f"keep={shown(keep)} cannot be called", hint="a function of a group, or None")
-        self._former.screen = keep
+        self._former.screen = check_screen(keep)
 
     def take_back_dropped(self) -> int:
         """Hands out again, as `redelivered`, the records that were read and whose leases were dropped without
@@ -435,13 +407,6 @@ class Consumer(OneProcess):
                 f"the consumer of bridge {self.bridge!r} serves ranks",
                 hint="read through a shmbridge.Rank, here too",
             )
-
-    def _empty(self, timeout_s: float | None) -> ConsumerEmpty:
-        return ConsumerEmpty(
-            f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living "
-            "producer" + self._lanes.dropped_words(),
-            hint=self._waiting.hint_when_empty(),
-        )
 
     @then_close
     def serve_ranks(
@@ -619,20 +584,4 @@ class Consumer(OneProcess):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Consumer of {self.bridge!r}: {self._described()}>"
-
-    def _described(self) -> str:
-        if self._closing.over:
-            return "closed"
-        words = (
-            f"epoch {self.hub_epoch}",
-            f"{len(self._lanes)} lanes",
-            f"{self._queue.groups()} groups queued",
-        )
-        states = {"pausing": self.paused, "draining": self.draining, "serves ranks": self._ranks is not None}
-        return ", ".join([*words, *(state for state, is_so in states.items() if is_so)])
-
-
-def _check_outside(outside: object) -> None:
-    if outside is not None and not isinstance(outside, OutsideQueue):
-        raise BadArgument(f"outside= is {kind_of(outside)}, not an OutsideQueue", hint="leave it out")
+        return f"<Consumer of {self.bridge!r}: {self._hub.described()}>"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shmbridge import sizing
-from shmbridge._ext import fast_put, header, lane_writer
+from shmbridge._ext import fast_put, lane_writer
 from shmbridge._ext.lane_writer import ClaimLost
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
@@ -28,25 +28,20 @@ from shmbridge.config import (
     check_timeout,
     format_size,
 )
-from shmbridge.errors import (
-    ClaimOpen,
-    Closed,
-    InvalidRecord,
-    LaneFull,
-    RecordTooBig,
-    SchemaMismatch,
-    ShmBridgeError,
-)
+from shmbridge.errors import InvalidRecord, LaneFull, RecordTooBig, ShmBridgeError
 from shmbridge.put import producer_errors
+from shmbridge.put.agreement import check_agrees_with_bridge
 from shmbridge.put.claim import Slot
+from shmbridge.put.counters import lane_counters
+from shmbridge.put.new_lane import create_lane
 from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp, groups_of
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.relayed import LaneOrigin, RelayedRecord
 from shmbridge.put.still_linked import LOOK_S, OwnNames
-from shmbridge.schema import Columns, columns_of
-from shmbridge.segments import locks, membership, one_thread, placement, segment
+from shmbridge.schema import columns_of
+from shmbridge.segments import locks, membership, one_thread, placement
 from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.discard_reasons import Drop, labelled
+from shmbridge.segments.discard_reasons import Drop
 from shmbridge.segments.helper_threads import Apart
 from shmbridge.segments.locks import LockByte
 from shmbridge.segments.one_process import OneProcess
@@ -107,14 +102,14 @@ class Producer(OneProcess):
         self.env_name, self.on_full = check_env_name(env_name), on_full
         self._given_id = check_producer_id(producer_id) or f"{env_name[:32] or 'producer'}-{os.getpid()}"
         self.lane_bytes = check_lane_bytes(lane_bytes, sizing.SMALLEST_LANE)
-        self.origin, origin_words = origin, () if origin is None else origin.words()
+        self.origin, origin_words = origin, None if origin is None else origin.words()
         self.columns = columns_of(schema)
         self._planner = RecordPlanner(self.columns, self.lane_bytes, env_name)
         self._control = membership.open_control(bridge)
         try:
             membership.sweep(bridge)
-            self._check_columns()
-            self._open_lane(*origin_words)
+            check_agrees_with_bridge(self.columns, self._control, bridge)
+            self._open_lane(origin_words)
         except BaseException:
             membership.leave(self._control.mapping.fd, bridge)
             raise
@@ -132,24 +127,9 @@ class Producer(OneProcess):
         self._no_exit_call = at_exit(self.close)
         one_thread.watch(self, f"producer {self.producer_id}", ("put", "claim", "begin_group", "_try_put"))
 
-    def _open_lane(self, *origin_words: Any) -> None:
-        # Encode first: a string that cannot be encoded leaves no lane behind.
-        given, env_name = self._given_id.encode()[:63], self.env_name.encode()[:127]
-        slots = sizing.slots_of(self.lane_bytes)
-        *_, size = header.lane_geometry(self.lane_bytes, slots)
-        self.lane_name, self._lane = segment.create_lane(self.bridge, size)
-        self._producer_id = f"{given.decode(errors='ignore')}-{self.lane_name.rpartition('.')[2]}"
-        header.format_lane(
-            self._lane,
-            self.lane_bytes,
-            slots,
-            self.columns.encode(),
-            len(self.columns),
-            os.getpid(),
-            locks.pid_namespace(),
-            self._producer_id.encode(),
-            env_name,
-            *origin_words,
+    def _open_lane(self, origin: tuple[bytes, bytes, int] | None) -> None:
+        self.lane_name, self._lane, self._producer_id = create_lane(
+            self.bridge, self.lane_bytes, self.columns, self._given_id, self.env_name, origin
         )
         self._writer = lane_writer.LaneWriter(self._lane, self._control.mapping)
         self._names = OwnNames(
@@ -159,17 +139,6 @@ class Producer(OneProcess):
             self._planner.forms, self._writer, self.producer_id, self._planner.most_bytes
         )
         self._control.announce_lane()
-
-    def _check_columns(self) -> None:
-        hub_columns = Columns.decode(self._control.columns)
-        self.columns.check_agrees(hub_columns, "in this producer", "in the consumer")
-        for name in segment.lane_names(self.bridge):
-            if (info := membership.lane_header(name)) is not None:
-                try:
-                    peer = Columns.decode(info["columns"])
-                except SchemaMismatch:  # a lane this build cannot read: the consumer refuses it
-                    continue
-                self.columns.check_agrees(peer, "in this producer", f"in producer {info['producer_id']}")
 
     # -- putting
 
@@ -298,10 +267,7 @@ class Producer(OneProcess):
             with suppress(ValueError):
                 self._waiting.remove(plan)
         if plan.sequence is None:  # close() came first and had no room
-            raise Closed(
-                f"producer {self.producer_id} was closed while this group waited for room: it is counted in "
-                "dropped_total"
-            )
+            raise producer_errors.closed_while_waiting(self.producer_id)
         return plan.sequence
 
     def claim(
@@ -424,10 +390,7 @@ class Producer(OneProcess):
         if self._writer.quarantined:
             raise producer_errors.quarantined(self.producer_id, self._control.hub_pid)
         if self._writer.claiming:
-            raise ClaimOpen(
-                f"producer {self.producer_id} has an open claim",
-                hint="put after the `with producer.claim(...)` block",
-            )
+            raise producer_errors.claim_open(self.producer_id)
         if self._control.draining:
             raise producer_errors.draining(self.bridge)
         self._names.check()
@@ -503,11 +466,7 @@ class Producer(OneProcess):
         self._check_open()
         if (name := slot.unused) is not None and slot.is_open:
             self._drop(slot.plan, Drop.INVALID)
-            raise InvalidRecord(
-                f"column {name!r} was claimed and never written: its memory holds values of earlier records",
-                hint=f"write slot[{name!r}][:] = ... in the block, or leave {name!r} out of lengths=",
-                column=name,
-            )
+            raise producer_errors.unwritten(name)
         try:
             slot.plan.finish(slot)
             self._planner.fragments.note(slot.plan)
@@ -516,10 +475,7 @@ class Producer(OneProcess):
             raise as_invalid(bad, self.columns, None) from None
         except ClaimLost:
             self._check_open()
-            raise ClaimOpen(
-                "the claim is over: it was given back before its block ended",
-                hint="write inside the `with` block",
-            ) from None
+            raise producer_errors.claim_over() from None
 
     def _drop(self, plan: Plan, reason: Drop) -> None:
         # set first: a signal handler that closes drops the waiting plans too
@@ -585,20 +541,13 @@ class Producer(OneProcess):
     def stats(self) -> dict[str, float]:
         """Counters of this lane, flat; `dropped_total{reason}` per reason. Never blocks; any thread."""
         self._check_process()
-        counters = header.lane_counters(self._lane)
         return {
-            "records_total": counters["tail"],
-            "bytes_total": counters["bytes"],
-            "tokens_total": counters["tokens"],
-            "wait_s": counters["wait_ns"] / 1e9,
-            "late_wakes_total": counters["late_wakes"],
-            "held": self.held,
-            "waiting": counters["tail"] - counters["head"],
-            "lane_bytes": self.lane_bytes,
+            **lane_counters(self._lane),
             **self._memory.of([self._lane]),
+            "lane_bytes": self.lane_bytes,
+            "held": self.held,
             "lane_free_bytes": self.free_bytes,
             "policy_version_ahead_total": self._fast_put.ahead,
-            **labelled("dropped_total", Drop, counters["dropped"]),
         }
 
     def _check_process(self) -> None:
@@ -634,11 +583,7 @@ class Producer(OneProcess):
                 self._names.check_reachable()
                 left = _left(began, timeout_s)
                 if left <= 0:
-                    raise LaneFull(
-                        f"{self._writer.outstanding} records of {self.producer_id} were not released within "
-                        f"{timeout_s} s",
-                        hint="close(drain=False) leaves them for the next consumer",
-                    )
+                    raise producer_errors.not_drained(self.producer_id, self._writer.outstanding, timeout_s)
                 self._sleep(left)
         finally:
             self._leave()

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,8 @@ from shmbridge.batching.in_flight import Chosen
 from shmbridge.batching.late_returns import LateReturns, abandon
 from shmbridge.batching.prefetch import Flag
 from shmbridge.batching.request import BatchRequest
-from shmbridge.batching.scheduler import Policy, Want, scheduler_of
+from shmbridge.batching.scheduler import Scheduling, Want, scheduler_of
+from shmbridge.batching.screen import Screen
 from shmbridge.batching.staleness import StalenessHistogram, is_stale
 from shmbridge.batching.stuck import too_big
 from shmbridge.config import check_seconds
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Screen = Callable[[Group], bool]
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
@@ -56,10 +55,7 @@ class BatchFormer:
         waiting: Waiting,
         control_plane: ControlPlane,
         closing: Closing,
-        *,
-        policy: Policy,
-        group_timeout_s: float,
-        allocation_wait_s: float,
+        scheduling: Scheduling,
     ) -> None:
         self._state, self._lanes, self._waiting, self._control_plane, self._closing = (
             state,
@@ -68,10 +64,10 @@ class BatchFormer:
             control_plane,
             closing,
         )
-        self._policy, self._lock = policy, closing.lock()
-        self._partial = GroupAssembler(check_seconds("group_timeout_s", group_timeout_s))
+        self._policy, self._lock = scheduling.policy, closing.lock()
+        self._partial = GroupAssembler(check_seconds("group_timeout_s", scheduling.group_timeout_s))
         self._complete = scheduler_of(
-            policy, control_plane.env_shares, lanes.has_live_producer, allocation_wait_s
+            self._policy, control_plane.env_shares, lanes.has_live_producer, scheduling.allocation_wait_s
         )
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, not yet screened

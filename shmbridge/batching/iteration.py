@@ -71,14 +71,15 @@ class Iterations:
                 self._former.begin_again()
                 put_backs = self._former.put_backs
                 ahead = self._prefetch(request)
-                until_s = deadline_of(request.timeout_s)
+                until_s: float | None = None
                 while not self._closing.ending:
+                    until_s = deadline_of(request.timeout_s) if until_s is None else until_s
                     batch = self._next(ahead, request, until_s, tick_s)
                     if batch is _NOT_YET:
                         yield None
                         self._state.check_process()
                         continue
-                    until_s = deadline_of(request.timeout_s)
+                    until_s = None
                     if batch is None:
                         if ahead is not None and self._prefetcher is not ahead and not self._closing.ending:
                             raise IterationOver(_OVER, hint=_ONE_AT_A_TIME)
@@ -102,7 +103,6 @@ class Iterations:
                     if request.hold != "caller":
                         batch.release()
                     self._former.end_step()
-                    until_s = deadline_of(request.timeout_s)
         finally:
             if ahead is not None:
                 # Only signal: the GC may finalize this generator in any thread, even in the prefetch thread,
@@ -125,7 +125,7 @@ class Iterations:
     def _next(
         self, ahead: Prefetcher | None, request: BatchRequest, until_s: float, tick_s: float | None
     ) -> "Batch | Literal[_Answer.NOT_YET] | None":
-        stop_s = min(until_s, deadline_of(tick_s))
+        stop_s = until_s if tick_s is None else min(until_s, deadline_of(tick_s))
         self._former.somebody_waits = True
         try:
             with self._state.asking():

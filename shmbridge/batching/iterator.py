@@ -32,11 +32,15 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
+        if self._came is None and self._steps is not None:
+            self._came = next(self._steps, _OVER)  # as in _step: a call less for the common case
         while not isinstance(self._came, Batch):
             if self._came is _OVER:
                 raise StopIteration
             self._step(None)
-        return self._hand_out(self._came)
+        batch, self._came = self._came, None
+        self._count += 1
+        return batch
 
     def __aiter__(self) -> Self:
         return self
@@ -46,17 +50,14 @@ class Batches:
             if self._came is _OVER:
                 raise StopAsyncIteration
             await run_to_end(self._step, _TICK_S)
-        return self._hand_out(self._came)
+        batch, self._came = self._came, None
+        self._count += 1
+        return batch
 
     def _step(self, tick_s: float | None) -> None:
         if self._steps is None:
             self._steps = self._begin(tick_s)
         self._came = next(self._steps, _OVER)
-
-    def _hand_out(self, batch: Batch) -> Batch:
-        self._came = None
-        self._count += 1
-        return batch
 
     def close(self) -> None:
         """Ends the iteration; releases nothing. Idempotent; ValueError while another thread is in a step."""

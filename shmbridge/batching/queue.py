@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.batching.former import BatchFormer
+from shmbridge.errors import BadArgument
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.record.groups import Group, GroupAssembler
+from shmbridge.shown import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,15 @@ class OutsideQueue:
 
     waiting: Counter[str] = field(default_factory=Counter)
     first_env_id: int = 0
+
+
+def check_outside(outside: OutsideQueue | None) -> OutsideQueue:
+    """Returns the queue, an empty one for None; or raises BadArgument."""
+    if outside is None:
+        return OutsideQueue()
+    if not isinstance(outside, OutsideQueue):
+        raise BadArgument(f"outside= is {kind_of(outside)}, not an OutsideQueue", hint="leave it out")
+    return outside
 
 
 class GroupQueue:

@@ -4,6 +4,7 @@ Used by former.py. The policies and their reasons: docs/explanation/scheduling.m
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from shmbridge.atropos.env_status import EnvWeight
@@ -15,6 +16,17 @@ from shmbridge.config import check_choice
 from shmbridge.record.groups import Group
 
 Policy = Literal["fair", "atropos", "oldest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How groups are chosen for batches; see Consumer."""
+
+    policy: Policy
+    group_timeout_s: float
+    allocation_wait_s: float
+
+
 # Returns the shares requested by the registered environments, by producer id; an immutable snapshot.
 Shares = Callable[[], Mapping[str, EnvWeight]]
 

@@ -64,6 +64,18 @@ class Hub:
         self.queue_groups, self.look_at_producers = queue.groups, queue.look_at_producers
         self.ranks: Ranks | None = None
 
+    def described(self) -> str:
+        """Returns what `repr` says of the consumer."""
+        if self._closing.over:
+            return "closed"
+        words = [
+            f"epoch {self.hub_epoch}",
+            f"{len(self._lanes)} lanes",
+            f"{self.queue_groups()} groups queued",
+        ]
+        states = {"pausing": self.paused, "draining": self.draining, "serves ranks": self.ranks is not None}
+        return ", ".join(words + [state for state, is_so in states.items() if is_so])
+
     @property
     def hub_epoch(self) -> int:
         """See HubView."""

@@ -9,8 +9,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from shmbridge._ext import header
 from shmbridge._ext.mapping import Mapping
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.counters import Counting
@@ -26,7 +28,6 @@ from shmbridge.segments.locks import LockByte
 log = logging.getLogger(__name__)
 
 _COLLECTED_WAITS_S = 5.0
-_PARTS = ("_lanes", "_waiting", "_control_plane", "_former", "_iterations", "_counting")
 
 
 class Iterations(Protocol):
@@ -56,26 +57,34 @@ class Ranks(Protocol):
         """Returns its counters."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one consumer that its end ends."""
+
+    state: HubState
+    lanes: LaneSet
+    waiting: Waiting
+    control_plane: ControlPlane
+    former: Former
+    iterations: Iterations
+    counting: Counting
+
+
 class Ending:
     """Ends all parts of one consumer, in order, once. Any thread.
 
     Attributes:
+        parts: what it ends; None before the consumer has started, and after the end, since they lead to
+            leases, and this object may outlive them all.
         final: the counters at the end.
         ranks: the rank server, once there is one.
     """
 
-    _state: HubState
-    _lanes: LaneSet
-    _waiting: Waiting
-    _control_plane: ControlPlane
-    _former: Former
-    _iterations: Iterations
-    _counting: Counting
-    _control: "weakref.ref[Mapping]"
-
     def __init__(self, bridge: str, tap: Tap | None) -> None:
         self.bridge, self._tap = bridge, tap
         self.closing = Closing(self._give_up, self._stop_taking)
+        self.parts: Parts | None = None
+        self._control: weakref.ref[Mapping] | None = None
         self.final: dict[str, float] = {}
         self.ranks: Ranks | None = None
         self.no_exit_call: Callable[[], object] = int  # cancels `leave_unclosed` at process exit
@@ -83,68 +92,66 @@ class Ending:
         self._pid, self._left = os.getpid(), False
         self._readers: list[weakref.ref[Mapping]] = []  # of the lanes, at the end
 
-    def parts(
-        self,
-        state: HubState,
-        lanes: LaneSet,
-        waiting: Waiting,
-        control_plane: ControlPlane,
-        former: Former,
-        iterations: Iterations,
-        counting: Counting,
-    ) -> None:
+    def begin(self, parts: Parts) -> None:
         """Takes the parts to end."""
-        self._state, self._lanes, self._waiting, self._control_plane = state, lanes, waiting, control_plane
-        self._former, self._iterations, self._counting = former, iterations, counting
-        self._control = weakref.ref(state.words.mapping)
+        self.parts, self._control = parts, weakref.ref(parts.state.words.mapping)
 
     # -- by close()
 
     def _stop_taking(self) -> None:
         """A close() is pending."""
-        if (lanes := vars(self).get("_lanes")) is not None:
-            lanes.turns.ending = True
+        if (parts := self.parts) is not None:
+            parts.lanes.turns.ending = True
 
     def _give_up(self) -> None:
-        if self._state.words_gone:  # after an interrupt that came past the last line
+        if (parts := self.parts) is None:
             return
-        self._stop_forming()
-        self._control_plane.close()
+        if not parts.state.words_gone:  # else an interrupt came past that line
+            self._end(parts)
+        self.no_finalizer()
+        self.parts = self._tap = self.ranks = None
+
+    def _end(self, parts: Parts) -> None:
+        header.fault(b"hub.ending")
+        self._stop_forming(parts)
+        parts.control_plane.close()
+        header.fault(b"hub.forming_over")
         with self.closing.whole:
             try:
                 self.final = self.stats()
             except Exception:  # a failing counter must not leave the bridge taken
                 log.exception("the counters of bridge %r cannot be read at its consumer's end", self.bridge)
             self.closing.closed = True
-            self._waiting.end()
-        self._state.ring()  # wakes the threads that wait for a record
-        self._former.forget()
+            parts.waiting.end()
+        parts.state.ring()  # wakes the threads that wait for a record
+        parts.former.forget()
         if self.ranks is not None:
             self.ranks.stop()  # one that was being made during the stop above
             self.ranks.forget()
         self.no_exit_call()
-        self._waiting.close()
-        self._readers += [weakref.ref(lane.reader.lane) for lane in self._lanes]
-        if self._lanes.close() == 0:
-            membership.leave(self._state.control_fd, self.bridge)
+        parts.waiting.close()
+        self._readers += [weakref.ref(lane.reader.lane) for lane in parts.lanes]
+        header.fault(b"hub.leases_over")
+        if parts.lanes.close() == 0:
+            header.fault(b"hub.lanes_closed")
+            membership.leave(parts.state.control_fd, self.bridge)
+        header.fault(b"hub.left")
         self._close_tap()
-        self._state.let_words_go()
-        self.no_finalizer()
-        for part in _PARTS:  # they lead to leases, and this object may outlive them all
-            vars(self).pop(part, None)
-        self._tap = self.ranks = None
+        parts.state.let_words_go()
 
     def stats(self) -> dict[str, float]:
         """Returns the counters now, the last ones after the end."""
+        if (parts := self.parts) is None:
+            return self.final
         # In a forked child the lock may be held for ever by a thread that does not exist there.
-        self._state.check_process()
+        parts.state.check_process()
         with self.closing.whole:
             if self.closing.closed:
                 return self.final
-            return {**self._counting.stats(), **(self.ranks.stats() if self.ranks is not None else {})}
+            return {**parts.counting.stats(), **(self.ranks.stats() if self.ranks is not None else {})}
 
-    def _stop_forming(self) -> None:
-        self._iterations.stop()
+    def _stop_forming(self, parts: Parts) -> None:
+        parts.iterations.stop()
         if self.ranks is not None:
             self.ranks.stop()
 
@@ -157,8 +164,8 @@ class Ending:
 
     def abandon(self) -> None:
         """Leases end without release from now on."""
-        if (lanes := vars(self).get("_lanes")) is not None:
-            lanes.abandon()
+        if (parts := self.parts) is not None:
+            parts.lanes.abandon()
 
     def free(self) -> None:
         """Frees the bridge after the end, when objects still refer to its lanes but nobody reads them.
@@ -168,24 +175,29 @@ class Ending:
         for lane in self._readers:
             if (mapping := lane()) is not None and not mapping.forked:
                 locks.unlock(mapping.fd, LockByte.READER)
-        mapping = self._control()
+        mapping = self._mapping()
         if self.closing.over and mapping is not None and not mapping.forked:
             membership.leave(mapping.fd, self.bridge)
 
     @property
     def is_gone(self) -> bool:
         """Whether it has ended, and nothing refers to the bridge's memory through it."""
-        return self.closing.over and self._control() is None
+        return self.closing.over and self._mapping() is None
+
+    def _mapping(self) -> Mapping | None:
+        return None if self._control is None else self._control()
 
     # -- at process exit
 
     def leave_unclosed(self) -> None:
         """Leaves leased records un-released, for the next consumer; waits for threads that form batches."""
         self._left = True
-        self._stop_forming()
-        self._lanes.abandon()
-        self._lanes.unlock()
-        membership.leave(self._state.control_fd, self.bridge)
+        if (parts := self.parts) is None:
+            return
+        self._stop_forming(parts)
+        parts.lanes.abandon()
+        parts.lanes.unlock()
+        membership.leave(parts.state.control_fd, self.bridge)
 
     # -- collected
 

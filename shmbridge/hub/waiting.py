@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from shmbridge._ext.wait import HubWait
+from shmbridge.errors import ConsumerEmpty
 from shmbridge.hub.asyncio_wait import LoopBell
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
@@ -55,6 +56,14 @@ class Waiting:
             return False
         await asyncio.sleep(_DRAIN_GRACE_S)
         return self._lanes.nothing_left
+
+    def nothing_came(self, timeout_s: float | None) -> ConsumerEmpty:
+        """Returns the error for no record in time."""
+        return ConsumerEmpty(
+            f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living "
+            "producer" + self._lanes.dropped_words(),
+            hint=self.hint_when_empty(),
+        )
 
     def hint_when_empty(self) -> str:
         """Returns advice for ConsumerEmpty when no record comes."""

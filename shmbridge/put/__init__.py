@@ -1,3 +1,13 @@
 """The parts of `put`: forms, conversion, the plan of a record, an open claim, errors."""
 
-__all__ = ["claim", "planner", "producer_errors", "recorded", "relayed", "still_linked"]
+__all__ = [
+    "agreement",
+    "claim",
+    "counters",
+    "new_lane",
+    "planner",
+    "producer_errors",
+    "recorded",
+    "relayed",
+    "still_linked",
+]

@@ -5,7 +5,9 @@ from shmbridge.config import format_size
 from shmbridge.control.messages import Full
 from shmbridge.errors import (
     BridgeDraining,
+    ClaimOpen,
     Closed,
+    InvalidRecord,
     LaneFull,
     LaneQuarantined,
     LaneRemoved,
@@ -83,6 +85,44 @@ def forked(producer_id: str) -> Closed:
     """This is a child of fork."""
     return Closed(
         f"producer {producer_id} belongs to the process before fork", hint="open a new one in this process"
+    )
+
+
+def closed_while_waiting(producer_id: str) -> Closed:
+    """close() found no room for a group that put_async had accepted."""
+    return Closed(
+        f"producer {producer_id} was closed while this group waited for room: it is counted in dropped_total"
+    )
+
+
+def not_drained(producer_id: str, records: int, timeout_s: float | None) -> LaneFull:
+    """close(drain=True) waited for releases that did not come."""
+    return LaneFull(
+        f"{records} records of {producer_id} were not released within {timeout_s} s",
+        hint="close(drain=False) leaves them for the next consumer",
+    )
+
+
+def claim_open(producer_id: str) -> ClaimOpen:
+    """The producer has an open claim, and one at a time is allowed."""
+    return ClaimOpen(
+        f"producer {producer_id} has an open claim", hint="put after the `with producer.claim(...)` block"
+    )
+
+
+def claim_over() -> ClaimOpen:
+    """The claim was given back inside its block."""
+    return ClaimOpen(
+        "the claim is over: it was given back before its block ended", hint="write inside the `with` block"
+    )
+
+
+def unwritten(column: str) -> InvalidRecord:
+    """A column was claimed, and the block never asked for it."""
+    return InvalidRecord(
+        f"column {column!r} was claimed and never written: its memory holds values of earlier records",
+        hint=f"write slot[{column!r}][:] = ... in the block, or leave {column!r} out of lengths=",
+        column=column,
     )
 
 

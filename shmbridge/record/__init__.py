@@ -8,6 +8,7 @@ __all__ = [
     "groups",
     "leases",
     "meta_types",
+    "named_columns",
     "record",
     "relayed",
     "row_checks",

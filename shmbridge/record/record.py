@@ -1,8 +1,7 @@
 """A committed trajectory group (or a fragment) as its reader sees it: zero-copy columns, Arrow, Atropos."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,13 +14,13 @@ from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable
 from shmbridge.other_names import no_column
 from shmbridge.record.attributes import RecordColumns
 from shmbridge.record.columns import RaggedLists as RaggedLists
+from shmbridge.record.named_columns import NamedColumns
 from shmbridge.record.shown import columns_as_html
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 from shmbridge.segments.one_process import OneProcess
 from shmbridge.shown import shown
 
 if TYPE_CHECKING:
-    import polars as pl
     import pyarrow as pa
 
 
@@ -57,7 +56,7 @@ class Lane:
         )
 
 
-class Record(RecordColumns, OneProcess, LeasedRecord):
+class Record(RecordColumns, NamedColumns, OneProcess, LeasedRecord):
     """One record, leased: its memory does not change until release() was called and the last view of it is
     gone.
 
@@ -89,26 +88,6 @@ class Record(RecordColumns, OneProcess, LeasedRecord):
         if kind is None:
             self.release()
 
-    def keys(self) -> list[str]:
-        """Returns the names of the columns that are present: `dict(record)` has every column."""
-        return self.columns
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Yields each column that is present with its name."""
-        return ((name, self[name]) for name in self.columns)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
-
-    def __copy__(self) -> NoReturn:
-        raise TypeError(f"a Record is a lease and cannot be copied -> {self._instead}")
-
-    def __deepcopy__(self, _: object) -> NoReturn:
-        self.__copy__()
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return self.columns
-
     def __repr__(self) -> str:
         meta = self.meta
         return (
@@ -139,30 +118,6 @@ class Record(RecordColumns, OneProcess, LeasedRecord):
         from shmbridge.record.arrow import record_batch
 
         return record_batch(self)
-
-    def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
-        """Returns to_arrow() as capsules of Arrow's C interface: `pa.record_batch(record)`,
-        `pl.DataFrame(record)`.
-
-        What takes them holds the lease until it is dropped. Errors as to_arrow(); pyarrow's, if
-        `requested_schema` is another one.
-        """
-        capsules: tuple[object, object] = self.to_arrow().__arrow_c_array__(requested_schema)
-        return capsules
-
-    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        """Returns to_arrow() as a stream of one batch: `pa.table(record)`, DuckDB. As __arrow_c_array__."""
-        import pyarrow as pa
-
-        return pa.Table.from_batches([self.to_arrow()]).__arrow_c_stream__(requested_schema)
-
-    def to_polars(self) -> "pl.DataFrame":
-        """Returns to_arrow() as a polars frame; it holds the lease until it and all made of it without a
-        copy are dropped. Errors as to_arrow(), and ModuleNotFoundError without polars.
-        """
-        import polars as pl
-
-        return pl.DataFrame(self)
 
     def to_scored_data(self) -> dict[str, Any]:
         """Returns the Atropos ScoredDataGroup this came from, a new dict; per-token floats are float32."""

@@ -4,6 +4,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from shmbridge.errors import BadArgument
+from shmbridge.shown import shown
+
 _Array = np.ndarray[Any, Any]
 
 
@@ -29,12 +32,17 @@ class Rows(Protocol):
 
 def advantages_or(batch: Rows, fallback: "float | _Array") -> _Array:
     """See Batch.advantages_or."""
-    shape, rows, given = batch.tokens.shape, len(batch.lengths), np.asarray(fallback, np.float32)
+    shape, rows = batch.tokens.shape, len(batch.lengths)
+    wanted = f"one number, one for each of {rows} rows, or one for each token, shaped {tuple(shape)}"
+    try:
+        given = np.asarray(fallback)
+    except (TypeError, ValueError):  # ragged, or no NumPy dtype
+        given = np.asarray("")
+    if given.dtype.kind not in "biuf":
+        raise BadArgument(f"fallback={shown(fallback)} is no number", hint=f"give {wanted}")
+    given = given.astype(np.float32, copy=False)
     if given.shape not in ((), (rows,), shape):
-        raise ValueError(
-            f"fallback has shape {given.shape}: give one number, one for each of {rows} rows, or one for "
-            f"each token, shaped {tuple(shape)}"
-        )
+        raise BadArgument(f"fallback has shape {given.shape}", hint=f"give {wanted}")
     own = np.array(batch["advantages"], np.float32) if "advantages" in batch else np.zeros(shape, np.float32)
     lacks = ~batch.has("advantages")
     if batch.layout == "padded":

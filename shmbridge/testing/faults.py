@@ -42,6 +42,7 @@ TAKING = ("hub.read", "hub.marked")
 RELEASING = ("hub.releasing", "hub.released")
 QUARANTINING = ("hub.quarantining", "hub.quarantined")
 HUB_SLEEPING = ("hub.before_sleep",)
+ENDING_HUB = ("hub.ending", "hub.forming_over", "hub.leases_over", "hub.lanes_closed", "hub.left")
 SERVING_RANKS = ("hub.share_issued", "hub.share_done")
 RANK_JOINING = ("rank.locked", "rank.epoch_loaded", "rank.epoch_locked", "rank.joined")
 RANK_READING = ("rank.looking", "rank.holding", "rank.told_done")
@@ -69,10 +70,20 @@ CLEARING = ("values.released",)
 # Every label, per role that passes it.
 LABELS: Mapping[str, tuple[str, ...]] = {
     "anyone": CREATING_CONTROL + RECEIPTS + SWEEPING,
-    "producer": (
-        CREATING_LANE + BEFORE_COMMIT + NOTING_ORIGIN + AFTER_COMMIT + WAITING_FOR_SPACE + ASKING_FOR_TICKETS
-    ),
-    "hub": ENTERING_HUB + TAKING + RELEASING + QUARANTINING + HUB_SLEEPING + SERVING_RANKS + GRANTING_TICKETS,
+    "producer": CREATING_LANE
+    + BEFORE_COMMIT
+    + NOTING_ORIGIN
+    + AFTER_COMMIT
+    + WAITING_FOR_SPACE
+    + ASKING_FOR_TICKETS,
+    "hub": ENTERING_HUB
+    + TAKING
+    + RELEASING
+    + QUARANTINING
+    + HUB_SLEEPING
+    + SERVING_RANKS
+    + GRANTING_TICKETS
+    + ENDING_HUB,
     "rank": RANK_JOINING + RANK_READING,
     "weights writer": WEIGHTS_REPLACING + WEIGHTS + WEIGHTS_TENSORS + WEIGHTS_FILLING,
     "weights part": WEIGHTS_PARTS,

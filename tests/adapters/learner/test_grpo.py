@@ -196,7 +196,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
         ["--bridge", "b", "--model", str(tmp_path / "none"), "--steps", "1", "--run-dir", str(tmp_path)]
     )
     assert status == 1
-    assert "cannot load a model" in capsys.readouterr().err
+    assert "with a model -> give the folder of a model" in capsys.readouterr().err
 
 
 def test_metrics_survive_a_torn_line_and_numbers_json_cannot_say(tmp_path):

@@ -6,6 +6,7 @@ Payloads are a function of (producer, sequence) with a checksum beside them, so 
 torn record.
 """
 
+import gc
 import json
 import os
 import pickle
@@ -158,6 +159,29 @@ def consume(bridge: str, count: str, release_from: str = "0") -> None:
     del record, held
     consumer.close()
     say("closed")
+
+
+def end_hub(bridge: str, how: str, end: str) -> None:
+    """Takes two records or batches and releases the first, or serves ranks; then closes, or drops all."""
+    consumer = shmbridge.Consumer(bridge)
+    kept: list[object] = []
+    if how == "ranks":
+        kept.append(consumer.serve_ranks(1, groups=1))
+    else:
+        taken = iter(consumer.batches(groups=1, timeout_s=60)) if how == "batches" else None
+        for _ in range(2):
+            each = consumer.get(timeout_s=60) if taken is None else next(taken)
+            say("got", check(each if taken is None else each.records[0]))
+            if not kept:
+                each.release()
+            kept.append(taken or each)
+    kept, each, taken = [], None, None
+    if end == "close":
+        consumer.close()
+    del consumer
+    gc.collect()
+    say("ended")
+    sys.stdin.readline()
 
 
 def serve_ranks(bridge: str, world_size: str, groups: str) -> None:

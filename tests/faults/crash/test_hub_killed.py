@@ -3,6 +3,7 @@ may have been handed out.
 """
 
 import signal
+from unittest.mock import ANY
 
 import pytest
 
@@ -105,6 +106,33 @@ def test_a_hub_is_killed_while_entering(label, skip, filled, faulty, make_consum
     filled.close()
     consumer.close()
     assert segments() == []
+
+
+@pytest.mark.parametrize("label", faults.ENDING_HUB)
+@pytest.mark.parametrize(
+    ("how", "end"), [("get", "drop"), ("get", "close"), ("batches", "drop"), ("ranks", "drop")]
+)
+def test_a_hub_is_killed_at_its_end(label, how, end, filled, faulty, make_consumer, take, roles, segments):
+    """By close(), or collected because nobody holds it: what it had not released comes again."""
+    child = faulty("end_hub", how, end, fault=Fault(label))
+    child.end_on_fault()
+    assert "ended" not in child.said
+    handed_out = 0 if how == "ranks" else 2
+    wanted = expected(1, COUNT, handed_out) if handed_out else expected(0, COUNT, 0)
+    if how != "get":  # threads took records ahead, how many is theirs
+        wanted = [(sequence, marked or ANY) for sequence, marked in wanted]
+    check_successor(filled, make_consumer, take, roles, segments, wanted)
+
+
+def test_a_hub_that_has_left_is_stopped(filled, faulty, make_consumer, take, roles, segments):
+    """The bridge is free before the collected hub has ended; it disturbs nobody afterwards."""
+    child = faulty("end_hub", "get", "drop", fault=Fault("hub.left", signal_number=signal.SIGSTOP))
+    child.wait_stopped()
+    check_successor(filled, make_consumer, take, roles, segments, expected(1, COUNT, 2))
+    child.go_on()
+    child.until("ended")
+    child.tell()
+    assert child.end() == 0
 
 
 @pytest.mark.parametrize("label", faults.HUB_SLEEPING)

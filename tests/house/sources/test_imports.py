@@ -24,7 +24,7 @@ ALLOWED = {
         "shmbridge.weights.tensors",
         "shmbridge.bench",
     ),
-    "polars": ("shmbridge.batch", "shmbridge.record.record", "shmbridge.bench"),
+    "polars": ("shmbridge.record.named_columns", "shmbridge.bench"),
     "transformers": (
         "shmbridge.watch.decode",
         "shmbridge.consumers",

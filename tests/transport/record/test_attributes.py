@@ -105,8 +105,11 @@ def test_advantages_or(producer, consumer, layout):
             assert not found[~there].any()
             found = found[there]
         assert found.tolist() == values
-    with pytest.raises(ValueError, match="shape"):
-        batch.advantages_or(np.zeros(5))
+    with pytest.raises(shmbridge.BadArgument, match=r"shape \(4,\) -> give one number, one for each of"):
+        batch.advantages_or(np.zeros(4))
+    for wrong in ("x", None, [[1.0], [1.0, 2.0]]):
+        with pytest.raises(shmbridge.BadArgument, match=r"fallback=.* is no number -> give one number"):
+            batch.advantages_or(wrong)
     assert not np.shares_memory(batch.advantages_or(0.0), batch.advantages)
 
 

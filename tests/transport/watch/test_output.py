@@ -73,8 +73,10 @@ def test_a_name_that_no_bridge_can_have(command, capsys):
 
 
 def test_a_count_of_records_is_not_negative(bridge, put, capsys):
-    assert main(["tail", bridge, "-n", "-1"]) == 1
-    assert "-n -1" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["tail", bridge, "-n", "-1"])
+    assert ended.value.code == 2
+    assert "-n: '-1' is not a whole number of 0 or above" in capsys.readouterr().err
 
 
 def test_tail_of_an_environment_that_has_no_lane(bridge, put, capsys):

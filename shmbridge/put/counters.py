@@ -1,0 +1,19 @@
+"""What a lane counts of its producer, flat."""
+
+from shmbridge._ext import header
+from shmbridge._ext.mapping import Mapping
+from shmbridge.segments.discard_reasons import Drop, labelled
+
+
+def lane_counters(lane: Mapping) -> dict[str, float]:
+    """Returns the lane's counters; `dropped_total{reason}` per reason. Never blocks; any thread."""
+    words = header.lane_counters(lane)
+    return {
+        "records_total": words["tail"],
+        "bytes_total": words["bytes"],
+        "tokens_total": words["tokens"],
+        "wait_s": words["wait_ns"] / 1e9,
+        "late_wakes_total": words["late_wakes"],
+        "waiting": words["tail"] - words["head"],
+        **labelled("dropped_total", Drop, words["dropped"]),
+    }
