@@ -37,7 +37,7 @@ NAME_LABEL, SUFFIX_LABEL = "shmbridge-name", "shmbridge-suffix"
 _LONGEST_NAME = 63
 _ANSWER_S = 10.0
 _STOP_S = 5.0
-_LOOK_S = 10.0
+_LOOK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
