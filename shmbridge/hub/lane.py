@@ -43,7 +43,7 @@ class HubLane:
 
     @property
     def finished(self) -> bool:
-        """Whether its producer is dead, all its records are taken, and no other lane will bring more of them."""
+        """Whether its producer is dead, all its records are taken, and no other lane will bring more."""
         return self.dead and not self.waiting and not header.origin_open(self.reader.lane)
 
     @property

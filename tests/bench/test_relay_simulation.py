@@ -1,10 +1,13 @@
 """The simulation of relays: nothing is lost in it that it does not say, and its answers move as they must."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from shmbridge.bench.relay_simulation import Outcome, Setup, Simulation
+from shmbridge.bench.relay_simulation import Outcome, Setup, Simulation, main
 
 SMALL = Setup(nodes=16, step_groups=16, seconds=1800.0, group_s=30.0, step_s=10.0)
 
@@ -48,3 +51,11 @@ def test_a_destination_that_is_too_slow_is_shared_and_holds_environments_back():
     assert outcome.destination_busy > 0.95
     assert outcome.environments_blocked > 0.1
     assert outcome.fairness > 0.9
+
+
+def test_the_page_shows_what_it_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs/how-to/several-nodes.md").read_text()
+    (row,) = re.findall(r"^\| 16 nodes \| `(.+?)` \| ([\d,]+) \| ([\d,]+) \|", page, re.MULTILINE)
+    assert main([*row[0].split(), "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert [int(each.replace(",", "")) for each in row[1:]] == [outcome["made"], outcome["trained"]]

@@ -68,6 +68,12 @@ def test_all_groups_arrive_once_and_in_order(
     assert_conserved(stats)
     assert (stats["records_total"], stats["held"]) == (450, 0)
     relay.kill()
+    relay.begin()
+    relay.wait(lambda: relay.last["pid"])
+    end_for_good(f"shmbridge-destination-{bridge}")
+    pid = relay.last["pid"]
+    relay.wait(lambda: relay.last["pid"] != pid)  # another one was placed
+    relay.kill()
     assert len(relay.stop_by_command()) == 7  # three of the learner's node, two of each other
     assert relay.stop_by_command() == []
 
@@ -76,8 +82,6 @@ def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
     cluster, make_relay, make_environment, learner
 ):
     """SIGKILL of a source's actor, the destination's, the directory's, an environment, in the middle."""
-    import ray
-
     relay = make_relay("--no-weights")
     kept = [make_environment(node, "kept", 600, pace_s=0.01) for node in ("env-1", "env-2")]
     ended = make_environment("env-1", "ended", 100_000, pace_s=0.005)
@@ -95,7 +99,7 @@ def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
     relay.ready("env-1", "env-2")
 
     os.kill(directory_pid(relay), signal.SIGKILL)
-    ray.kill(ray.get_actor(relay.last["sources"]["env-2"]["actor"], namespace="shmbridge"))  # for good
+    end_for_good(relay.last["sources"]["env-2"]["actor"])
     os.kill(ended.process.pid, signal.SIGKILL)
     ended.process.wait()
     for environment in kept:
@@ -127,6 +131,13 @@ def take_what_is_there(learner) -> int:
             with record:
                 learner.came[record.meta.origin.producer_id].append(record.meta.origin.sequence)
     return learner.count - before
+
+
+def end_for_good(actor: str) -> None:
+    """Ray does not restart it."""
+    import ray
+
+    ray.kill(ray.get_actor(actor, namespace="shmbridge"))
 
 
 def directory_pid(relay) -> int:

@@ -4,9 +4,12 @@ learner's, and stops them. A supervisor that dies leaves the actors as they are;
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from shmbridge.errors import BadArgument, RelayTaken
 from shmbridge.relay.ray.directory import (
@@ -34,6 +37,7 @@ NAME_LABEL, SUFFIX_LABEL = "shmbridge-name", "shmbridge-suffix"
 _LONGEST_NAME = 63
 _ANSWER_S = 10.0
 _STOP_S = 5.0
+_LOOK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,7 @@ class Placement:
         self._plan = plan
         self._directory: Any = None
         self._learner: Node | None = None
+        self._look_s = 0.0  # when to look again whether the destination answers
         self._placed: dict[str, Placed] = {}
         self._silent: set[str] = set()  # nodes that did not answer the destination
         self._gone_said: int | None = None
@@ -137,10 +142,10 @@ class Placement:
         done: list[tuple[str, str]] = []
         nodes = living_nodes(self._plan.bridge)
         learner = self._learner_of(nodes)
-        if self._learner != learner:
-            self._destination(learner)
-            self._learner = learner
-            done.append((learner.name, f"destination of bridge {learner.bridge}"))
+        if (self._learner != learner or time.monotonic() > self._look_s) and self._destination(learner):
+            if self._learner != learner:
+                done.append((learner.name, f"destination of bridge {learner.bridge}"))
+            self._learner, self._look_s = learner, time.monotonic() + _LOOK_S
         wanted = {node.name: node for node in nodes if node != learner and self._has_environments(node)}
         for name, node in wanted.items():
             placed = Placed(f"shmbridge-source-{node.bridge}-{node.node_id[:16]}", node.node_id, node.bridge)
@@ -160,6 +165,8 @@ class Placement:
         """Returns what the destination last said to the directory; None before that, or if it is late."""
         said = report(self._plan.bridge)
         self._silent = set() if said is None else set(said.errors)
+        if said is not None and said.weights is not None:
+            self._silent |= {node for node, about in said.weights.nodes.items() if about.error}
         return said
 
     def new_gone(self, said: Report) -> list[Gone]:
@@ -187,15 +194,18 @@ class Placement:
         wanted = self._plan.sources
         return wanted is None or node.labels.get(wanted[0]) == wanted[1]
 
-    def _destination(self, node: Node) -> None:
-        import msgspec
+    def _destination(self, node: Node) -> bool:
+        """Puts the destination there if there is none; returns whether it answers."""
+        import ray
 
         name = names(self._plan.bridge)[1]
         options = msgspec.msgpack.encode(self._plan.options)
         actor = _actor(DestinationActor, name, node.node_id, node.bridge, node.name, options)
-        import ray
-
-        there = decode_report(ray.get(actor.report.remote(), timeout=_ANSWER_S * 3)).node
+        try:
+            there = decode_report(ray.get(actor.report.remote(), timeout=_ANSWER_S)).node
+        except ray.exceptions.RayError as wrong:
+            log.warning("the destination of bridge %s does not answer: %s", self._plan.bridge, wrong)
+            return False
         if there != node.name:
             raise RelayTaken(
                 f"bridge {self._plan.bridge!r} has its destination on node {there}, not on {node.name}",
@@ -203,6 +213,7 @@ class Placement:
             )
         if self._plan.options.weights:
             _actor(OutwardActor, outward_name(self._plan.bridge), node.node_id, node.bridge, node.name)
+        return True
 
     def _source(self, placed: Placed, name: str) -> None:
         _actor(SourceActor, placed.actor, placed.node_id, placed.bridge, name)
@@ -212,9 +223,10 @@ class Placement:
     def _tell(self) -> None:
         import ray
 
+        if self._learner is None:
+            return
         try:
             if self._directory is None:
-                assert self._learner is not None
                 self._directory = _actor(Directory, names(self._plan.bridge)[0], self._learner.node_id)
             ray.get(self._directory.place.remote(encode(self._placed)), timeout=_ANSWER_S)
         except ray.exceptions.RayError as wrong:

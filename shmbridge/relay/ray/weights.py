@@ -165,7 +165,8 @@ class OutwardActor:
             self._put(offer, version)
             return
         for node in self._nodes.values():
-            if node.sending is not None and node.sending.version is version:
+            sending = node.sending
+            if sending is not None and sending.version is version and sending.lacks_a_part():
                 node.said.replaced += 1
                 node.sending, node.said.under_way = None, -1
 
@@ -328,5 +329,5 @@ class OutwardActor:
 
 
 def _first_line(wrong: Exception) -> str:
-    text = str(wrong).strip()
+    text = str(getattr(wrong, "cause", wrong)).strip()  # of an error in a call, without its stack
     return text.splitlines()[0] if text else type(wrong).__name__
