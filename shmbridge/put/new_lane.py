@@ -19,8 +19,8 @@ def create_lane(
 ) -> tuple[str, Mapping, str]:
     """Returns a new lane's segment, its name and mapping, and the producer id that its records carry.
 
-    `origin`: LaneOrigin.words() of a lane that a relay writes. Blocks to reserve memory. A text that cannot be
-    encoded leaves no lane behind.
+    `origin`: LaneOrigin.words() of a lane that a relay writes. Blocks to reserve memory. A text that
+    cannot be encoded leaves no lane behind.
     """
     given, env = given_id.encode()[:63], env_name.encode()[:127]
     slots = sizing.slots_of(lane_bytes)

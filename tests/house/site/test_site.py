@@ -33,6 +33,7 @@ ANSWERS = {
     "how-to/docker": ["shm size", "docker", "podman", "docker compose"],
     "how-to/kubernetes": ["kubernetes", "k8s", "kubectl"],
     "how-to/slurm": ["slurm", "sbatch"],
+    "how-to/several-nodes": ["several nodes", "multi-node"],
     "how-to/train": [
         "cuda out of memory",
         "cuda oom",
