@@ -139,8 +139,8 @@ def under_way(bridge: str) -> bool:
     return found is not None and 0 < found.written.sum() < sum(each.nbytes for _, each in model(0, LARGE))
 
 
-def test_kills_in_the_middle_leave_the_version_before(writer, weights, engines, there):
-    """SIGKILL of what writes on a node, and of what sends on the learner's; the version comes afterwards."""
+def test_kills_in_the_middle_leave_the_version_before(cluster, writer, weights, engines, there):
+    """SIGKILL of what writes on a node, of what sends to it, of its raylet; versions come afterwards."""
     writer.publish(0, model(0, LARGE))
     all_see(engines, 0)
     for version, victim in ((1, weights.pid("env-1")), (2, weights.outward_pid())):
@@ -151,6 +151,25 @@ def test_kills_in_the_middle_leave_the_version_before(writer, weights, engines, 
         assert seen(engines["env-1"][0]) in (version - 1, version)
         all_see(engines, version)
     wait_until(lambda: weights.in_object_stores() == 0, 30)
+    cluster.kill_raylet("env-2")
+    writer.publish(3, model(3, LARGE))
+    all_see({"env-1": engines["env-1"]}, 3)
+    assert [seen(each) for each in engines["env-2"]] == [2, 2]
+    cluster.add("env-2")
+    all_see(engines, 3, 90)
+
+
+def test_a_node_that_cannot_take_weights_says_why_and_holds_up_nobody(writer, weights, engines, there):
+    with WeightsWriter(there("env-2")) as other:
+        other.publish(0, model(0))
+        writer.publish(1, model(1))
+        all_see({"env-1": engines["env-1"]}, 1)
+        wait_until(lambda: weights.said().nodes["env-2"].error, 30)
+        assert weights.said().nodes["env-2"].error.startswith("[SB401] the weights of ")
+        wait_until(lambda: "! env-2: weights: [SB401]" in table(report(writer.bridge), None, 1.0), 30)
+        assert [seen(each) for each in engines["env-2"]] == [0, 0]
+    all_see(engines, 1)
+    wait_until(lambda: weights.said().nodes["env-2"].error == "", 30)
 
 
 def test_a_stopped_node_holds_up_nobody_and_gets_the_newest(writer, weights, engines):
