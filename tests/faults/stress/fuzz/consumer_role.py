@@ -163,7 +163,7 @@ class ConsumerRole:
         if batch.layout == "padded":
             tokens = tokens[np.arange(tokens.shape[1]) < batch.lengths[:, None]]
         if tokens.tobytes() != wanted:
-            self._log.append(Kind.TORN, records[0][1], records[0][0].sequence)
+            self._log.append(Kind.TORN, records[0][1], records[0][0]._sequence)
 
     # -- orders
     # --------------------------------------------------------------------------------------------------------
