@@ -118,17 +118,21 @@ class Destination:
         there = self._nodes.get(node)
         if there is None:
             there = self._nodes[node] = _Node(node, secrets.token_hex(8))
-        control, credits = self._control, {}
+        control, committed, credits = self._control, {}, {}
         for producer_id, lane in self._lanes.items():
-            if lane.node == node and (free := lane.free_bytes) is not None:
+            if lane.node != node:
+                continue
+            committed[producer_id] = -1
+            if (free := lane.free_bytes) is not None:
                 room = free - sum(ask.credits.get(producer_id, 0) for ask in there.asks)
                 # Half for the first ask, so that the second has some, too.
                 credits[producer_id] = max(room if there.asks else -(-room // 2), 0)
+        committed |= {name: newest for name, (at, newest) in self._newest.items() if at == node}
         ask = Ask(
             there.session,
             there.asked,
-            {name: newest for name, (at, newest) in self._newest.items() if at == node},
-            dict(there.refused),
+            committed,
+            {producer_id: list(refused) for producer_id, refused in there.refused.items()},
             credits,
             self.lane_bytes // 2,
             int(control.policy_version),
@@ -171,7 +175,16 @@ class Destination:
             node: where it came from.
             parcel: the answer to the oldest ask on its way. An answer to another one is not believed: `lost`.
             requested_ns: CLOCK_MONOTONIC of this node when that ask was sent.
+
+        Whatever it raises, the node's asks are `lost` by then: none of the parcel's records is skipped.
         """
+        try:
+            return self._accepted(node, parcel, requested_ns)
+        except BaseException:
+            self.lost(node)
+            raise
+
+    def _accepted(self, node: str, parcel: Parcel, requested_ns: int) -> int:
         there, state = self._nodes[node], parcel.state
         if state.session != there.session or not there.asks or there.asks[0].number != state.number:
             self.lost(node)
@@ -179,9 +192,9 @@ class Destination:
         ask = there.asks.popleft()
         there.state, there.heard_s = state, time.monotonic()
         for producer_id, refused in ask.refused.items():  # it has heard of these
-            there.refused[producer_id] = [each for each in there.refused[producer_id] if each not in refused]
-            if not there.refused[producer_id]:
-                del there.refused[producer_id]
+            left = [each for each in there.refused.pop(producer_id, ()) if each not in refused]
+            if left:
+                there.refused[producer_id] = left
         size = 0
         for record in parcel.records:
             size += len(record.extent)
@@ -205,6 +218,7 @@ class Destination:
         newest = self._newest.get(producer_id)
         if newest is not None and sent.sequence <= newest[1]:
             there.counts["duplicates_total"] += 1
+            self._newest[producer_id] = there.name, newest[1]  # its node may have another name by now
             return
         record = RelayedRecord(
             sent.extent,

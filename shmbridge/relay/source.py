@@ -116,7 +116,7 @@ class Source:
         idle_ns = time.monotonic_ns() - began_ns
         records = list(self._filled(ask))
         backlog = [len(lane.unsent) for lane in self._lanes.values() if lane.unsent]
-        finished = [each for each in ask.committed if self._is_finished(each)]
+        finished = [each for each in {**ask.committed, **self._lanes} if self._is_finished(each)]
         for producer_id in finished:
             self._lanes.pop(producer_id, None)
         state = State(

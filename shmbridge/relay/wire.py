@@ -40,7 +40,7 @@ class Ask(msgspec.Struct, frozen=True):
         session: of this destination with this source; another one means that un-acknowledged records are sent
             again, from the first.
         number: of the ask in its session.
-        committed: producer id -> sequence of the last of its records on the learner's node.
+        committed: producer id -> sequence of the last of its records on the learner's node, -1 for none.
         refused: producer id -> (sequence, error code) of records that cannot be put there.
         credits: producer id -> bytes that its lane there has room for; `credit` for any other producer.
         version: the policy version; -1 before the first.
@@ -79,7 +79,7 @@ class State(msgspec.Struct):
         blocked: whether records wait that no credit was left for.
         backlog: un-released records of its lanes that this session has not sent.
         backlog_lanes: lanes that have such records.
-        finished: producers that are asked about and gone, and whose records are all acknowledged.
+        finished: producers that are asked about or had records here, and are gone with all records released.
         counters: as `Source.stats`.
     """
 

@@ -181,10 +181,12 @@ class DestinationActor:
         self._pulls[node].popleft()
         if self._errors.pop(node, None) is not None:
             log.warning("node %s answers again", node)
-        brought = destination.accept(node, parcel, pull.requested_ns)
-        self._turns.came(node, brought)
-        if not destination.expects(node):  # the answer was not believed: neither are those after it
-            self._drop_pulls(node)
+        try:
+            brought = destination.accept(node, parcel, pull.requested_ns)
+        finally:
+            self._turns.came(node, brought)
+            if not destination.expects(node):  # the answer was not believed: neither are those after it
+                self._drop_pulls(node)
 
     def _drop_pulls(self, node: str) -> None:
         for _ in self._pulls.pop(node, ()):

@@ -8,6 +8,7 @@ from relaying import balanced, exchange, group, send, take, taken
 
 import shmbridge
 from shmbridge.config import Run
+from shmbridge.relay import wire
 from shmbridge.relay.destination import Destination
 from shmbridge.segments import receipts, segment
 from shmbridge.testing import wait_until
@@ -264,6 +265,97 @@ def test_what_the_lane_cannot_carry_is_refused_and_counted(
     assert source.stats()["refused_total{SB204}"] == 1
     assert source.stats()["acknowledged_total"] == 2
     assert balanced(source.stats())
+
+
+def spoiled(parcel: wire.Parcel, at: int) -> wire.Parcel:
+    """The parcel, one of whose records no lane can take."""
+    parcel.records[at].extent[:4] = 255  # its directory
+    return parcel
+
+
+def test_two_asks_may_say_the_same_refusal(make_source, make_destination, put_there, consumer):
+    producer, source, destination = put_there(), make_source(), make_destination()
+    for number in range(2):
+        producer.put(group(number))
+    destination.accept(NODE, spoiled(send(source, destination.ask(NODE)), 1), time.monotonic_ns())
+    answers = []
+    for number in range(2, 4):
+        producer.put(group(number))
+        answers.append(send(source, destination.ask(NODE)))
+    for each in answers:
+        destination.accept(NODE, each, time.monotonic_ns())
+    assert [sequence for _, sequence in taken(consumer)] == [0, 2, 3]
+
+
+def test_a_refusal_after_an_ask_is_said_with_the_next_one(make_source, make_destination, put_there, consumer):
+    producer, source, destination = put_there(), make_source(), make_destination()
+    answers = []
+    for number in range(2):
+        producer.put(group(number))
+        answers.append(spoiled(send(source, destination.ask(NODE)), 0))
+    destination.accept(NODE, answers[0], time.monotonic_ns())
+    third = send(source, destination.ask(NODE))  # which says that the first is refused
+    destination.accept(NODE, answers[1], time.monotonic_ns())
+    destination.accept(NODE, third, time.monotonic_ns())
+    exchange(source, destination)
+    assert source.stats()["held"] == 0
+    assert source.stats()["refused_total{SB204}"] == 2
+    assert balanced(source.stats())
+
+
+def test_a_parcel_that_could_not_be_put_is_sent_again(
+    make_source, make_destination, put_there, consumer, monkeypatch
+):
+    """What comes after it would make its records look committed."""
+    producer, source, destination = put_there(), make_source(), make_destination()
+    for number in range(3):
+        producer.put(group(number))
+    parcel, put = send(source, destination.ask(NODE)), shmbridge.Producer.put
+
+    def without_memory(self, record, **options):
+        if record.sequence == 1:
+            raise MemoryError
+        return put(self, record, **options)
+
+    monkeypatch.setattr(shmbridge.Producer, "put", without_memory)
+    with pytest.raises(MemoryError):
+        destination.accept(NODE, parcel, time.monotonic_ns())
+    monkeypatch.undo()
+    producer.put(group(3))
+    exchange(source, destination, 2)
+    assert taken(consumer) == keys_of(producer, 4)
+
+
+def test_a_node_may_have_another_name(make_source, make_destination, put_there, consumer):
+    """As when a second node of the same host name joins a cluster."""
+    producer, source, first = put_there(), make_source("host"), make_destination()
+    producer.put(group(0))
+    exchange(source, first)
+    first.close()
+    source.close()
+    renamed, second = make_source("host-0a1b2c3d"), make_destination()
+    exchange(renamed, second, 2)
+    assert renamed.stats()["held"] == 0
+    assert taken(consumer) == keys_of(producer, 1)
+
+
+@pytest.mark.parametrize("how", ["refused", "stale"])
+def test_a_source_that_ends_without_a_committed_record_is_finished(
+    how, bridge, elsewhere, make_source, make_destination, put_there, consumer
+):
+    producer, source = put_there(), make_source()
+    destination = make_destination(max_staleness=0)
+    consumer.publish_policy_version(1)
+    exchange(source, destination)
+    producer.put(group(0), policy_version=0 if how == "stale" else 1)
+    parcel = send(source, destination.ask(NODE))
+    destination.accept(NODE, spoiled(parcel, 0) if parcel.records else parcel, time.monotonic_ns())
+    exchange(source, destination)
+    producer.close()
+    wait_until(lambda: exchange(source, destination) or not segment.lane_names(elsewhere))
+    exchange(source, destination)
+    assert source.stats()["lanes"] == destination.stats()["lanes"] == 0
+    wait_until(lambda: not segment.lane_names(bridge))
 
 
 def test_a_source_that_ends_is_finished_on_both_nodes(
