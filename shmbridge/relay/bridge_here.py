@@ -1,6 +1,7 @@
 """What a destination reads of the bridge here: lanes of earlier relays, a living relay, the learner's run."""
 
 import contextlib
+import time
 from collections.abc import Collection
 
 from shmbridge._ext import header
@@ -12,13 +13,21 @@ from shmbridge.segments import inventory, locks, segment
 from shmbridge.segments.locks import LockByte
 
 _ANSWER_S = 0.2
+_REMOVING_S = 1.0  # longest that the removal of a dead lane takes
+_LOOK_AGAIN_S = 0.01
 
 
 def refuse_a_second(bridge: str) -> None:
-    """Raises RelayTaken while a process lives that puts records of other nodes."""
+    """Raises RelayTaken if a process lives that puts records of other nodes. Blocks for a second then.
+
+    Whoever removes a dead lane holds its lock meanwhile, as its producer did.
+    """
+    until = time.monotonic() + _REMOVING_S
     for name in segment.lane_names(bridge):
-        lane = inventory.lane_info(name)
-        if lane is not None and lane.alive and lane.origin_node:
+        while (lane := inventory.lane_info(name)) is not None and lane.alive and lane.origin_node:
+            if time.monotonic() < until:
+                time.sleep(_LOOK_AGAIN_S)
+                continue
             raise RelayTaken(
                 f"process {lane.pid} puts records of other nodes into bridge {bridge!r}",
                 hint=f"one relay for a bridge: shmbridge relay --bridge {bridge} --stop",

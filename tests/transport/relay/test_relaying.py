@@ -1,5 +1,6 @@
 """A source and a destination on two bridges: order, deaths of either, room, staleness, refusals, ends."""
 
+import threading
 import time
 
 import numpy as np
@@ -10,7 +11,8 @@ import shmbridge
 from shmbridge.config import Run
 from shmbridge.relay import wire
 from shmbridge.relay.destination import Destination
-from shmbridge.segments import receipts, segment
+from shmbridge.segments import locks, receipts, segment
+from shmbridge.segments.locks import LockByte
 from shmbridge.testing import wait_until
 from shmbridge.testing.known_groups import known_groups
 
@@ -409,6 +411,22 @@ def test_one_destination_per_bridge(make_source, make_destination, put_there, br
     exchange(source, destination)
     with pytest.raises(shmbridge.RelayTaken, match="puts records of other nodes"):
         Destination(bridge)
+
+
+def test_a_lane_that_is_being_removed_is_no_second_relay(
+    bridge, make_source, make_destination, put_there, consumer
+):
+    """Whoever removes it holds its lock meanwhile."""
+    producer, source, first = put_there(), make_source(), make_destination()
+    producer.put(group(0))
+    exchange(source, first)
+    first.close()
+    lane = segment.open_mapping(segment.lane_names(bridge)[0])
+    wait_until(lambda: locks.lock_exclusive(lane.fd, LockByte.PRODUCER))
+    ends = threading.Timer(0.1, locks.unlock, (lane.fd, LockByte.PRODUCER))
+    ends.start()
+    make_destination()
+    ends.join()
 
 
 def test_a_drained_learner_drains_the_other_node(make_source, make_destination, put_there, consumer):
