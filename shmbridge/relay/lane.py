@@ -103,9 +103,7 @@ class RelayedLane:
         except (LaneFull, BridgeDraining):
             return False
         except RecordTooBig:
-            # Once all is released a larger lane follows, and none of its records overtakes one of this lane.
-            if not self._producer.held:
-                self.let_go()
+            self.let_go()  # a larger one follows, once the hub has taken all of this one
             return False
         except (LaneQuarantined, LaneRemoved) as wrong:
             log.error("%s", wrong)

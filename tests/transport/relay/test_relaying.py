@@ -209,8 +209,24 @@ def test_a_record_too_large_for_its_lane_gets_a_larger_one(
     producer.put(group(1, tokens=100_000))
     producer.put(group(2))
     exchange(source, destination, 2)
-    assert taken(consumer) == keys_of(producer, 1)  # before its release nothing may overtake it
+    assert taken(consumer) == keys_of(producer, 1)  # nothing may overtake it before it is taken
     assert take(consumer, 2, lambda: exchange(source, destination)) == keys_of(producer, 2, 1)
+
+
+def test_a_fragment_too_large_for_its_lane_completes_its_group(
+    make_source, make_destination, put_there, consumer
+):
+    """The lane's own record is released with its group, and so after the larger lane is needed."""
+    producer = put_there(lane_bytes="16M")
+    source, destination = make_source(), make_destination(lane_bytes=64 << 10)
+    for number, tokens in enumerate((8, 100_000)):
+        producer.put(group(number, tokens=tokens), group_id="whole", group_size=4)
+    whole = None
+    until = time.monotonic() + 10
+    while whole is None and time.monotonic() < until:
+        exchange(source, destination)
+        whole = consumer.take_groups(groups=1, timeout_s=0.1)
+    assert [each.meta.origin.sequence for each in whole[0].records] == [0, 1]
 
 
 def test_stale_records_never_travel(make_source, make_destination, put_there, consumer):
