@@ -148,9 +148,11 @@ class RecordPlanner:
     def relayed(self, record: RelayedRecord, newest: int | None) -> Plan:
         """Returns the plan of a record of another node, in a lane whose last one there is `newest`.
 
+        Its producer has checked the fragments of its group, of which this lane may have some.
+
         Raises InvalidRecord, SchemaMismatch, RecordTooBig.
         """
-        return self._fitting(record.plan(self._encoded, newest))
+        return self._fitting(record.plan(self._encoded, newest), checked=True)
 
     def look(self, group: Any, *, nulls: bool = True) -> None:
         """Logs what learners will not train of a group; `nulls=False`: no row of it is None."""
@@ -192,7 +194,7 @@ class RecordPlanner:
             raise _beyond_the_layout(wrong) from None
         return self._fitting(plan)
 
-    def _fitting(self, plan: Plan) -> Plan:
+    def _fitting(self, plan: Plan, *, checked: bool = False) -> Plan:
         """Returns the plan. Raises RecordTooBig; InvalidRecord for a fragment that contradicts its group."""
         size, of_group = plan.extent_bytes, plan.stamp.group_size
         if of_group and of_group < plan.rows:
@@ -200,7 +202,8 @@ class RecordPlanner:
                 f"group_size={of_group} is less than the {counted(plan.rows, 'row')} given",
                 hint=f"group_size={plan.rows} or more, of all fragments; leave it out for a whole group",
             )
-        self.fragments.check(plan)
+        if not checked:
+            self.fragments.check(plan)
         if size <= self.most_bytes:
             return plan
         least, eight = (sizing.as_option(sizing.lane_bytes_holding(held, size)) for held in (1, 8))

@@ -213,6 +213,28 @@ def test_a_record_too_large_for_its_lane_gets_a_larger_one(
     assert take(consumer, 2, lambda: exchange(source, destination)) == keys_of(producer, 2, 1)
 
 
+def test_a_group_id_may_be_used_again_after_a_relay_ended_in_its_group(
+    make_source, make_destination, put_there, consumer
+):
+    """The second relay's lane has only the last fragment of the first group, which is whole."""
+    producer, source, first = put_there(), make_source(), make_destination()
+    producer.put(group(0), group_id="prompt 1", group_size=4)
+    exchange(source, first)
+    assert consumer.take_groups(groups=1) is None
+    first.close()
+    producer.put(group(1), group_id="prompt 1", group_size=4)
+    producer.put(group(2, rows=6), group_id="prompt 1")
+    second = make_destination()
+    exchange(source, second, 2)
+    groups = []
+    until = time.monotonic() + 10
+    while len(groups) < 2 and time.monotonic() < until:
+        exchange(source, second)
+        groups += consumer.take_groups(groups=1, timeout_s=0.1) or []
+    assert [[each.meta.origin.sequence for each in found.records] for found in groups] == [[0, 1], [2]]
+    assert not any(name.startswith("refused") for name in second.stats())
+
+
 def test_a_fragment_too_large_for_its_lane_completes_its_group(
     make_source, make_destination, put_there, consumer
 ):
