@@ -345,7 +345,7 @@ class Destination:
         """Returns counters over all nodes, flat. Never blocks; any thread."""
         total = Counter(self._counts)
         for there in list(self._nodes.values()):
-            total.update(there.counts)
+            total.update(dict(there.counts))  # another thread may add one meanwhile
         lanes = list(self._lanes.values())
         return {
             **dict.fromkeys(_TOTALS, 0),

@@ -1,5 +1,6 @@
 """A source and a destination on two bridges: order, deaths of either, room, staleness, refusals, ends."""
 
+import sys
 import threading
 import time
 
@@ -465,6 +466,35 @@ def test_a_lane_that_is_being_removed_is_no_second_relay(
     ends.start()
     make_destination()
     ends.join()
+
+
+def test_counters_are_for_any_thread(make_source, make_destination, put_there, consumer):
+    producer, source, destination = put_there(), make_source(), make_destination()
+    producer.put(group(0))
+    exchange(source, destination)
+    destination.lost(NODE)
+    counts, ended, wrong = destination._nodes[NODE].counts, threading.Event(), []
+
+    def look() -> None:
+        while not (ended.is_set() or wrong):
+            try:
+                destination.stats()
+            except RuntimeError as changed:
+                wrong.append(changed)
+
+    looker, before = threading.Thread(target=look), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        looker.start()
+        for number in range(100_000):
+            counts[f"refused_total{{SB{number % 7}}}"] += 1
+            if number % 7 == 6:
+                counts.clear()
+    finally:
+        sys.setswitchinterval(before)
+        ended.set()
+        looker.join()
+    assert not wrong
 
 
 def test_a_drained_learner_drains_the_other_node(make_source, make_destination, put_there, consumer):
