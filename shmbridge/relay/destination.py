@@ -220,6 +220,9 @@ class Destination:
             there.counts["duplicates_total"] += 1
             self._newest[producer_id] = there.name, newest[1]  # its node may have another name by now
             return
+        if sent.sequence <= lane.newest_waiting:  # another relay there sends what it does not know to be here
+            there.counts["duplicates_total"] += 1
+            return
         record = RelayedRecord(
             sent.extent,
             sent.lane.table,

@@ -76,6 +76,11 @@ class RelayedLane:
         """How many records had no room."""
         return len(self._waiting)
 
+    @property
+    def newest_waiting(self) -> int:
+        """The sequence at its source of the last record that had no room; -1 if none waits."""
+        return self._waiting[-1].sequence if self._waiting else -1
+
     def keep(self, record: RelayedRecord) -> None:
         """Copies a record that has no room yet, so that its parcel is let go."""
         extent = np.frombuffer(record.extent, np.uint8)

@@ -129,6 +129,27 @@ def test_a_lane_that_is_gone_left_what_another_destination_needs(
     assert not receipts.read_all(bridge)  # the new lane says it
 
 
+def test_another_source_relay_between_two_asks_repeats_what_waits(
+    make_source, make_destination, put_there, consumer
+):
+    """No ask of the destination fails: it does not hear of the death."""
+    producer, source, destination = put_there(), make_source(), make_destination()
+    for number in range(20):
+        producer.put(group(number))
+    consumer.pause()
+    exchange(source, destination)
+    assert destination.stats()["waiting"] == 20
+    source.close()
+    source = make_source()
+    exchange(source, destination)
+    consumer.resume()
+    assert take(consumer, 20, lambda: exchange(source, destination)) == keys_of(producer, 20)
+    exchange(source, destination)
+    assert source.stats()["held"] == 0
+    assert not any(name.startswith("refused") for name in destination.stats() | source.stats())
+    assert balanced(source.stats())
+
+
 def test_a_lost_answer_is_sent_again(make_source, make_destination, put_there, consumer):
     producer, source, destination = put_there(), make_source(), make_destination()
     for number in range(10):
