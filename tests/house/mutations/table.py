@@ -140,9 +140,9 @@ MUTATIONS = (
         "id-without-incarnation",
         2,
         "a restarted environment's records have the keys of its first life",
-        "shmbridge/producer.py",
-        """        self._producer_id = f"{given.decode(errors='ignore')}-{self.lane_name.rpartition('.')[2]}"\n""",
-        """        self._producer_id = given.decode(errors='ignore')\n""",
+        "shmbridge/put/new_lane.py",
+        """    producer_id = f"{given.decode(errors='ignore')}-{name.rpartition('.')[2]}"\n""",
+        """    producer_id = given.decode(errors='ignore')\n""",
         "tests/transport/test_producer.py",
     ),
     Mutation(
@@ -160,8 +160,8 @@ MUTATIONS = (
         "release() ends the lease although a view of it lives",
         LEASES,
         "        self._released = True\n        if self._exports == 0:\n            self._end()\n\n"
-        "    def discard",
-        "        self._released = True\n        self._end()\n\n    def discard",
+        "    def _discard",
+        "        self._released = True\n        self._end()\n\n    def _discard",
         "tests/transport/conformance",
     ),
     Mutation(
@@ -169,8 +169,8 @@ MUTATIONS = (
         1,
         "a column in use does not hold its record",
         "shmbridge/_ext/record.pyx",
-        "        return array_over(view_of(self, entry.column), dtype,",
-        "        return array_over(self.index, dtype,",
+        "            view_of(self, entry.column), dtype, self._extent",
+        "            self._index, dtype, self._extent",
         "tests/transport/record/test_record.py",
     ),
     Mutation(
@@ -528,8 +528,8 @@ MUTATIONS = (
         2,
         "close() in a signal handler does not know of a lock that the interrupted call holds",
         "shmbridge/batching/former.py",
-        "self._lock = policy, closing.lock()",
-        "self._lock = policy, threading.RLock()",
+        "self._lock = scheduling.policy, closing.lock()",
+        "self._lock = scheduling.policy, threading.RLock()",
         "tests/transport/hub/test_close_in_handler.py -k every_lock",
     ),
     Mutation(
