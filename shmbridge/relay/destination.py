@@ -276,8 +276,8 @@ class Destination:
             if lane.waiting:
                 return  # it is named again
             lane.finish()
-        if producer_id in self._earlier:
-            receipts.close_origin(self.bridge, producer_id)
+        if producer_id in self._earlier and not receipts.close_origin(self.bridge, producer_id):
+            return
         for table in (self._lanes, self._newest):
             table.pop(producer_id, None)
         self._earlier.discard(producer_id)
@@ -305,9 +305,7 @@ class Destination:
             self._run = announced_run(self.bridge, self._control) or self._run
         if now - self._tidied_s > _TIDY_S:
             self._tidied_s = now
-            for receipt in receipts.read_all(
-                self.bridge
-            ):  # of an earlier relay's lanes, which are removed late
+            for receipt in receipts.read_all(self.bridge):  # of earlier relays' lanes, removed late
                 self._newest.setdefault(receipt.producer_id, (receipt.node, receipt.sequence))
         return placed
 
@@ -365,12 +363,7 @@ class Destination:
         """
         found: dict[str, dict[str, float]] = {}
         for name, there in list(self._nodes.items()):
-            about: dict[str, float] = {
-                "relayed_total": 0,
-                "duplicates_total": 0,
-                "bytes_total": 0,
-                **there.counts,
-            }
+            about: dict[str, float] = {**dict.fromkeys(_TOTALS, 0), **there.counts}
             if there.state is not None:
                 about |= {f"source_{key}": value for key, value in there.state.counters.items()}
                 about |= {"pid": there.state.pid, "backlog": there.state.backlog}

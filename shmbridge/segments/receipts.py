@@ -91,12 +91,14 @@ def remove_one(name: str) -> bool:
     return False
 
 
-def close_origin(bridge: str, producer_id: str) -> None:
+def close_origin(bridge: str, producer_id: str) -> bool:
     """Notes in the dead lanes of a producer on another node that it will send nothing again: they leave no
     receipts, and its partial groups are discarded.
 
-    For the bridge's relay, which takes the place of those lanes' producers. Never blocks.
+    For the bridge's relay, which takes the place of those lanes' producers. Returns False if somebody else
+    has the lock of one, who may be removing it: to be tried again. Never blocks.
     """
+    closed = True
     for name in segment.lane_names(bridge):
         with contextlib.suppress(ShmPermission, header.LaneCorrupt):
             mapping = segment.open_mapping(name)
@@ -108,6 +110,9 @@ def close_origin(bridge: str, producer_id: str) -> None:
                     header.close_origin(mapping)
                 finally:
                     locks.unlock(mapping.fd, LockByte.PRODUCER)
+            else:
+                closed = False
+    return closed
 
 
 def newest_relayed(bridge: str) -> dict[str, tuple[str, int]]:

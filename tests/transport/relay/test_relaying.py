@@ -451,6 +451,25 @@ def test_the_end_of_a_source_of_an_earlier_destination_is_said(
     wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
 
 
+def test_the_end_of_a_source_waits_for_the_lock_of_its_lane(
+    bridge, elsewhere, make_source, make_destination, put_there, consumer
+):
+    """Whoever tries to remove the lane, or reads its memory map, has it meanwhile."""
+    producer, source, first = put_there(), make_source(), make_destination()
+    producer.put(group(0), group_id="whole", group_size=4)
+    exchange(source, first, 2)
+    first.close()
+    producer.close()
+    second = make_destination()
+    lane = segment.open_mapping(segment.lane_names(bridge)[0])
+    wait_until(lambda: locks.lock_exclusive(lane.fd, LockByte.PRODUCER))
+    wait_until(lambda: exchange(source, second) or not segment.lane_names(elsewhere))
+    exchange(source, second, 2)
+    locks.unlock(lane.fd, LockByte.PRODUCER)
+    wait_until(lambda: exchange(source, second) or not second.ask(NODE).committed)
+    wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
+
+
 def test_a_node_that_is_gone_says_how_many_were_never_relayed(
     make_source, make_destination, put_there, consumer
 ):
