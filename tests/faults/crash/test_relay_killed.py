@@ -74,7 +74,7 @@ def test_a_relay_is_killed_while_its_records_are_released(
         child.tell()
         if number < count:
             with consumer.get(timeout_s=20) as it:
-                assert (it.meta.origin.sequence, it.slot) == (roles.there(number), 0)
+                assert (it.meta.origin.sequence, it._slot) == (roles.there(number), 0)
     child.end_on_fault()
     assert newest_relayed(bridge) == known(roles, count)
     until(lambda: segment.lane_names(bridge) == [])
