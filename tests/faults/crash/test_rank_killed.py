@@ -171,7 +171,7 @@ def test_nothing_changes_under_a_rank_when_another_hub_comes(
         hub.kill()
         consumer = make_consumer()
         again = consumer.poll()
-        assert [(each.sequence, each.meta.redelivered) for each in again[:1]] == [(0, True)]
+        assert [(each.meta.sequence, each.meta.redelivered) for each in again[:1]] == [(0, True)]
         for each in again:
             each.release()
         del each, again

@@ -34,7 +34,7 @@ def queued(version: int, producer: str = "p") -> Group:
     group = Group(1, 0.0)
     group.append(
         SimpleNamespace(
-            min_policy_version=version, rows=1, token_count=1, _lane=SimpleNamespace(producer_id=producer)
+            _min_policy_version=version, rows=1, token_count=1, _lane=SimpleNamespace(producer_id=producer)
         )
     )
     return group

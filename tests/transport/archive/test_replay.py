@@ -135,5 +135,6 @@ def lanes_of(bridge: str) -> int:
 
 def test_a_timeout_below_zero_is_refused(recording, other_bridge, capsys):
     folder, _ = recording
-    assert replay.main([str(folder), "--bridge", other_bridge, "--timeout", "nan"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        replay.main([str(folder), "--bridge", other_bridge, "--timeout", "nan"])
     assert "timeout" in capsys.readouterr().err
