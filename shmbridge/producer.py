@@ -80,6 +80,7 @@ class Producer(OneProcess):
         lane_bytes: as given, in bytes.
         lane_name: name of the lane's segment.
         columns: the standard columns and those of `schema`, by name.
+        origin: as given; None unless a relay puts records of another node.
 
     Raises:
         BadBridgeName, BadArgument, ShmTooSmall, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch:

@@ -305,6 +305,7 @@ cdef class RecordMeta:
         split: "train" or "eval".
         redelivered: whether an earlier consumer may have had it.
         uneven: whether some column has rows of another length than the tokens.
+        origin: where it lay before a relay brought it to this node; None if it was put here.
     """
 
     cdef readonly str producer_id

@@ -22,8 +22,8 @@ SURFACE = {
     shmbridge.Consumer: """announce_run batches close current_step drain draining get get_async hub_epoch
         note_training_version pause paused policy_version poll publish_policy_version put_back queue resume
         run screen serve_ranks stats step_done take_back_dropped take_groups training_version""",
-    shmbridge.Producer: """begin_group begin_group_async claim close paused policy_version producer_id put
-        put_async put_many removed stats""",
+    shmbridge.Producer: """begin_group begin_group_async claim close close_origin free_bytes held paused
+        policy_version producer_id put put_async put_many removed stats""",
     shmbridge.Rank: """batches close gather next_share report_done stats take_back_dropped""",
     shmbridge.Ticket: "end show",
     shmbridge.Run: """batch_size checkpoint_dir max_token_len num_steps save_checkpoint_interval starting_step

@@ -128,7 +128,7 @@ class CompiledRing:
             lease._abandon()
 
     def discard(self, lane: int, sequence: int) -> None:
-        self._leases.pop((lane, sequence)).discard(Discard.STALE)
+        self._leases.pop((lane, sequence))._discard(Discard.STALE)
 
     def release_under_view(self, lane: int, sequence: int) -> None:
         """Asks for the end of a lease while a view is kept: it ends with `drop_view`."""

@@ -90,7 +90,7 @@ def test_without_textual_it_names_the_extra(bridge, make_producer, capsys, monke
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     assert cli.main(["top", bridge]) == 1
-    assert 'pip install "shmbridge[tui]"' in capsys.readouterr().err
+    assert "pip install 'shmbridge[tui]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1s", "soon", "1h"])
