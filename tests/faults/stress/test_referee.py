@@ -150,7 +150,7 @@ class Given:
             self.lengths = np.array([len(row) for row in rows])
 
     def __init__(self, sequence: int, columns: dict) -> None:
-        self.sequence, self.columns = sequence, list(columns)
+        self._sequence, self.columns = sequence, list(columns)
         self._columns = {
             name: self.Column(rows) if name != "score" else rows for name, rows in columns.items()
         }
