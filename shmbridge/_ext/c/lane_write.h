@@ -194,7 +194,7 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     store_relaxed64(&header->tokens_total, load_relaxed64(&header->tokens_total) + stamp->tokens);
     if (stamp->origin_sequence) writer->origin_newest = stamp->origin_sequence;
     if (writer->origin_newest) {
-        /* not before the earlier tail: whoever sees it will see that there was another record */
+        /* not before the earlier tail: a reader that sees it sees that there was another record */
         store_release64(&header->origin_newest[sequence & 1], writer->origin_newest); /* SYNC(origin-newest) */
         fault_hit("producer.origin_noted");
     }
