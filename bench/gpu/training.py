@@ -1,4 +1,5 @@
-"""Ten steps of the learner on a model of the shape of Qwen2.5-0.5B in bfloat16: packed beside padded.
+"""Ten steps of the learner on a model of the shape of Qwen2.5-0.5B in bfloat16: packed, padded, and packed
+with its tokens copied straight from the ring.
 
 A part of `make gpu`.
 """
@@ -24,32 +25,37 @@ STEPS = 10
 BATCH = {"smallest": (2, 2), "full": (8, 8)}  # groups, rows of each
 TOKENS = {"smallest": (4, 16), "full": (256, 1024)}  # of a row, from and to
 WARM = 3  # steps that are not counted
+# what it is called, and the learner's flags
+WAYS = {
+    "packed": ("--batch-layout", "packed", "--host-copy", "batch"),
+    "padded": ("--batch-layout", "padded"),
+    "packed straight from the ring": ("--batch-layout", "packed", "--host-copy", "direct"),
+}
 
 
 def main() -> int:
-    """0 if both layouts were measured, and every row was trained as it was put."""
+    """0 if every way was measured, and every row was trained as it was put."""
     options = arguments(__doc__ or "")
     figures = Figures(options.out, options.seconds)
     until = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory(prefix="shmbridge-gpu-") as folder:
         model = learner.make_model(Path(folder) / "model", options.size)
         wrong = False
-        for layout in ("packed", "padded"):
-            found = _steps(options, model, Path(folder) / layout, layout, until)
-            figures.add(f"{STEPS} steps, {layout}, {math.prod(BATCH[options.size])} rows", **found)
+        for number, (way, flags) in enumerate(WAYS.items()):
+            found = _steps(options, model, Path(folder) / str(number), flags, until)
+            figures.add(f"{STEPS} steps, {way}, {math.prod(BATCH[options.size])} rows", **found)
             if wrong := wrong or not found["rows_compared"] or bool(found["rows_differ"]):
                 print(
-                    f"{layout}: {found['rows_differ']} of {found['rows_compared']} rows differ from what "
+                    f"{way}: {found['rows_differ']} of {found['rows_compared']} rows differ from what "
                     "was put",
                     file=sys.stderr,
                 )
     return int(wrong)
 
 
-def _steps(options: Any, model: Path, run_dir: Path, layout: str, until: float) -> dict[str, Any]:
-    bridge = f"gpu-training-{os.getpid()}-{layout}"
+def _steps(options: Any, model: Path, run_dir: Path, flags: tuple[str, ...], until: float) -> dict[str, Any]:
+    bridge = f"gpu-training-{os.getpid()}-{run_dir.name}"
     groups, rows = BATCH[options.size]
-    flags = "--batch-layout", layout
     with (
         learner.running(bridge, model, run_dir, options.device, groups, rows, *flags) as process,
         shmbridge.Producer(bridge, lane_bytes="64M") as producer,
@@ -62,7 +68,7 @@ def _steps(options: Any, model: Path, run_dir: Path, layout: str, until: float) 
         tokens = statistics.median(line["tokens"] for line in counted)
         phases = {
             f"{name}_s": statistics.median(line[f"{name}_s"] for line in counted)
-            for name in ("forward", "backward", "publish")
+            for name in ("wait", "copy", "forward", "backward", "update", "publish")
         }
         peak = lines[-1].get("device_memory_peak_gib", learner.peak_memory_gib(process))
         return {
