@@ -26,7 +26,7 @@ TWO   := -n 2 --dist loadfile --no-loadscope-reorder
 LOOK = $(1) $(2) $(if $(CI),|| { echo "== a second look at what was red"; $(1) --last-failed --last-failed-no-failures none; })
 ALONE := tests/bench/test_bench_command.py tests/bench/test_guards.py tests/faults/crash/test_latency.py tests/faults/limits
 FUZZ  := tests/faults/stress
-TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer dataset engines learner losses policy_server rewards vllm)
+TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer dataset engines learner losses pinned policy_server rewards vllm)
 
 TRAINERS := trl transferqueue verl skyrl roll
 

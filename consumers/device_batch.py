@@ -14,7 +14,6 @@ Used by the learner's batch source, and by other trainers.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Self
@@ -26,12 +25,11 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.batch import Layout
-from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes
+from shmbridge.consumers.pinned.driver import cuda_driver
+from shmbridge.consumers.pinned.lanes import PinnedLanes
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_columns
 from shmbridge.schema import Kind
-
-log = logging.getLogger(__name__)
 
 
 class DeviceCopies:
@@ -51,7 +49,7 @@ class DeviceCopies:
     ) -> None:
         self.device = torch.device(device)
         self.columns = tuple(columns)
-        self.lanes = lanes or PinnedLanes(_driver() if self.device.type == "cuda" else None)
+        self.lanes = lanes or PinnedLanes(cuda_driver() if self.device.type == "cuda" else None)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         # the prefetch thread may form a batch while another thread calls close()
         self._one_at_a_time = threading.Lock()
@@ -223,11 +221,3 @@ class _Memory:
 
 def _over(values: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.asarray(_Memory(values)))
-
-
-def _driver() -> CudaDriver | None:
-    try:
-        return CudaDriver()
-    except (OSError, AttributeError) as error:
-        log.warning("lanes are not registered with CUDA, copies are slower: %s", error)
-        return None

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from shmbridge.consumers.engines.engine import PAUSES, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.fleet import Fleet, engine_of, raise_for
+from shmbridge.consumers.pinned.weights import PinnedWeights
 from shmbridge.segments.helper_threads import run_to_end
 from shmbridge.weights import WeightsWriter
 
@@ -66,6 +67,7 @@ class WeightSync:
         self._given = engine
         engines = [engine_of(each) for each in (engine if isinstance(engine, (list, tuple)) else [engine])]
         self._writer = WeightsWriter(bridge)
+        self._pinned = PinnedWeights(self._writer)
         self._turn = threading.RLock()  # held while one version is written and loaded by the engines
         self._fleet = Fleet(engines)
         self._pause, self._timeout_s = pause, timeout_s
@@ -162,6 +164,8 @@ class WeightSync:
                 last = self._fleet.newest_version()
             version = 0 if last is None else last + 1
         self._writer.publish(version, tensors)
+        if (parameter := next(_parameters_of(model), None)) is not None:
+            self._pinned.pin(parameter.device)
         return version
 
     def _update(self, version: int) -> None:
@@ -173,6 +177,7 @@ class WeightSync:
     def close(self) -> None:
         """Closes engines and segment; the last version stays readable. Idempotent."""
         self._fleet.close()
+        self._pinned.close()
         self._writer.close()
 
     def __repr__(self) -> str:
@@ -183,6 +188,10 @@ class WeightSync:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _parameters_of(model: Any) -> Iterator[Any]:
+    return iter(model.parameters()) if hasattr(model, "parameters") else iter(())
 
 
 def _tensors_of(model: Any) -> Iterable[tuple[str, Any]]:

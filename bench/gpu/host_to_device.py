@@ -61,7 +61,8 @@ def _bridge_rows(device: str, copies: _Copies) -> None:
     """From lanes as they are, from registered lanes, and from a batch's own arrays, registered."""
     import shmbridge
     from shmbridge.bench.gpu.preflight import has_ofd_locks
-    from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes
+    from shmbridge.consumers.pinned.driver import CudaDriver
+    from shmbridge.consumers.pinned.lanes import PinnedLanes
 
     if not has_ofd_locks():
         copies.figures.add("lanes and batches: not measured, a bridge needs OFD locks")
@@ -126,15 +127,15 @@ def _hidden(copy: Callable[[], None]) -> float:
     work = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 
     def compute() -> None:
-        for _ in range(20):
+        for _ in range(40):
             torch.matmul(work, work)
 
     def both() -> None:
         begun = torch.cuda.current_stream()
         side.wait_stream(begun)
+        compute()  # queued first, as a step is while the next batch is brought
         with torch.cuda.stream(side):
             copy()
-        compute()
         begun.wait_stream(side)
 
     copies, alone, together = (sorted(clock.seconds(each, 5))[2] for each in (copy, compute, both))

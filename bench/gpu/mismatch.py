@@ -66,6 +66,7 @@ def _sample(model: Path, options: Any, temperature: float) -> list[dict[str, Any
                 "tokens": [prompt + row.token_ids for row in rows],
                 "loss_mask": [[0] * PROMPT + [1] * len(row.token_ids) for row in rows],
                 "inference_logprobs": [[1.0] * PROMPT + row.logprobs for row in rows],
+                "token_versions": [[-1] * PROMPT + [0] * len(row.token_ids) for row in rows],
                 "temperature": [temperature] * count,
                 "scores": random.random(count).tolist(),
             }

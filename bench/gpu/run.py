@@ -32,8 +32,8 @@ PARTS = (
     ("tests", "tests", 90.0, True),
     ("host to device", "host_to_device", 90.0, False),
     ("weights", "weights", 150.0, True),
-    ("training", "training", 150.0, True),
-    ("mismatch", "mismatch", 90.0, True),
+    ("training", "training", 170.0, True),
+    ("mismatch", "mismatch", 150.0, True),
 )
 
 

@@ -22,7 +22,7 @@ import torch
 
 import shmbridge
 from shmbridge.bench.gpu.part import Figures, arguments
-from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver
+from shmbridge.consumers.pinned.weights import PinnedWeights
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 SIZES = {"smallest": (4 << 20, 16 << 20), "full": (1 << 30, 15 << 30)}
@@ -74,19 +74,18 @@ def _one_size(options: Any, wanted: int, figures: Figures) -> None:
 
             figures.add(f"{size >> 20} MiB{cut}: first two versions", seconds=first)
             _both_ways(f"{size >> 20} MiB, pageable", size, out, into, figures)
-            same = all(torch.equal(engine[name], tensor) for name, tensor in model)
-            figures.add(f"{size >> 20} MiB: the engine has the model's bits", same=same)
-            if not same:
-                raise SystemExit("what was loaded is not what was published")
+            _require_same(size, model, engine, figures)
             if options.device == "cuda":
-                registered = (
-                    _register(writer.memory, "the writer's mapping", figures),
-                    _register(reader.memory, "the reader's", figures),
-                )
+                ends = PinnedWeights(writer), PinnedWeights(reader)
+                for what, end in zip(("the writer's mapping", "the reader's"), ends, strict=True):
+                    begun = time.perf_counter()
+                    end.pin(options.device)
+                    said = "registered" if end.bytes else "registration refused (see the log)"
+                    figures.add(f"{what}: {said}", seconds=time.perf_counter() - begun)
                 _both_ways(f"{size >> 20} MiB, registered", size, out, into, figures)
-                torch.cuda.synchronize()
-                for undo in registered:
-                    undo()
+                _require_same(size, model, engine, figures)
+                for end in ends:
+                    end.close()
     finally:
         shmbridge.clean(bridge, dry_run=False)
 
@@ -115,20 +114,15 @@ def _median_s(work: Callable[[], None]) -> float:
     return statistics.median(seconds)
 
 
-def _register(memory: memoryview | None, what: str, figures: Figures) -> Callable[[], None]:
-    """Makes CUDA lock the whole mapping; returns a function that undoes it."""
-    assert memory is not None
-    driver, address = CudaDriver(), np.frombuffer(memory, np.uint8).ctypes.data
-    begun = time.perf_counter()
-    refused = driver.register(address, memory.nbytes)
-    said = f"{what}: " + (f"registration refused ({refused})" if refused else "registered")
-    figures.add(said, seconds=time.perf_counter() - begun)
-
-    def undo() -> None:
-        if not refused:
-            driver.unregister(address)
-
-    return undo
+def _require_same(
+    size: int, model: list[tuple[str, torch.Tensor]], engine: dict[str, torch.Tensor], figures: Figures
+) -> None:
+    same = all(torch.equal(engine[name], tensor) for name, tensor in model)
+    figures.add(f"{size >> 20} MiB: the engine has the model's bits", same=same)
+    if not same:
+        raise SystemExit("what was loaded is not what was published")
+    for tensor in engine.values():
+        tensor.zero_()
 
 
 def _as_tensor(values: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.consumers.engines.published_tensors import as_tensor
+from shmbridge.consumers.pinned.weights import PinnedWeights
 from shmbridge.weights import WeightsReader
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class WeightsFollower:
     def __init__(self, source: WeightsReader, module: torch.nn.Module) -> None:
         self._source = source
         self._module = module
+        self._pinned = PinnedWeights(source)
         self._considered: int | None = None  # a version that does not fit is not tried again at every batch
         self._loaded: int | None = None  # what the module holds: the next version is copied where it differs
         self._complaint = ""
@@ -64,6 +66,7 @@ class WeightsFollower:
         began = time.perf_counter()
         with self._source.lease(timeout_s=_LEASE_TIMEOUT_S) as weights:
             self._considered = weights.version
+            self._pinned.pin(next(self._module.parameters()).device)
             changed = None if self._loaded is None else weights.changed_since(self._loaded)
             self._loaded = None
             try:
@@ -79,6 +82,7 @@ class WeightsFollower:
 
     def close(self) -> None:
         """Closes the segment; never blocks."""
+        self._pinned.close()
         self._source.close()
 
 

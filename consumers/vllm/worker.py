@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from shmbridge.consumers.engines.engine import HALF_LOADED
+from shmbridge.consumers.pinned.weights import PinnedWeights
 from shmbridge.consumers.vllm.loading import ModelWeights, WeightsNotLoaded, as_tensors, with_their_layers
 from shmbridge.consumers.vllm.non_public_names import require
 from shmbridge.consumers.vllm.worker_agreement import ends_quietly, first_refusal
@@ -69,7 +70,9 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         require()
         super().__init__(config, vllm_config, device, model)
         self._weights = ModelWeights(model, vllm_config)
+        self._device = device
         self._reader: WeightsReader | None = None
+        self._pinned: PinnedWeights | None = None  # the reader's memory, registered with the device
         self._holds: int | None = None  # the version in the model, from the reader's bridge
 
     def init_transfer_engine(self, init_info: ShmBridgeInitInfo) -> None:
@@ -82,7 +85,7 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         """
         self._holds = None
         if init_info.bridge:
-            self._reader_of(init_info.bridge)
+            self._pin(self._reader_of(init_info.bridge))
 
     def start_weight_update(self) -> None:
         """Does nothing: `receive_weights` begins and ends the update."""
@@ -138,9 +141,9 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         return mine
 
     def _stage(self, held: ExitStack, wanted: ShmBridgeUpdateInfo) -> None:
-        lease = held.enter_context(
-            self._reader_of(wanted.bridge).lease(version=wanted.version, timeout_s=_LEASE_TIMEOUT_S)
-        )
+        reader = self._reader_of(wanted.bridge)
+        lease = held.enter_context(reader.lease(version=wanted.version, timeout_s=_LEASE_TIMEOUT_S))
+        self._pin(reader)
         names = frozenset(lease.dtypes)
         if self._holds is not None:
             names = with_their_layers(lease.changed_since(self._holds), list(lease.dtypes))
@@ -148,6 +151,9 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
 
     def shutdown(self) -> None:
         """Closes the segment; the model keeps serving. Idempotent."""
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
         if self._reader is not None:
             self._reader.close()
             self._reader = self._holds = None
@@ -158,3 +164,8 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         if self._reader is None:
             self._reader = WeightsReader(bridge)
         return self._reader
+
+    def _pin(self, reader: WeightsReader) -> None:
+        if self._pinned is None:
+            self._pinned = PinnedWeights(reader)
+        self._pinned.pin(self._device)

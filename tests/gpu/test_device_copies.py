@@ -13,9 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes  # noqa: E402
 from shmbridge.consumers.device_batch import DeviceCopies  # noqa: E402
+from shmbridge.consumers.engines.published_tensors import as_tensor  # noqa: E402
 from shmbridge.consumers.learner.model import attention, forward  # noqa: E402
+from shmbridge.consumers.pinned.driver import CudaDriver  # noqa: E402
+from shmbridge.consumers.pinned.lanes import PinnedLanes  # noqa: E402
+from shmbridge.consumers.pinned.weights import PinnedWeights  # noqa: E402
+from shmbridge.weights import WeightsReader, WeightsWriter  # noqa: E402
 
 DEVICE = os.environ.get("SHMBRIDGE_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device")
@@ -63,6 +67,29 @@ def test_a_registered_lane_is_pinned_memory_until_it_is_let_go(make_producer, ma
     assert values.is_pinned()
     lanes.close()
     assert not values.is_pinned()
+
+
+@needs_cuda
+def test_weights_are_the_same_bits_through_registered_memory(bridge):
+    """Out of one model on the device and into another, before and after the segment is registered."""
+    sizes = {"embedding": (1000, 64), "odd": (7,), "large": (2048, 1024), "scalar": ()}
+    with WeightsWriter(bridge) as writer, WeightsReader(bridge) as reader:
+        out, into = PinnedWeights(writer), PinnedWeights(reader)
+        for version in range(4):
+            torch.manual_seed(version)
+            model = {name: torch.randn(size, device="cuda").bfloat16() for name, size in sizes.items()}
+            writer.publish(version, model.items())
+            out.pin("cuda")
+            with reader.lease() as lease:
+                into.pin("cuda")
+                views = {name: as_tensor(lease.tensors[name], lease.dtypes[name]) for name in sizes}
+                assert all(view.is_pinned() for view in views.values())
+                engine = {name: view.cuda() for name, view in views.items()}
+                assert all(torch.equal(engine[name], model[name]) for name in sizes)
+                del views
+        assert out.bytes == into.bytes > 0
+        out.close()
+        into.close()
 
 
 @needs_cuda

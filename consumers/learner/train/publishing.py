@@ -16,6 +16,7 @@ from shmbridge.consumers.learner.config.run_options import Dtype, WeightsConfig
 from shmbridge.consumers.learner.model.lora import adapted_names, published_parameters
 from shmbridge.consumers.learner.model.sharding import Index, own_part
 from shmbridge.consumers.learner.world import World
+from shmbridge.consumers.pinned.weights import PinnedWeights
 from shmbridge.weights import WeightsPart, WeightsWriter
 
 PublishWeights = Callable[[int], None]  # takes a version; returns once samplers can read the weights
@@ -39,6 +40,7 @@ def weights_segment(
             writer = stack.enter_context(WeightsWriter(bridge)) if world.is_main else None
             part = None if writer is not None else stack.enter_context(WeightsPart(bridge))
         publisher = WeightsPublisher(model, getattr(torch, precision), world, writer, part)
+        stack.callback(publisher.close)
         yield publisher.publish, None if writer is None else writer.last_version
 
 
@@ -54,6 +56,8 @@ class WeightsPublisher:
         part: WeightsPart | None,
     ) -> None:
         self._model, self._dtype, self._world, self._writer, self._part = model, dtype, world, writer, part
+        end = writer or part
+        self._pinned = None if end is None else PinnedWeights(end)
         self._adapted = adapted_names(model)
         self._wrote_all = False
 
@@ -62,8 +66,19 @@ class WeightsPublisher:
 
         Blocks for the copy. An error is raised on all ranks, and nothing changes then.
 
-        A model with adapters is written whole once, then only the tensors that adapters change.
+        A model with adapters is written whole once, then only the tensors that adapters change. From a GPU
+        the first version is copied as to pageable memory, later ones as to pinned memory.
         """
+        self._write(version)
+        if self._pinned is not None:
+            self._pinned.pin(next(self._model.parameters()).device)
+
+    def close(self) -> None:
+        """Lets go of the segment's memory. Never blocks; idempotent."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+    def _write(self, version: int) -> None:
         if self._adapted and self._wrote_all:
             with self._world.together():
                 if self._writer is not None:

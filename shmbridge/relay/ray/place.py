@@ -122,6 +122,11 @@ def _told_apart(node: Node) -> str:
     return f"{node.name[: _LONGEST_NAME - 9]}-{node.node_id[:8]}"
 
 
+def _placed(node: Node) -> Placed:
+    """Returns the source relay of a node, which its actor's name follows from."""
+    return Placed(f"shmbridge-source-{node.bridge}-{node.node_id[:16]}", node.node_id, node.bridge)
+
+
 class Placement:
     """Keeps a plan's actors running. One thread; each call blocks for as long as Ray takes."""
 
@@ -148,7 +153,7 @@ class Placement:
             self._learner, self._look_s = learner, time.monotonic() + _LOOK_S
         wanted = {node.name: node for node in nodes if node != learner and self._has_environments(node)}
         for name, node in wanted.items():
-            placed = Placed(f"shmbridge-source-{node.bridge}-{node.node_id[:16]}", node.node_id, node.bridge)
+            placed = _placed(node)
             if self._placed.get(name) != placed:
                 self._source(placed, name)
                 self._placed[name] = placed
@@ -269,15 +274,20 @@ def report(bridge: str) -> Report | None:
 
 
 def stop(bridge: str) -> list[str]:
-    """Ends the actors of a bridge, the destination first; returns their names. No record is touched."""
+    """Ends the actors of a bridge, the destination first; returns their names. No record is touched.
+
+    Their names follow from the bridge and the nodes: a destination that has just begun knows no source yet.
+    """
     import ray
 
-    said = report(bridge)
     directory, destination = names(bridge)
-    placed = [] if said is None else list(said.sources.values())
+    placed = [_placed(node) for node in living_nodes(bridge)]
     sources = [name for each in placed for name in (each.actor, inward_name(each))]
+    there = set(ray.util.list_named_actors())
     ended = []
     for name in (destination, outward_name(bridge), *sources, directory):
+        if name not in there:
+            continue
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers.dataset_parts.pinned_lanes import PinnedLanes
 from shmbridge.consumers.device_batch import DeviceCopies
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
+from shmbridge.consumers.pinned.lanes import PinnedLanes
 from shmbridge.record.leases import lane_memory, lane_name
 
 COLUMNS = ("tokens", "inference_logprobs", "advantages", "loss_mask", "token_rewards")
@@ -46,7 +46,8 @@ class Recorder:
     def takes_read_only(self):
         return self.read_only
 
-    def register(self, address, size):
+    def register(self, address, size, *, written=False):
+        assert not written, "a lane is only read"
         self.asked += 1
         if self.refuse_after is not None and self.asked > self.refuse_after:
             return 2

@@ -28,7 +28,7 @@ ORDER = {
         __main__
     """,
     "consumers": """
-        advantages dataset_parts engines gateway
+        advantages dataset_parts engines gateway pinned
         dataset device_batch long_waits losses policy_server_parts pretrained
         tested_versions trajectories vllm
         learner policy_server vllm_weights

@@ -3,82 +3,30 @@ without a host pass.
 
 Each lane is registered once, at its first record, in pieces, and unregistered when its segment is gone. A
 lane that cannot be registered (a limit of locked memory, an old driver, no device) is copied more slowly,
-which is logged once. It calls the CUDA driver, not the runtime: an error of the runtime would be raised again
-by the next, unrelated kernel.
+which is logged once.
 
 Used by `device_batch.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import shmbridge
+from shmbridge.consumers.pinned.driver import Driver
 from shmbridge.record import leases
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-_PORTABLE, _READ_ONLY = 1, 8  # for all contexts; the device only reads
-_READ_ONLY_REGISTERED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _SEGMENTS = "/dev/shm"
-
-
-class Driver(Protocol):
-    """The interface of the CUDA driver that registers memory."""
-
-    def takes_read_only(self) -> bool:
-        """Whether it registers memory that may only be read."""
-        ...
-
-    def register(self, address: int, size: int) -> int:
-        """Registers page-aligned memory; 0, or the driver's error."""
-        ...
-
-    def unregister(self, address: int) -> int:
-        """Undoes that; 0, or the driver's error."""
-        ...
-
-
-class CudaDriver:
-    """The driver of this machine. The calling thread needs a current context.
-
-    Raises:
-        OSError: there is none.
-    """
-
-    def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-        self._cuda.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
-
-    def takes_read_only(self) -> bool:
-        """As `Driver`; False if the driver does not say."""
-        device, answer = ctypes.c_int(), ctypes.c_int()
-        if self._cuda.cuCtxGetDevice(ctypes.byref(device)):
-            return False
-        refused = self._cuda.cuDeviceGetAttribute(ctypes.byref(answer), _READ_ONLY_REGISTERED, device)
-        return not refused and answer.value == 1
-
-    def register(self, address: int, size: int) -> int:
-        """As `Driver`.
-
-        A mapping that may only be read needs the read-only flag, which not every device has.
-        """
-        refused = int(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE | _READ_ONLY))
-        return refused and int(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE))
-
-    def unregister(self, address: int) -> int:
-        """As `Driver`."""
-        return int(self._cuda.cuMemHostUnregister(address))
 
 
 @dataclass
