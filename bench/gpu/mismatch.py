@@ -1,5 +1,5 @@
 """How far the sampler's log-probabilities are from the learner's, over tokens of the very weights in
-training, in bfloat16.
+training, in bfloat16; and in float32, where only a mistake could be large.
 
 The sampler is the policy server's own: tokens one by one over a cache; the learner sees whole rows. Weights
 are random, since no trained ones are available, and spread widely enough that the distribution is not flat. A
@@ -24,27 +24,27 @@ from shmbridge.bench.gpu.part import Figures, arguments
 GROUPS, PROMPT = 2, 16
 ROWS = {"smallest": 2, "full": 8}
 ANSWER = {"smallest": 8, "full": 128}
-TEMPERATURES = {"smallest": (0.7,), "full": (1.0, 0.7)}
+# (precision, temperature)
+RUNS = {"smallest": (("bfloat16", 0.7),), "full": (("bfloat16", 1.0), ("bfloat16", 0.7), ("float32", 0.7))}
 
 
 def main() -> int:
-    """0 if every temperature was measured."""
+    """0 if every run was measured."""
     options = arguments(__doc__ or "")
     figures = Figures(options.out, options.seconds)
     until = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory(prefix="shmbridge-gpu-") as folder:
         model = learner.make_model(Path(folder) / "model", options.size)
-        for temperature in TEMPERATURES[options.size]:
-            groups = _sample(model, options, temperature)
-            found = _seen_by_learner(model, Path(folder) / str(temperature), groups, options, until)
-            figures.add(
-                f"T = {temperature}, {sum(len(row) for group in groups for row in group['tokens'])} tokens",
-                **found,
-            )
+        for precision, temperature in RUNS[options.size]:
+            groups = _sample(model, options, precision, temperature)
+            run_dir = Path(folder) / f"{precision}-{temperature}"
+            found = _seen_by_learner(model, run_dir, groups, precision, options, until)
+            tokens = sum(len(row) for group in groups for row in group["tokens"])
+            figures.add(f"{precision}, T = {temperature}, {tokens} tokens", **found)
     return 0
 
 
-def _sample(model: Path, options: Any, temperature: float) -> list[dict[str, Any]]:
+def _sample(model: Path, options: Any, precision: str, temperature: float) -> list[dict[str, Any]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,7 +52,7 @@ def _sample(model: Path, options: Any, temperature: float) -> list[dict[str, Any
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     sampler = PolicyModel(
-        loaded.to(torch.bfloat16).to(options.device), AutoTokenizer.from_pretrained(model), seed=7
+        loaded.to(getattr(torch, precision)).to(options.device), AutoTokenizer.from_pretrained(model), seed=7
     )
     random = np.random.default_rng(7)
     sampling = Sampling(max_tokens=ANSWER[options.size], temperature=temperature, ignore_eos=True)
@@ -75,12 +75,14 @@ def _sample(model: Path, options: Any, temperature: float) -> list[dict[str, Any
 
 
 def _seen_by_learner(
-    model: Path, run_dir: Path, groups: list[dict[str, Any]], options: Any, until: float
+    model: Path, run_dir: Path, groups: list[dict[str, Any]], precision: str, options: Any, until: float
 ) -> dict[str, Any]:
     bridge = f"gpu-mismatch-{os.getpid()}"
     rows = ROWS[options.size]
     with (
-        learner.running(bridge, model, run_dir, options.device, GROUPS, rows) as process,
+        learner.running(
+            bridge, model, run_dir, options.device, GROUPS, rows, "--precision", precision
+        ) as process,
         shmbridge.Producer(bridge) as producer,
     ):
         learner.wait_for_version(producer, process, until)
