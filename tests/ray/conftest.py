@@ -1,5 +1,6 @@
 """A Ray cluster of three nodes on this machine: a learner's, and two with environments."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -75,12 +76,38 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-@pytest.fixture
-def there(bridge: str) -> Iterator[Callable[[str], str]]:
-    """The bridge's name on a node."""
+@contextlib.contextmanager
+def bridges_of(bridge: str) -> Iterator[Callable[[str], str]]:
+    """The bridge's name on a node; nothing is left of them afterwards."""
     yield lambda node: bridge + SUFFIX[node]
     for suffix in SUFFIX.values():
         shmbridge.clean(bridge + suffix, dry_run=False)
+
+
+@pytest.fixture
+def there(bridge: str) -> Iterator[Callable[[str], str]]:
+    with bridges_of(bridge) as there:
+        yield there
+
+
+class Shared:
+    """What the tests of one file share: a bridge, its names on nodes, and its relay."""
+
+    def __init__(self, bridge: str, there: Callable[[str], str], relay: "Relay") -> None:
+        self.bridge, self.there, self.relay = bridge, there, relay
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: Cluster) -> Iterator[Shared]:
+    bridge = f"t-shared-{os.getpid()}-{os.urandom(2).hex()}"
+    cluster.mend()
+    with bridges_of(bridge) as there:
+        relay = Relay(bridge, cluster.address)
+        try:
+            yield Shared(bridge, there, relay.ready("env-1", "env-2"))
+        finally:
+            relay.stop()
+    assert not shmbridge.clean(bridge, dry_run=False).kept
 
 
 class Relay:

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -49,9 +49,26 @@ def seen(engine: WeightsReader) -> int:
 
 
 @pytest.fixture
+def bridge(shared) -> str:
+    """One for all tests here: each goes on with the versions after those of the test before."""
+    return shared.bridge
+
+
+@pytest.fixture
+def there(shared) -> Callable[[str], str]:
+    return shared.there
+
+
+@pytest.fixture
 def writer(bridge) -> Iterator[WeightsWriter]:
     with WeightsWriter(bridge) as writer:
         yield writer
+
+
+@pytest.fixture
+def first(writer) -> int:
+    """The version that comes next."""
+    return 0 if writer.last_version is None else writer.last_version + 1
 
 
 @pytest.fixture
@@ -87,6 +104,13 @@ class Weights:
         name = inward_name(msgspec.convert(self._relay.last["sources"][node], Placed))
         return self._pid(name, ray)
 
+    def leave(self, node: str) -> None:
+        """What writes weights on a node leaves its bridge, as before the first version."""
+        import ray
+
+        name = inward_name(msgspec.convert(self._relay.last["sources"][node], Placed))
+        ray.get(ray.get_actor(name, namespace=NAMESPACE).stop.remote(), timeout=30)
+
     def outward_pid(self) -> int:
         import ray
 
@@ -104,27 +128,29 @@ class Weights:
 
 
 @pytest.fixture
-def weights(cluster, make_relay) -> Weights:
-    return Weights(cluster, make_relay())
+def weights(cluster, shared) -> Weights:
+    cluster.mend()
+    return Weights(cluster, shared.relay.ready(*NODES))
 
 
-def test_versions_come_to_every_node_once(writer, weights, engines, there, consumer):
+def test_versions_come_to_every_node_once(writer, first, weights, engines, there, consumer):
     """However many engines read them; an environment hears of a version when it is whole on its node."""
     environments = [shmbridge.Producer(there(node), "gsm8k") for node in NODES]
-    for version in range(3):
+    for version in range(first, first + 3):
         writer.publish(version, model(version))
         consumer.publish_policy_version(version)
         for environment, readers in zip(environments, engines.values(), strict=True):
             wait_until(partial(hears, environment, version), 60)
             assert [seen(each) for each in readers] == [version, version]
-    wait_until(lambda: all(each.version == 2 for each in weights.said().nodes.values()), 30)
+    last = first + 2
+    wait_until(lambda: all(each.version == last for each in weights.said().nodes.values()), 30)
     for node in weights.said().nodes.values():
         assert (node.versions, node.replaced, node.error) == (3, 0, "")
         assert node.bytes <= 3 * (MIB + 4096)
     wait_until(lambda: weights.in_object_stores() == 0, 30)
-    wait_until(lambda: report(writer.bridge).weights.nodes["env-2"].version == 2, 30)
+    wait_until(lambda: report(writer.bridge).weights.nodes["env-2"].version == last, 30)
     shown = table(report(writer.bridge), None, 1.0).splitlines()
-    assert [line.split()[-1] for line in shown[:4]] == ["weights", "2", "2", "2"]
+    assert [line.split()[-1] for line in shown[:4]] == ["weights", *[str(last)] * 3]
     for environment in environments:
         environment.close()
 
@@ -133,17 +159,68 @@ def hears(environment: shmbridge.Producer, version: int) -> bool:
     return environment.policy_version == version
 
 
+def test_a_node_that_cannot_take_weights_says_why_and_holds_up_nobody(writer, first, weights, engines, there):
+    weights.leave("env-2")
+    with WeightsWriter(there("env-2")) as other:
+        other.publish(first, model(first))
+        writer.publish(first + 1, model(first + 1))
+        all_see({"env-1": engines["env-1"]}, first + 1)
+        wait_until(lambda: weights.said().nodes["env-2"].error, 30)
+        assert weights.said().nodes["env-2"].error.startswith("[SB401] the weights of ")
+        wait_until(lambda: "! env-2: weights: [SB401]" in table(report(writer.bridge), None, 1.0), 30)
+        assert [seen(each) for each in engines["env-2"]] == [first, first]
+    all_see(engines, first + 1)
+    wait_until(lambda: weights.said().nodes["env-2"].error == "", 30)
+
+
+def test_a_stopped_node_holds_up_nobody_and_gets_the_newest(writer, first, weights, engines):
+    """Versions that it missed are not sent to it; the learner never waits."""
+    writer.publish(first, model(first))
+    all_see(engines, first)
+    wait_until(lambda: all(each.version == first for each in weights.said().nodes.values()), 30)
+    before = weights.said().nodes["env-2"].versions
+    stopped, last = weights.pid("env-2"), first + 5
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for version in range(first + 1, last + 1):
+            writer.publish(version, model(version), timeout_s=1)
+            all_see({"env-1": engines["env-1"]}, version)
+        assert seen(engines["env-2"][0]) == first
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_until(lambda: seen(engines["env-2"][0]) == last, 60)
+    wait_until(lambda: weights.said().nodes["env-2"].version == last, 30)
+    assert weights.said().nodes["env-2"].versions < before + 4
+    wait_until(lambda: weights.in_object_stores() == 0, 30)
+
+
+def test_a_learner_faster_than_the_network_gets_versions_out(writer, first, weights, engines):
+    """Versions under way are replaced, but never for ever."""
+    before = {name: said.versions + said.replaced for name, said in weights.said().nodes.items()}
+    version, came, until = first, set(), time.monotonic() + 60
+    while len(came) < 4:
+        assert time.monotonic() < until, came
+        writer.publish(version, model(version, LARGE // 2), timeout_s=20)
+        came.add(seen(engines["env-1"][0]))
+        version += 1
+    all_see(engines, version - 1)
+    wait_until(lambda: all(each.version == version - 1 for each in weights.said().nodes.values()), 30)
+    for name, said in weights.said().nodes.items():
+        assert said.versions + said.replaced - before[name] < version - first
+        assert said.error == ""
+
+
 def under_way(bridge: str) -> bool:
     """Whether a part of a version, and not all of it, is written there."""
     found = open_segment(bridge)
     return found is not None and 0 < found.written.sum() < sum(each.nbytes for _, each in model(0, LARGE))
 
 
-def test_kills_in_the_middle_leave_the_version_before(cluster, writer, weights, engines, there):
+def test_kills_in_the_middle_leave_the_version_before(cluster, writer, first, weights, engines, there):
     """SIGKILL of what writes on a node, of what sends to it, of its raylet; versions come afterwards."""
-    writer.publish(0, model(0, LARGE))
-    all_see(engines, 0)
-    for version, victim in ((1, weights.pid("env-1")), (2, weights.outward_pid())):
+    writer.publish(first, model(first, LARGE))
+    all_see(engines, first)
+    for version, victim in ((first + 1, weights.pid("env-1")), (first + 2, weights.outward_pid())):
         assert victim
         writer.publish(version, model(version, LARGE))
         wait_until(partial(under_way, there("env-1")), 60)
@@ -152,55 +229,8 @@ def test_kills_in_the_middle_leave_the_version_before(cluster, writer, weights, 
         all_see(engines, version)
     wait_until(lambda: weights.in_object_stores() == 0, 30)
     cluster.kill_raylet("env-2")
-    writer.publish(3, model(3, LARGE))
-    all_see({"env-1": engines["env-1"]}, 3)
-    assert [seen(each) for each in engines["env-2"]] == [2, 2]
+    writer.publish(first + 3, model(first + 3, LARGE))
+    all_see({"env-1": engines["env-1"]}, first + 3)
+    assert [seen(each) for each in engines["env-2"]] == [first + 2, first + 2]
     cluster.add("env-2")
-    all_see(engines, 3, 90)
-
-
-def test_a_node_that_cannot_take_weights_says_why_and_holds_up_nobody(writer, weights, engines, there):
-    with WeightsWriter(there("env-2")) as other:
-        other.publish(0, model(0))
-        writer.publish(1, model(1))
-        all_see({"env-1": engines["env-1"]}, 1)
-        wait_until(lambda: weights.said().nodes["env-2"].error, 30)
-        assert weights.said().nodes["env-2"].error.startswith("[SB401] the weights of ")
-        wait_until(lambda: "! env-2: weights: [SB401]" in table(report(writer.bridge), None, 1.0), 30)
-        assert [seen(each) for each in engines["env-2"]] == [0, 0]
-    all_see(engines, 1)
-    wait_until(lambda: weights.said().nodes["env-2"].error == "", 30)
-
-
-def test_a_stopped_node_holds_up_nobody_and_gets_the_newest(writer, weights, engines):
-    """Versions that it missed are not sent to it; the learner never waits."""
-    writer.publish(0, model(0))
-    all_see(engines, 0)
-    stopped = weights.pid("env-2")
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        for version in range(1, 6):
-            writer.publish(version, model(version), timeout_s=1)
-            all_see({"env-1": engines["env-1"]}, version)
-        assert seen(engines["env-2"][0]) == 0
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-    wait_until(lambda: seen(engines["env-2"][0]) == 5, 60)
-    wait_until(lambda: weights.said().nodes["env-2"].version == 5, 30)
-    assert weights.said().nodes["env-2"].versions < 5
-    wait_until(lambda: weights.in_object_stores() == 0, 30)
-
-
-def test_a_learner_faster_than_the_network_gets_versions_out(writer, weights, engines):
-    """Versions under way are replaced, but never for ever."""
-    version, came, until = 0, set(), time.monotonic() + 60
-    while len(came) < 4:
-        assert time.monotonic() < until, came
-        writer.publish(version, model(version, LARGE // 2), timeout_s=20)
-        came.add(seen(engines["env-1"][0]))
-        version += 1
-    all_see(engines, version - 1)
-    wait_until(lambda: all(each.version == version - 1 for each in weights.said().nodes.values()), 30)
-    for said in weights.said().nodes.values():
-        assert said.versions + said.replaced < version
-        assert said.error == ""
+    all_see(engines, first + 3, 90)
