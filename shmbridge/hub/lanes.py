@@ -5,6 +5,7 @@ any thread.
 """
 
 import functools
+import itertools
 import logging
 import time
 from collections import Counter
@@ -74,7 +75,9 @@ class LaneSet:
         self.tapped = self.turns if isinstance(self.turns, TappedPoller) else None
         if tap is not None and self.tapped is not None:
             self.tapped.begin(tap, control.note_tap_wait)
-        self.refused: set[str] = set()
+        # Those of one origin behind an earlier one with records to take: a relay and its consumer have died.
+        self._behind: list[HubLane] = []
+        self.refused: dict[str, str] = {}  # and why
         self._taken: set[str] = set()  # the refused lanes that another consumer reads; tried again
         self._gone: Counter[str] = Counter()  # counters of removed lanes
         self._counting = closing.lock()  # moves a lane's counters from _lanes to _gone
@@ -121,7 +124,7 @@ class LaneSet:
             for name in names:
                 if (
                     name not in self._lanes
-                    and name not in self.refused - self._taken
+                    and name not in self.refused.keys() - self._taken
                     and (opened := self._open(name)) is not None
                 ):
                     found.append((opened[1]["created_ns"], name, *opened))
@@ -177,7 +180,7 @@ class LaneSet:
                 return False
             time.sleep(0.002)
         self._taken.discard(name)
-        self.refused.discard(name)
+        self.refused.pop(name, None)
         return True
 
     def _adopt_one(self, name: str, mapping: Mapping, info: dict[str, Any], strict: bool) -> None:
@@ -213,13 +216,25 @@ class LaneSet:
             self._lanes[name] = adopted
             if not adopted.corrupt:
                 self.turns.remove(adopted.reader)
-                self.turns.add(adopted.reader)
+                self._behind.append(adopted)
+                self._let_follow()
             adopted.reader.ring()  # a predecessor may have died between release and wake
             self._watch.watch(name, adopted.reader.lane, pid, namespace)
             del self._unsettled[name]
 
+    def _let_follow(self) -> None:
+        """Takes in turn also from lanes behind an earlier one of their origin, once that has nothing to take.
+
+        For the holder of `_adopting`.
+        """
+        for lane in list(self._behind):
+            earlier = itertools.takewhile(lambda each: each is not lane, self)
+            if not (lane.lane.origin_producer_id and any(_precedes(each, lane) for each in earlier)):
+                self.turns.add(lane.reader)
+                self._behind.remove(lane)
+
     def _refuse(self, name: str, why: str) -> None:
-        self.refused.add(name)
+        self.refused[name] = why
         log.error("lane %s is refused: %s", name, why)
 
     def _say_what_waits(self, crowded: int, blocked: str) -> None:
@@ -252,6 +267,10 @@ class LaneSet:
         """Whether a lane is known that could not be adopted yet."""
         return self._crowded or self._blocked
 
+    def refused_lanes(self) -> dict[str, str]:
+        """Returns the lanes that this consumer will not adopt, and why; any thread."""
+        return {name: why for name, why in list(self.refused.items()) if name not in self._taken}
+
     # -- taking
 
     def take(self, call: Call) -> Record | None:
@@ -264,6 +283,10 @@ class LaneSet:
         if self._has_new_lanes:
             self.adopt()
         records = self.turns.poll(most, True, call)
+        if not records and most > 0 and self._behind:
+            with self._adopting:
+                self._let_follow()
+            records = self.turns.poll(most, True, call)
         if not records and most > 0 and self._crowded and self._room():
             self.adopt()
             records = self.turns.poll(most, True, call)
@@ -313,7 +336,11 @@ class LaneSet:
                 self._control.ring()
         if self._ranks_before:
             self._apply_ranks_before()
-        left = self._ranks_before
+        if self._behind:
+            with self._adopting:
+                self._let_follow()
+            self._control.ring()
+        left = self._ranks_before or bool(self._behind)
         for lane in self:
             if lane.dead:
                 left |= bool(lane.waiting or lane.held or lane.dropped or not self._remove_dead(lane))
@@ -335,6 +362,8 @@ class LaneSet:
                     lane.reader.release_put_off()
 
     def _remove_dead(self, lane: HubLane) -> bool:
+        if lane in self._behind:
+            return False
         counters = lane.counters()
         try:
             removed, reason, _ = membership.remove_lane(lane.name, with_records=lane.corrupt)
@@ -457,6 +486,7 @@ class LaneSet:
         """
         self._watch.stop()
         with self._adopting:
+            self._behind.clear()
             self.turns.close()  # from here on nothing is taken, by any iteration
             held = sum(lane.reader.held for lane in self)
             for lane in self:
@@ -467,3 +497,8 @@ class LaneSet:
             self._unsettled.clear()
             vars(self).pop("_control", None)  # only views, through their reader, keep it from here on
         return held
+
+
+def _precedes(earlier: HubLane, lane: HubLane) -> bool:
+    """Whether a lane adopted before another one has records of the same producer on another node to take."""
+    return earlier.lane.source == lane.lane.source and earlier.waiting > 0
