@@ -107,6 +107,7 @@ _HOMES = {
             "IterationOver",
             "LaneFull",
             "LaneQuarantined",
+            "LaneRefused",
             "LaneRemoved",
             "LaunchFailed",
             "LayoutMismatch",

@@ -227,6 +227,12 @@ class RelayTaken(ShmBridgeError, RuntimeError):
     code = "SB416"
 
 
+class LaneRefused(ShmBridgeError, RuntimeError):
+    """The consumer will not read this lane; it has said why."""
+
+    code = "SB417"
+
+
 class WeightsMismatch(ShmBridgeError, ValueError):
     """The tensors do not have the names, types or shapes of the weights segment."""
 

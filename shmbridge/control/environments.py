@@ -74,6 +74,9 @@ class HubView(Protocol):
     def draining(self) -> bool:
         """As `paused`, for good: the run ends when the lanes are empty."""
 
+    def refused_lanes(self) -> dict[str, str]:
+        """Returns the lanes that the hub will not read, by name, and why."""
+
     def announce_run(self, run: Run) -> None:
         """Announces the run of a learner that is not the hub."""
 

@@ -193,11 +193,14 @@ class Status(Message, frozen=True):
 
 
 class RunInfo(Message, frozen=True):
-    """The announced run, if there is one."""
+    """The announced run, if there is one; `refused_lanes`: names of lanes that the hub will not read, and
+    why.
+    """
 
     run: Run | None
     current_step: int
     hub_epoch: int
+    refused_lanes: dict[str, str] = {}
 
 
 class RecordPlace(msgspec.Struct, frozen=True, array_like=True):

@@ -221,7 +221,7 @@ class ControlServer:
             case messages.Hello():
                 return messages.Welcome(os.getpid(), hub.hub_epoch, hub.policy_version, hub.run)
             case messages.RunInfoRequest():
-                return messages.RunInfo(hub.run, hub.current_step, hub.hub_epoch)
+                return messages.RunInfo(hub.run, hub.current_step, hub.hub_epoch, hub.refused_lanes())
             case messages.AnnounceRun(run):
                 if (odd := _fault_of_run(run)) is not None:
                     return odd

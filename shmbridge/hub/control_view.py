@@ -61,6 +61,7 @@ class Hub:
     ) -> None:
         self._state, self._lanes, self._batches, self._closing = state, lanes, batches, closing
         self.begin_group = admission.begin_group
+        self.refused_lanes = lanes.refused_lanes
         self.queue_groups, self.look_at_producers = queue.groups, queue.look_at_producers
         self.ranks: Ranks | None = None
 

@@ -5,7 +5,6 @@ any thread.
 """
 
 import functools
-import itertools
 import logging
 import time
 from collections import Counter
@@ -227,9 +226,10 @@ class LaneSet:
 
         For the holder of `_adopting`.
         """
+        lanes = list(self)
         for lane in list(self._behind):
-            earlier = itertools.takewhile(lambda each: each is not lane, self)
-            if not (lane.lane.origin_producer_id and any(_precedes(each, lane) for each in earlier)):
+            earlier = lanes[: lanes.index(lane)]
+            if not any(each.waiting and each.lane.source == lane.lane.source for each in earlier):
                 self.turns.add(lane.reader)
                 self._behind.remove(lane)
 
@@ -497,8 +497,3 @@ class LaneSet:
             self._unsettled.clear()
             vars(self).pop("_control", None)  # only views, through their reader, keep it from here on
         return held
-
-
-def _precedes(earlier: HubLane, lane: HubLane) -> bool:
-    """Whether a lane adopted before another one has records of the same producer on another node to take."""
-    return earlier.lane.source == lane.lane.source and earlier.waiting > 0

@@ -46,6 +46,7 @@ def table(now: Report, before: Report | None, seconds: float) -> str:
     lines = list(_aligned(rows))
     lines.append(f"policy version {now.policy_version}")
     lines += [f"! {node}: {why}" for node, why in sorted(now.errors.items())]
+    lines += [f"! {source}: {why}" for source, why in sorted(now.refused.items())]
     lines += [f"! {node}: weights: {about.error}" for node, about in sorted(weights.items()) if about.error]
     if now.weights is not None and now.weights.error:
         lines.append(f"! {now.weights.node}: weights: {now.weights.error}")

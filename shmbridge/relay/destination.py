@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from shmbridge.config import Run
-from shmbridge.errors import InvalidRecord, SchemaMismatch
+from shmbridge.errors import InvalidRecord, LaneRefused, SchemaMismatch
 from shmbridge.put.relayed import RelayedRecord
-from shmbridge.relay.bridge_here import announced_run, refuse_a_second, untaken
+from shmbridge.relay.bridge_here import HubSays, be_the_only_relay, untaken
+from shmbridge.relay.committed import Committed
 from shmbridge.relay.lane import RelayedLane
 from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord, State
 from shmbridge.segments import membership, receipts
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 _BLOCKED_S = 0.25  # a node whose lanes are full is asked again after that, or when one has room
 _LOOK_S = 0.1
 _RUN_S = 1.0
-_TIDY_S = 5.0
 _WAIT_S = 0.25
 _LITTLE = 64 << 10
 _MOST_ASKS = 500  # a second, of nodes that have nothing
@@ -82,19 +82,18 @@ class Destination:
         self._max_staleness, self._wait_s = max_staleness, wait_s
         self._control = membership.open_control(bridge)
         try:
-            refuse_a_second(bridge)
-            # Producer id -> its node, and the sequence there of its last record that is committed here.
-            self._newest = receipts.newest_relayed(bridge)
+            be_the_only_relay(bridge, self._control)
+            self._here = Committed(bridge)
             self._weights = WeightsReader(bridge) if weights else None
         except BaseException:
             membership.leave(self._control.mapping.fd, bridge)
             raise
-        self._earlier = set(self._newest)  # sources whose lanes are those of an earlier relay
         self._lanes: dict[str, RelayedLane] = {}
         self._nodes: dict[str, _Node] = {}
         self._counts: Counter[str] = Counter()
         self._run: tuple[Run | None, int] = None, 0  # and its step
-        self._tidied_s, self._run_s = time.monotonic(), 0.0
+        self._hub = HubSays(bridge, self._control)
+        self._run_s = 0.0
         self._look()
         self._closed = False
 
@@ -118,6 +117,7 @@ class Destination:
         there = self._nodes.get(node)
         if there is None:
             there = self._nodes[node] = _Node(node, secrets.token_hex(8))
+            self._here.node_comes(node)
         control, committed, credits = self._control, {}, {}
         for producer_id, lane in self._lanes.items():
             if lane.node != node:
@@ -127,7 +127,7 @@ class Destination:
                 room = free - sum(ask.credits.get(producer_id, 0) for ask in there.asks)
                 # Half for the first ask, so that the second has some, too.
                 credits[producer_id] = max(room if there.asks else -(-room // 2), 0)
-        committed |= {name: newest for name, (at, newest) in self._newest.items() if at == node}
+        committed |= self._here.of_node(node)
         ask = Ask(
             there.session,
             there.asked,
@@ -215,10 +215,10 @@ class Destination:
         if lane is None:
             lane = RelayedLane(self.bridge, there.name, sent.lane, self.lane_bytes)
             self._lanes[producer_id] = lane
-        newest = self._newest.get(producer_id)
-        if newest is not None and sent.sequence <= newest[1]:
+        newest = self._here.newest(producer_id)
+        if newest is not None and sent.sequence <= newest:
             there.counts["duplicates_total"] += 1
-            self._newest[producer_id] = there.name, newest[1]  # its node may have another name by now
+            self._here.note(producer_id, there.name, newest)  # its node may have another name by now
             return
         if sent.sequence <= lane.newest_waiting:  # another relay there sends what it does not know to be here
             there.counts["duplicates_total"] += 1
@@ -240,18 +240,25 @@ class Destination:
         """Commits a record, or counts it as refused; returns False if it has to wait."""
         producer_id, there = lane.source.producer_id, self._nodes[lane.node]
         try:
+            if lane.unread:
+                raise lane.refusal()
             was_open = lane.is_open or self._open(lane, len(record.extent))
             if not lane.put(record):
                 if was_open and not lane.is_open:  # it was given up
-                    self._earlier.add(producer_id)
+                    self._here.let_go(producer_id)
                     self._look()
                 return False
-        except (InvalidRecord, SchemaMismatch) as wrong:
-            log.error("record %d of %s on %s is refused: %s", record.sequence, producer_id, lane.node, wrong)
+        except (InvalidRecord, SchemaMismatch, LaneRefused) as wrong:
+            if not isinstance(wrong, LaneRefused):  # which was said once
+                log.error(
+                    "record %d of %s on %s is refused: %s", record.sequence, producer_id, lane.node, wrong
+                )
+            lane.wrong = str(wrong)
             there.refused.setdefault(producer_id, []).append((record.sequence, wrong.code))
             there.counts[f"refused_total{{{wrong.code}}}"] += 1
             return True
-        self._newest[producer_id] = lane.node, record.sequence
+        self._here.note(producer_id, lane.node, record.sequence)
+        lane.wrong = ""
         there.counts["relayed_total"] += 1
         return True
 
@@ -262,11 +269,11 @@ class Destination:
 
         While the hub has not taken all of an earlier lane, a record in another one could overtake it.
         """
-        producer_id, newest = lane.source.producer_id, self._newest.get(lane.source.producer_id)
-        if producer_id in self._untaken or not lane.open(size, None if newest is None else newest[1]):
+        producer_id, newest = lane.source.producer_id, self._here.newest(lane.source.producer_id)
+        if producer_id in self._untaken or not lane.open(size, newest):
             return False
         if newest is not None:  # which the new lane's header says, too
-            self._remove_receipts(producer_id, newest[1])
+            self._here.remove_receipts(producer_id, newest)
         return True
 
     def _finish(self, producer_id: str) -> None:
@@ -276,19 +283,10 @@ class Destination:
             if lane.waiting:
                 return  # it is named again
             lane.finish()
-        if producer_id in self._earlier and not receipts.close_origin(self.bridge, producer_id):
+        if self._here.is_earlier(producer_id) and not receipts.close_origin(self.bridge, producer_id):
             return
-        for table in (self._lanes, self._newest):
-            table.pop(producer_id, None)
-        self._earlier.discard(producer_id)
-        self._remove_receipts(producer_id, None)
-
-    def _remove_receipts(self, producer_id: str, newest: int | None) -> None:
-        """Removes receipts of a source, up to a sequence, or all."""
-        receipts.remove(
-            self.bridge,
-            lambda each: each.producer_id == producer_id and (newest is None or each.sequence <= newest),
-        )
+        self._lanes.pop(producer_id, None)
+        self._here.finish(producer_id)
 
     def work(self) -> int:
         """Puts records that had no room, as far as they have some now; returns how many. Never blocks."""
@@ -302,12 +300,25 @@ class Destination:
             self._look()
         if now - self._run_s > _RUN_S:
             self._run_s = now
-            self._run = announced_run(self.bridge, self._control) or self._run
-        if now - self._tidied_s > _TIDY_S:
-            self._tidied_s = now
-            for receipt in receipts.read_all(self.bridge):  # of earlier relays' lanes, removed late
-                self._newest.setdefault(receipt.producer_id, (receipt.node, receipt.sequence))
+            self._hear_hub()
+        self._here.tidy(set(self._nodes))
         return placed
+
+    def _hear_hub(self) -> None:
+        """Asks the learner's hub for its run, and which lanes it will not read."""
+        said = self._hub.ask()
+        if said is not None:
+            self._run = said.run, said.current_step
+        elif self._hub.is_there:
+            return
+        refused = {} if said is None else said.refused_lanes
+        for producer_id, lane in self._lanes.items():
+            names = (lane.name, *self._untaken.get(producer_id, ()))
+            why, was = next((refused[name] for name in names if name in refused), ""), lane.unread
+            lane.unread = why
+            if why and not was:
+                lane.wrong = str(lane.refusal())
+                log.error("records of %s on %s are refused: %s", producer_id, lane.node, lane.wrong)
 
     def _look(self) -> None:
         """Looks which sources have records in earlier lanes that the hub has not taken."""
@@ -329,7 +340,7 @@ class Destination:
             if lane.node == node:
                 lane.let_go()
                 del self._lanes[producer_id]
-                self._earlier.add(producer_id)
+        self._here.node_leaves(node)
         self._look()
         if there is None:
             return 0, 0, 0.0
@@ -371,6 +382,14 @@ class Destination:
             found[name] = about
         return found
 
+    def refusals(self) -> dict[str, str]:
+        """Returns the sources whose last record was refused here, or has no lane, and why. Any thread."""
+        return {
+            f"{producer_id} on {lane.node}": lane.wrong
+            for producer_id, lane in list(self._lanes.items())
+            if lane.wrong
+        }
+
     @property
     def policy_version(self) -> int:
         """The newest policy version that the learner has published, -1 before the first."""
@@ -385,6 +404,7 @@ class Destination:
             lane.let_go()
         if self._weights is not None:
             self._weights.close()
+        self._hub.close()
         membership.leave(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:

@@ -13,6 +13,7 @@ from shmbridge.errors import (
     BridgeDraining,
     LaneFull,
     LaneQuarantined,
+    LaneRefused,
     LaneRemoved,
     RecordTooBig,
     SchemaMismatch,
@@ -46,6 +47,8 @@ class RelayedLane:
         self._waiting: deque[RelayedRecord] = deque()
         self._not_before_s = 0.0
         self.waiting_bytes = 0
+        self.unread = ""  # why the hub will not read it
+        self.wrong = ""  # why its last record was refused, or it cannot be opened
 
     @property
     def name(self) -> str:
@@ -116,6 +119,13 @@ class RelayedLane:
             return False
         return True
 
+    def refusal(self) -> LaneRefused:
+        """Returns the error for records of a lane that the hub will not read."""
+        return LaneRefused(
+            f"the consumer here reads nothing of the lane of {self.source.producer_id}: {self.unread}",
+            hint="records before these are in the lane, for the next consumer; mend what it names",
+        )
+
     # -- its producer
 
     def open(self, size: int, newest: int | None) -> bool:
@@ -134,6 +144,7 @@ class RelayedLane:
         except ShmBridgeError as wrong:
             log.error("no lane for %s of %s: %s", source.producer_id, self.node, wrong)
             self._not_before_s = time.monotonic() + _AGAIN_S
+            self.wrong = str(wrong)
             return False
         return True
 
@@ -153,7 +164,7 @@ class RelayedLane:
 
     def let_go(self) -> None:
         """Closes its producer; records and origin stay, and a next lane may follow. Idempotent."""
-        producer, self._producer = self._producer, None
+        producer, self._producer, self.unread = self._producer, None, ""
         if producer is not None:
             with contextlib.suppress(ShmBridgeError):
                 producer.close()

@@ -32,6 +32,7 @@ class LockByte(IntEnum):
     PARTICIPANTS = 1
     INITIALISING = 2
     VALUES = 3
+    RELAY = 4
     FIRST_RANK = 1024
     FIRST_EPOCH = 1 << 32
     PRODUCER = 0

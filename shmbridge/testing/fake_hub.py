@@ -36,6 +36,11 @@ class FakeHub:
     queued: dict[str, int] = field(default_factory=dict)
     live: set[str] = field(default_factory=set)
     announced: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def refused_lanes(self) -> dict[str, str]:
+        """Returns `refused`."""
+        return self.refused
 
     def announce_run(self, run: Run) -> None:
         """Stores the run, and counts the call."""

@@ -51,6 +51,7 @@ BUILTIN = {
     "IterationOver": RuntimeError,
     "QueueTaken": RuntimeError,
     "RelayTaken": RuntimeError,
+    "LaneRefused": RuntimeError,
     "Closed": RuntimeError,
     "WeightsMismatch": ValueError,
     "WeightsBusy": TimeoutError,

@@ -70,6 +70,7 @@ class Report(msgspec.Struct):
         stats: as `Destination.stats`.
         nodes: as `Destination.nodes`.
         errors: node -> why it does not answer.
+        refused: source and its node -> why its last record was refused here, or has no lane; the first few.
         gone: the last nodes that left.
         weights: what the directory has beside it, of the weights' way out; None before the first word.
     """
@@ -81,6 +82,7 @@ class Report(msgspec.Struct):
     stats: dict[str, float] = {}
     nodes: dict[str, dict[str, float]] = {}
     errors: dict[str, str] = {}
+    refused: dict[str, str] = {}
     gone: list[Gone] = []
     weights: WeightsReport | None = None
 

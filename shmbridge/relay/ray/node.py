@@ -1,5 +1,6 @@
 """The actors of each node: a source answers pulls, the destination makes them, in a thread of its own."""
 
+import itertools
 import logging
 import os
 import threading
@@ -25,6 +26,7 @@ _AGAIN_S = 0.5  # after a node did not answer
 _LOOK_S = 0.02  # longest sleep while records wait for room
 _IDLE_S = 0.1
 _GONE_SAID = 16  # nodes that left, of which the report tells
+_REFUSED_SAID = 16  # sources whose records are refused
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -271,6 +273,7 @@ class DestinationActor:
         if destination is not None:
             report.policy_version = destination.policy_version
             report.stats, report.nodes = destination.stats(), destination.nodes()
+            report.refused = dict(itertools.islice(destination.refusals().items(), _REFUSED_SAID))
         return report
 
 
