@@ -7,7 +7,7 @@ there, or refused, or when it is too stale to be sent.
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Self
 
@@ -15,65 +15,18 @@ import msgspec
 import numpy as np
 
 from shmbridge import Consumer, Record
-from shmbridge.batching.staleness import is_stale
 from shmbridge.config import Run
 from shmbridge.errors import ConsumerEmpty
 from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.relay.source_lane import HeldLane
 from shmbridge.relay.wire import Ask, Parcel, SentRecord, SourceLane, State
 from shmbridge.segments import segment
-from shmbridge.segments.discard_reasons import Discard
 from shmbridge.weights import WeightsReader
 
 log = logging.getLogger(__name__)
 
 _POLLED = 256
 _BLOCKED_WAIT_S = 0.02
-
-
-class _Lane:
-    """The leases of one lane, in the order of their sequences: those to be sent, and those that were."""
-
-    def __init__(self, facts: SourceLane) -> None:
-        self.facts = facts
-        self.unsent: deque[Record] = deque()
-        self.sent: deque[Record] = deque()
-
-    @property
-    def held(self) -> int:
-        return len(self.unsent) + len(self.sent)
-
-    def send_again(self) -> int:
-        """Begins with the first that is not acknowledged; returns how many are sent again."""
-        again = len(self.sent)
-        self.unsent.extendleft(reversed(self.sent))
-        self.sent.clear()
-        return again
-
-    def committed(self, newest: int) -> int:
-        """Releases what the other side has; returns how many."""
-        before = self.held
-        for queue in (self.sent, self.unsent):
-            while queue and queue[0]._sequence <= newest:
-                queue.popleft().release()
-        return before - self.held
-
-    def refuse(self, sequence: int) -> bool:
-        """Releases one record that the other side will not take; returns whether it was held."""
-        for queue in (self.sent, self.unsent):
-            for at, record in enumerate(queue):
-                if record._sequence == sequence:
-                    del queue[at]
-                    record.release()
-                    return True
-        return False
-
-    def discard_stale(self, version: int, max_staleness: int | None) -> int:
-        """Discards what is too stale to be sent; returns how many."""
-        stale = [each for each in self.unsent if is_stale(each._min_policy_version, version, max_staleness)]
-        for record in stale:
-            self.unsent.remove(record)
-            record._discard(Discard.STALE)
-        return len(stale)
 
 
 class Source:
@@ -93,7 +46,7 @@ class Source:
         self.bridge, self.node = bridge, node
         self._consumer = Consumer(bridge)
         self._weights = WeightsReader(bridge)
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, HeldLane] = {}
         self._committed: dict[str, int] = {}  # as the newest ask said
         self._session: str | None = None
         self._run: Run | None = None
@@ -194,7 +147,7 @@ class Source:
             if blocked:
                 return
 
-    def _sendable(self, ask: Ask) -> Iterator[_Lane]:
+    def _sendable(self, ask: Ask) -> Iterator[HeldLane]:
         for producer_id, lane in self._lanes.items():
             if lane.unsent and ask.credits.get(producer_id, ask.credit) > 0:
                 yield lane
@@ -208,16 +161,13 @@ class Source:
         producer_id = record.meta.producer_id
         lane = self._lanes.get(producer_id)
         if lane is None:
-            lane = self._lanes[producer_id] = _Lane(_facts(record))
+            lane = self._lanes[producer_id] = HeldLane(_facts(record), record._sequence)
         self._counts["taken_total"] += 1
+        held = lane.add(record)
         if record._sequence <= self._committed.get(producer_id, -1):  # an earlier relay here had sent it
-            record.release()
-            self._counts["acknowledged_total"] += 1
-        elif is_stale(record._min_policy_version, *self._most_stale):
-            record._discard(Discard.STALE)
-            self._counts["discarded_total{stale}"] += 1
+            self._counts["acknowledged_total"] += lane.committed(record._sequence)
         else:
-            lane.unsent.append(record)
+            self._counts["discarded_total{stale}"] += lane.discard_stale(*self._most_stale, among=(held,))
 
     # -- sending
 
@@ -237,11 +187,10 @@ class Source:
                 if not lane.unsent or credit[id(lane)] <= 0:
                     lanes.remove(lane)
                     continue
-                size = lane.unsent[0]._extent_bytes
+                size = lane.unsent[0].record._extent_bytes
                 if size > left and left < ask.max_bytes:
                     return
-                record = lane.unsent.popleft()
-                lane.sent.append(record)
+                record = lane.next()
                 credit[id(lane)] -= size
                 left -= size
                 self._counts["sent_total"] += 1
