@@ -27,6 +27,8 @@ _BLOCKED_S = 0.25  # a node whose lanes are full is asked again after that, or w
 _LOOK_S = 0.1
 _RUN_S = 1.0
 _WAIT_S = 0.25
+_IDLE_WAIT_S = 2.0  # of a source that had nothing for some time
+_MOST_IDLE = 8
 _LITTLE = 64 << 10
 _MOST_ASKS = 500  # a second, of nodes that have nothing
 _TOTALS = ("relayed_total", "duplicates_total", "bytes_total")
@@ -44,6 +46,8 @@ class _Node:
     state: State | None = None
     heard_s: float = 0.0
     brought: int = 0  # bytes of the last parcel
+    idle: int = 0  # answers in a row that brought nothing
+    nudged: bool = False
     blocked_until: float = 0.0
     blocked_free: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -60,7 +64,8 @@ class Destination:
         lane_bytes: of each lane; a lane of the source that is smaller has as much here.
         max_bytes: of a parcel.
         max_staleness: groups that are more versions behind are discarded at the source; None: none is.
-        wait_s: longest wait of a source for a first record; longer with more than 125 nodes.
+        wait_s: wait of a source for a first record; longer with more than 125 nodes, and, up to two seconds,
+            where nothing came for some time.
         weights: whether a policy version waits at a source until its weights are whole there.
 
     Raises:
@@ -139,14 +144,32 @@ class Destination:
             bool(control.paused),
             bool(control.draining),
             self.max_bytes if there.brought else min(_LITTLE, self.max_bytes),
-            max(self._wait_s, len(self._nodes) / _MOST_ASKS),
+            max(min(self._wait_s * 2**there.idle, _IDLE_WAIT_S), len(self._nodes) / _MOST_ASKS),
             self._max_staleness,
             *self._run,
             -1 if self._weights is None or (newest := self._weights.version) is None else newest,
         )
         there.asked += 1
+        there.nudged = False
         there.asks.append(ask)
         return ask
+
+    def to_nudge(self) -> dict[str, tuple[str, int]]:
+        """Returns the nodes whose sources may wait for records, and do not know what the learner says by now:
+        with session and number of that ask.
+
+        Each once: what answers then is followed by an ask that says it.
+        """
+        control, found = self._control, dict[str, tuple[str, int]]()
+        says = int(control.policy_version), bool(control.paused), bool(control.draining), *self._run
+        for node, there in self._nodes.items():
+            if there.nudged or not there.asks:
+                continue
+            ask = there.asks[-1]
+            if (ask.version, ask.paused, ask.draining, ask.run, ask.step) != says:
+                there.nudged = True
+                found[node] = there.session, ask.number
+        return found
 
     def expects(self, node: str) -> bool:
         """Whether the session goes on in which the node was last asked: an answer is believed."""
@@ -158,7 +181,7 @@ class Destination:
         there = self._nodes.get(node)
         if there is None:
             return
-        there.session, there.asked = secrets.token_hex(8), 0
+        there.session, there.asked, there.idle = secrets.token_hex(8), 0, 0
         there.asks.clear()
         there.brought = 0
         for lane in self._lanes.values():
@@ -200,6 +223,7 @@ class Destination:
             size += len(record.extent)
             self._accept(there, record, requested_ns + state.idle_ns)
         there.brought = size
+        there.idle = 0 if size or state.backlog else min(there.idle + 1, _MOST_IDLE)
         there.counts["bytes_total"] += size
         if state.blocked and not size:
             there.blocked_until, there.blocked_free = time.monotonic() + _BLOCKED_S, self._free(node)
@@ -381,6 +405,11 @@ class Destination:
                 about["heard_s"] = time.monotonic() - there.heard_s
             found[name] = about
         return found
+
+    @property
+    def waits(self) -> bool:
+        """Whether records wait for room."""
+        return any(lane.waiting for lane in self._lanes.values())
 
     def refusals(self) -> dict[str, str]:
         """Returns the sources whose last record was refused here, or has no lane, and why. Any thread."""

@@ -8,6 +8,7 @@ import bisect
 import contextlib
 import itertools
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ Array = np.ndarray[Any, Any]
 
 PART_BYTES = 16 << 20
 _ONE_RELEASE = "run one release of shmbridge on all nodes"
+_LOOK_S = 0.25  # for the first version
 _BUSY_S = 5.0  # an engine that still reads the version before the last
 
 
@@ -105,9 +107,15 @@ class Outward:
         return -1 if version is None else version
 
     def wait(self, after: int, timeout_s: float) -> bool:
-        """Blocks until the newest version is not `after`; returns False after `timeout_s` seconds."""
+        """Blocks until the newest version is not `after`; returns False after `timeout_s` seconds.
+
+        The first version is heard of a quarter of a second late: there is no segment to sleep in.
+        """
+        until = time.monotonic() + timeout_s
+        while self.version < 0 and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_S))
         try:
-            self._reader.wait(None if after < 0 else after, timeout_s)
+            self._reader.wait(None if after < 0 else after, max(until - time.monotonic(), 0.0))
         except NotReady:
             return False
         return True

@@ -16,7 +16,6 @@ import numpy as np
 
 from shmbridge import Consumer, Record
 from shmbridge.config import Run
-from shmbridge.errors import ConsumerEmpty
 from shmbridge.record.relayed import memory_of, table_of
 from shmbridge.relay.source_lane import HeldLane
 from shmbridge.relay.wire import Ask, Parcel, SentRecord, SourceLane, State
@@ -27,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _POLLED = 256
 _BLOCKED_WAIT_S = 0.02
+_ANY = "", -1
+_WEIGHTS_S = 0.05
 
 
 class Source:
@@ -51,6 +52,7 @@ class Source:
         self._session: str | None = None
         self._run: Run | None = None
         self._most_stale: tuple[int, int | None] = (-1, None)
+        self._nudged = "", 0  # session and number of the ask whose wait is to end
         self._first = 0  # the lane whose turn is first
         self._counts: Counter[str] = Counter()
 
@@ -86,6 +88,13 @@ class Source:
         )
         return Parcel(state, records)
 
+    def nudge(self, session: str, number: int) -> None:
+        """Ends the wait for records that answer an ask: there is news for the next one. With no session, also
+        all later waits. Any thread.
+        """
+        self._nudged = session, number
+        self._consumer._state.ring()
+
     def _hear(self, ask: Ask) -> None:
         """Does what the other side has said."""
         for producer_id, refused in ask.refused.items():
@@ -97,17 +106,22 @@ class Source:
         for producer_id, newest in ask.committed.items():
             if (lane := self._lanes.get(producer_id)) is not None:
                 self._counts["acknowledged_total"] += lane.committed(newest)
-        consumer = self._consumer
-        if (version := self._version(ask)) > consumer.policy_version:
-            consumer.publish_policy_version(version)
+        self._follow_version(ask)
         self._most_stale = ask.version, ask.max_staleness
         for lane in self._lanes.values():
             self._counts["discarded_total{stale}"] += lane.discard_stale(*self._most_stale)
         self._follow_run(ask)
+        consumer = self._consumer
         if ask.paused != consumer.paused:
             (consumer.pause if ask.paused else consumer.resume)()
         if ask.draining and not consumer.draining:
             consumer.drain()
+
+    def _follow_version(self, ask: Ask) -> None:
+        if ask.version > self._consumer.policy_version and (
+            (version := self._version(ask)) > self._consumer.policy_version
+        ):
+            self._consumer.publish_policy_version(version)
 
     def _version(self, ask: Ask) -> int:
         """Returns the policy version for this node: of weights, only one that is whole here."""
@@ -129,7 +143,7 @@ class Source:
     # -- taking
 
     def _wait(self, ask: Ask) -> None:
-        """Takes what is there; if nothing of it may be sent, waits for a record that may."""
+        """Takes what is there; if nothing of it may be sent, waits for a record that may, or for a nudge."""
         self._take()
         until = time.monotonic() + ask.wait_s
         while not any(self._sendable(ask)):
@@ -137,12 +151,12 @@ class Source:
             left = until - time.monotonic()
             if blocked:  # the other side knows sooner than we when there is room
                 left = min(left, _BLOCKED_WAIT_S)
-            if left <= 0:
+            if left <= 0 or self._nudged in ((ask.session, ask.number), _ANY):
                 return
-            try:
-                self._keep(self._consumer.get(timeout_s=left))
-            except ConsumerEmpty:
-                return
+            if ask.version > self._consumer.policy_version:  # its weights may be whole soon
+                self._follow_version(ask)
+                left = min(left, _WEIGHTS_S)
+            self._consumer._waiting.wait(left)
             self._take()
             if blocked:
                 return

@@ -111,6 +111,18 @@ class Weights:
         name = inward_name(msgspec.convert(self._relay.last["sources"][node], Placed))
         ray.get(ray.get_actor(name, namespace=NAMESPACE).stop.remote(), timeout=30)
 
+    def end_for_good(self, node: str) -> None:
+        """What sends weights, and what writes them on a node; the command that would place them is away."""
+        import ray
+
+        self._relay.kill()
+        placed = msgspec.convert(self._relay.last["sources"][node], Placed)
+        for name in (outward_name(self._relay.bridge), inward_name(placed), placed.actor):
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+    def begin_command(self) -> None:
+        self._relay.begin()
+
     def outward_pid(self) -> int:
         import ray
 
@@ -208,6 +220,21 @@ def test_a_learner_faster_than_the_network_gets_versions_out(writer, first, weig
     for name, said in weights.said().nodes.items():
         assert said.versions + said.replaced - before[name] < version - first
         assert said.error == ""
+
+
+def test_what_ended_for_good_comes_again_without_the_command(writer, first, weights, engines, there):
+    """The destination looks after the others: Ray restarts only what was killed."""
+    writer.publish(first, model(first))
+    all_see(engines, first)
+    weights.end_for_good("env-1")
+    try:
+        writer.publish(first + 1, model(first + 1))
+        all_see(engines, first + 1, 30)
+        with shmbridge.Producer(there("env-1"), "gsm8k") as producer:
+            producer.put({"tokens": [[1, 2]], "score": [1.0]})
+            wait_until(lambda: producer.held == 0, 20)
+    finally:
+        weights.begin_command()
 
 
 def under_way(bridge: str) -> bool:

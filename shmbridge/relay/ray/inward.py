@@ -5,12 +5,18 @@ from typing import Any
 import numpy as np
 
 from shmbridge.relay.outward import Inward, decode_head
+from shmbridge.relay.ray.actors import get_or_make
 from shmbridge.relay.ray.directory import Placed
 
 
 def inward_name(placed: Placed) -> str:
     """Returns the name of the actor on a source's node."""
     return f"shmbridge-inward-{placed.bridge}-{placed.node_id[:16]}"
+
+
+def make_inward(placed: Placed) -> Any:
+    """Returns the actor on a source's node, made if there is none."""
+    return get_or_make(InwardActor, inward_name(placed), placed.node_id, placed.bridge)
 
 
 class InwardActor:

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import os
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,16 +14,19 @@ import numpy as np
 from shmbridge.errors import ShmBridgeError
 from shmbridge.relay import wire
 from shmbridge.relay.destination import Destination
-from shmbridge.relay.ray.directory import NAMESPACE, Gone, Placed, Report, decode_placed, encode, names
+from shmbridge.relay.ray.actor_thread import ActorThread
+from shmbridge.relay.ray.actors import find, get_or_make
+from shmbridge.relay.ray.directory import Gone, Placed, Report, encode
+from shmbridge.relay.ray.weights import OutwardActor, outward_name
 from shmbridge.relay.source import Source
 from shmbridge.relay.turns import Turns
 
 log = logging.getLogger(__name__)
 
-_REPORT_S = 1.0
+_OUTWARD_S = 5.0
 _AGAIN_S = 0.5  # after a node did not answer
 _LOOK_S = 0.02  # longest sleep while records wait for room
-_IDLE_S = 0.1
+_IDLE_S = 0.25  # between two looks for a new policy version, a pause or the end
 _GONE_SAID = 16  # nodes that left, of which the report tells
 _REFUSED_SAID = 16  # sources whose records are refused
 
@@ -42,12 +44,25 @@ class Options(msgspec.Struct, frozen=True):
     weights: bool = True
 
 
+BESIDE = "beside"  # calls of a source that do not wait for a pull to end
+
+
+def make_source(placed: Placed, node: str) -> Any:
+    """Returns the source relay of a node, made if there is none."""
+    return get_or_make(SourceActor, placed.actor, placed.node_id, placed.bridge, node, beside=BESIDE)
+
+
 class SourceActor:
-    """A source relay. One call at a time; the bridge's consumer is opened by the first pull, and kept."""
+    """A source relay. One pull at a time; the bridge's consumer is opened by the first one, and kept."""
 
     def __init__(self, bridge: str, node: str) -> None:
         self._bridge, self._node = bridge, node
         self._source: Source | None = None
+
+    def nudge(self, session: str = "", number: int = -1) -> None:
+        """Ends the wait of a pull soon, or of all that come; called beside it."""
+        if (source := self._source) is not None:
+            source.nudge(session, number)
 
     def pull(self, ask: bytes) -> list[np.ndarray[Any, Any]]:
         """Returns the next parcel as arrays, which Ray copies out of the lanes into its object store."""
@@ -87,11 +102,8 @@ class DestinationActor:
         self._errors: dict[str, str] = {}
         self._gone: deque[Gone] = deque(maxlen=_GONE_SAID)
         self._gone_count = 0
-        self._directory: Any = None
-        self._exchange: Any = None
-        self._reported_s = 0.0
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"shmbridge-relay-{bridge}", daemon=True)
+        self._looked_s = 0.0
+        self._thread = ActorThread(f"shmbridge-relay-{bridge}", bridge, "exchange", self)
         self._thread.start()
 
     def report(self) -> bytes:
@@ -100,24 +112,26 @@ class DestinationActor:
 
     def stop(self) -> None:
         """Ends its thread and leaves the bridge."""
-        self._ending.set()
-        self._thread.join()
+        self._thread.stop()
 
     # -- the thread
 
-    def _run(self) -> None:
-        while not self._ending.is_set():
-            try:
-                if self._destination is None:
-                    self._destination = self._opened()
-                self._step(self._destination)
-            except ShmBridgeError as wrong:
-                self._errors[self._node] = str(wrong)
-                log.error("the relay of bridge %s waits: %s", self._bridge, wrong)
-                self._ending.wait(_REPORT_S)
-            except Exception:
-                log.exception("the relay of bridge %s failed, and goes on", self._bridge)
-                self._ending.wait(_REPORT_S)
+    def step(self) -> None:
+        """Asks sources and takes their answers; blocks a little while there is nothing to do."""
+        if self._destination is None:
+            self._destination = self._opened()
+        self._turn(self._destination)
+
+    def failed(self, wrong: Exception) -> None:
+        """Says why a step failed."""
+        if isinstance(wrong, ShmBridgeError):
+            self._errors[self._node] = str(wrong)
+            log.error("the relay of bridge %s waits: %s", self._bridge, wrong)
+        else:
+            log.exception("the relay of bridge %s failed, and goes on", self._bridge)
+
+    def close(self) -> None:
+        """Leaves the bridge."""
         if self._destination is not None:
             self._destination.close()
 
@@ -133,16 +147,18 @@ class DestinationActor:
         self._errors.pop(self._node, None)
         return destination
 
-    def _step(self, destination: Destination) -> None:
+    def _turn(self, destination: Destination) -> None:
         import ray
 
-        self._talk_to_directory()
+        self._keep_outward()
         self._ask(destination)
         heads = {pulls[0].ref: node for node, pulls in self._pulls.items() if pulls}
         placed = destination.work()
-        waits_s = _LOOK_S if placed or destination.stats()["waiting"] else _IDLE_S
+        for node, ask in destination.to_nudge().items():
+            self._actors[node].nudge.options(concurrency_group=BESIDE).remote(*ask)
+        waits_s = _LOOK_S if placed or destination.waits else _IDLE_S
         if not heads:
-            self._ending.wait(waits_s)
+            self._thread.wait(waits_s)
             return
         ready, _ = ray.wait(list(heads), num_returns=1, timeout=waits_s)
         for ref in ready:
@@ -162,12 +178,12 @@ class DestinationActor:
                 return
             try:
                 actor = self._actor(node)
-            except ValueError as wrong:  # there is none of that name, now
+                requested_ns = time.monotonic_ns()
+                ref = actor.pull.remote(wire.encode_ask(destination.ask(node)))
+            except Exception as wrong:  # there is none of that name, now; or Ray does not answer
                 self._turns.came(node, 0)
                 self._failed(destination, node, wrong)
                 continue
-            requested_ns = time.monotonic_ns()
-            ref = actor.pull.remote(wire.encode_ask(destination.ask(node)))
             self._pulls.setdefault(node, deque()).append(_Pull(ref, requested_ns))
 
     def _came(self, destination: Destination, node: str) -> None:
@@ -221,38 +237,30 @@ class DestinationActor:
             table.pop(node, None)
 
     def _actor(self, node: str) -> Any:
+        """Returns a source's actor, made again if it was ended for good."""
+        if node not in self._actors:
+            placed = self._sources[node]
+            try:
+                self._actors[node] = find(placed.actor)
+            except ValueError:
+                if not _is_alive(placed.node_id):
+                    raise
+                self._actors[node] = make_source(placed, node)
+        return self._actors[node]
+
+    def _keep_outward(self) -> None:
+        """Looks now and then for the actor that sends the weights, and makes it again if it has ended."""
         import ray
 
-        if node not in self._actors:
-            self._actors[node] = ray.get_actor(self._sources[node].actor, namespace=NAMESPACE)
-        return self._actors[node]
+        if not self._options.weights or time.monotonic() - self._looked_s < _OUTWARD_S:
+            return
+        self._looked_s = time.monotonic()
+        here = ray.get_runtime_context().get_node_id()
+        get_or_make(OutwardActor, outward_name(self._bridge), here, self._bridge, self._node)
 
     # -- the directory
 
-    def _talk_to_directory(self) -> None:
-        """Reports once a second, and hears where the sources are; never waits for an answer."""
-        import ray
-
-        now = time.monotonic()
-        if self._exchange is not None:
-            if not ray.wait([self._exchange], timeout=0)[0]:
-                return
-            answer, self._exchange = self._exchange, None
-            try:
-                self._place(decode_placed(ray.get(answer)))
-            except ray.exceptions.RayError:
-                self._directory = None
-        if now - self._reported_s < _REPORT_S:
-            return
-        self._reported_s = now
-        try:
-            if self._directory is None:
-                self._directory = ray.get_actor(names(self._bridge)[0], namespace=NAMESPACE)
-        except ValueError:
-            return
-        self._exchange = self._directory.exchange.remote(encode(self._report()))
-
-    def _place(self, sources: dict[str, Placed]) -> None:
+    def place(self, sources: dict[str, Placed]) -> None:
         """Takes the sources from now on; one that is named no more stays until its node has left."""
         for node, placed in sources.items():
             if self._sources.get(node) == placed:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from shmbridge.errors import BadArgument, RelayTaken
+from shmbridge.relay.ray.actors import find, get_or_make
 from shmbridge.relay.ray.directory import (
     NAMESPACE,
     Directory,
@@ -22,8 +23,8 @@ from shmbridge.relay.ray.directory import (
     encode,
     names,
 )
-from shmbridge.relay.ray.inward import InwardActor, inward_name
-from shmbridge.relay.ray.node import DestinationActor, Options, SourceActor
+from shmbridge.relay.ray.inward import inward_name, make_inward
+from shmbridge.relay.ray.node import BESIDE, DestinationActor, Options, make_source
 from shmbridge.relay.ray.weights import OutwardActor, outward_name
 from shmbridge.shown import shown
 
@@ -205,7 +206,7 @@ class Placement:
 
         name = names(self._plan.bridge)[1]
         options = msgspec.msgpack.encode(self._plan.options)
-        actor = _actor(DestinationActor, name, node.node_id, node.bridge, node.name, options)
+        actor = get_or_make(DestinationActor, name, node.node_id, node.bridge, node.name, options)
         try:
             there = decode_report(ray.get(actor.report.remote(), timeout=_ANSWER_S)).node
         except ray.exceptions.RayError as wrong:
@@ -217,13 +218,13 @@ class Placement:
                 hint=f"shmbridge relay --bridge {self._plan.bridge} --stop, and start again",
             )
         if self._plan.options.weights:
-            _actor(OutwardActor, outward_name(self._plan.bridge), node.node_id, node.bridge, node.name)
+            get_or_make(OutwardActor, outward_name(self._plan.bridge), node.node_id, node.bridge, node.name)
         return True
 
     def _source(self, placed: Placed, name: str) -> None:
-        _actor(SourceActor, placed.actor, placed.node_id, placed.bridge, name)
+        make_source(placed, name)
         if self._plan.options.weights:
-            _actor(InwardActor, inward_name(placed), placed.node_id, placed.bridge)
+            make_inward(placed)
 
     def _tell(self) -> None:
         import ray
@@ -232,32 +233,11 @@ class Placement:
             return
         try:
             if self._directory is None:
-                self._directory = _actor(Directory, names(self._plan.bridge)[0], self._learner.node_id)
+                self._directory = get_or_make(Directory, names(self._plan.bridge)[0], self._learner.node_id)
             ray.get(self._directory.place.remote(encode(self._placed)), timeout=_ANSWER_S)
         except ray.exceptions.RayError as wrong:
             log.warning("the directory of bridge %s does not answer: %s", self._plan.bridge, wrong)
             self._directory = None
-
-
-def _actor(kind: type, name: str, node_id: str, *arguments: Any) -> Any:
-    """Returns the actor of that name, made on that node if there is none; it outlives this process."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return (
-        ray.remote(kind)
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        .remote(*arguments)
-    )
 
 
 def report(bridge: str) -> Report | None:
@@ -265,7 +245,7 @@ def report(bridge: str) -> Report | None:
     import ray
 
     try:
-        directory = ray.get_actor(names(bridge)[0], namespace=NAMESPACE)
+        directory = find(names(bridge)[0])
         answers = [directory.report.remote(), directory.weights.remote()]
         raw, weights = ray.get(answers, timeout=_ANSWER_S)
     except (ValueError, ray.exceptions.RayError):
@@ -283,15 +263,18 @@ def stop(bridge: str) -> list[str]:
     directory, destination = names(bridge)
     placed = [_placed(node) for node in living_nodes(bridge)]
     sources = [name for each in placed for name in (each.actor, inward_name(each))]
+    pulled = {each.actor for each in placed}
     there = set(ray.util.list_named_actors())
     ended = []
     for name in (destination, outward_name(bridge), *sources, directory):
         if name not in there:
             continue
         try:
-            actor = ray.get_actor(name, namespace=NAMESPACE)
+            actor = find(name)
         except ValueError:
             continue
+        if name in pulled:
+            actor.nudge.options(concurrency_group=BESIDE).remote()
         if name != directory:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(actor.stop.remote(), timeout=_STOP_S)

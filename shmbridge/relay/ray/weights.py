@@ -4,7 +4,6 @@ the object store, part by part, for the actor on each other node.
 
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,23 +12,15 @@ from typing import Any
 
 from shmbridge.errors import ShmBridgeError
 from shmbridge.relay.outward import PART_BYTES, Head, Offer, Outward, encode_head
-from shmbridge.relay.ray.directory import (
-    NAMESPACE,
-    NodeWeights,
-    Placed,
-    WeightsReport,
-    decode_placed,
-    encode,
-    names,
-)
-from shmbridge.relay.ray.inward import inward_name
+from shmbridge.relay.ray.actor_thread import ActorThread
+from shmbridge.relay.ray.directory import NodeWeights, Placed, WeightsReport, encode
+from shmbridge.relay.ray.inward import make_inward
 
 log = logging.getLogger(__name__)
 
 _WINDOW = 4  # parts on their way to one node
 _LOOK_S = 0.05
 _IDLE_S = 0.25
-_REPORT_S = 1.0
 _GATHER_S = 0.1  # for nodes to say that they take a version
 _AGAIN_S, _AGAIN_MOST_S = 0.5, 30.0  # after a node did not take a version; twice as long each time
 
@@ -89,11 +80,7 @@ class OutwardActor:
         self._outward: Outward | None = None
         self._nodes: dict[str, _Node] = {}
         self._said = WeightsReport(node, os.getpid())
-        self._directory: Any = None
-        self._exchange: Any = None
-        self._reported_s = 0.0
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"shmbridge-weights-{bridge}", daemon=True)
+        self._thread = ActorThread(f"shmbridge-weights-{bridge}", bridge, "exchange_weights", self)
         self._thread.start()
 
     def report(self) -> bytes:
@@ -102,27 +89,28 @@ class OutwardActor:
 
     def stop(self) -> None:
         """Ends its thread and leaves the bridge."""
-        self._ending.set()
-        self._thread.join()
+        self._thread.stop()
 
     # -- the thread
 
-    def _run(self) -> None:
-        while not self._ending.is_set():
-            try:
-                if self._outward is None:
-                    self._outward = Outward(self._bridge, self._part_bytes)
-                self._step(self._outward)
-                self._said.error = ""
-            except Exception as wrong:
-                self._said.error = _first_line(wrong)
-                log.exception("the weights of bridge %s do not go out, and are tried again", self._bridge)
-                self._ending.wait(_REPORT_S)
+    def step(self) -> None:
+        """Sends what there is to send; blocks a little while there is nothing."""
+        if self._outward is None:
+            self._outward = Outward(self._bridge, self._part_bytes)
+        self._send(self._outward)
+        self._said.error = ""
+
+    def failed(self, wrong: Exception) -> None:
+        """Says why a step failed."""
+        self._said.error = _first_line(wrong)
+        log.exception("the weights of bridge %s do not go out, and are tried again", self._bridge)
+
+    def close(self) -> None:
+        """Leaves the bridge."""
         if self._outward is not None:
             self._outward.close()
 
-    def _step(self, outward: Outward) -> None:
-        self._talk_to_directory()
+    def _send(self, outward: Outward) -> None:
         newest = self._said.version = outward.version
         if wanting := [node for node in self._nodes.values() if self._wants(node, newest)]:
             with outward.read() as offer:
@@ -179,7 +167,7 @@ class OutwardActor:
 
         for number in range(version.head.parts):
             taking = [each.sent for each in self._of(version) if each.begun]
-            if self._ending.is_set() or not taking:
+            if self._thread.stopping or not taking:
                 return
             if number not in version.parts and number >= min(taking):
                 try:
@@ -205,9 +193,9 @@ class OutwardActor:
         node.said.under_way = version.head.version
         try:
             if node.actor is None:
-                node.actor = ray.get_actor(inward_name(node.placed), namespace=NAMESPACE)
+                node.actor = make_inward(node.placed)
             node.sending.calls.append(node.actor.begin.remote(version.raw))
-        except (ValueError, ray.exceptions.RayError) as wrong:  # there is none of that name, now
+        except (ValueError, ray.exceptions.RayError) as wrong:  # its node has left, or Ray does not answer
             self._failed(node, wrong)
 
     def _turn(self, timeout_s: float) -> bool:
@@ -291,32 +279,7 @@ class OutwardActor:
 
     # -- the directory
 
-    def _talk_to_directory(self) -> None:
-        """Reports once a second, and hears where the sources are; never waits for an answer."""
-        import ray
-
-        if self._exchange is not None:
-            if not ray.wait([self._exchange], timeout=0)[0]:
-                return
-            answer, self._exchange = self._exchange, None
-            try:
-                raw = ray.get(answer)
-                if raw is not None:
-                    self._place(decode_placed(raw))
-            except ray.exceptions.RayError:
-                self._directory = None
-        now = time.monotonic()
-        if now - self._reported_s < _REPORT_S:
-            return
-        self._reported_s = now
-        try:
-            if self._directory is None:
-                self._directory = ray.get_actor(names(self._bridge)[0], namespace=NAMESPACE)
-        except ValueError:
-            return
-        self._exchange = self._directory.exchange_weights.remote(self.report())
-
-    def _place(self, sources: dict[str, Placed]) -> None:
+    def place(self, sources: dict[str, Placed]) -> None:
         """Takes the nodes from now on."""
         for name in [name for name, node in self._nodes.items() if sources.get(name) != node.placed]:
             del self._nodes[name]
