@@ -223,7 +223,8 @@ class Destination:
             size += len(record.extent)
             self._accept(there, record, requested_ns + state.idle_ns)
         there.brought = size
-        there.idle = 0 if size or state.backlog else min(there.idle + 1, _MOST_IDLE)
+        # What it holds has to be acknowledged soon.
+        there.idle = 0 if size or state.counters.get("held") else min(there.idle + 1, _MOST_IDLE)
         there.counts["bytes_total"] += size
         if state.blocked and not size:
             there.blocked_until, there.blocked_free = time.monotonic() + _BLOCKED_S, self._free(node)

@@ -28,6 +28,7 @@ _POLLED = 256
 _BLOCKED_WAIT_S = 0.02
 _ANY = "", -1
 _WEIGHTS_S = 0.05
+_LOOK_S = 0.25  # whether producers have ended
 
 
 class Source:
@@ -52,6 +53,7 @@ class Source:
         self._session: str | None = None
         self._run: Run | None = None
         self._most_stale: tuple[int, int | None] = (-1, None)
+        self._said_finished: set[str] = set()  # in the last answer
         self._nudged = "", 0  # session and number of the ask whose wait is to end
         self._first = 0  # the lane whose turn is first
         self._counts: Counter[str] = Counter()
@@ -71,7 +73,8 @@ class Source:
         idle_ns = time.monotonic_ns() - began_ns
         records = list(self._filled(ask))
         backlog = [len(lane.unsent) for lane in self._lanes.values() if lane.unsent]
-        finished = [each for each in {**ask.committed, **self._lanes} if self._is_finished(each)]
+        finished = list(self._finished(ask))
+        self._said_finished = set(finished)
         for producer_id in finished:
             self._lanes.pop(producer_id, None)
         state = State(
@@ -153,10 +156,12 @@ class Source:
                 left = min(left, _BLOCKED_WAIT_S)
             if left <= 0 or self._nudged in ((ask.session, ask.number), _ANY):
                 return
+            if any(producer_id not in self._said_finished for producer_id in self._finished(ask)):
+                return
             if ask.version > self._consumer.policy_version:  # its weights may be whole soon
                 self._follow_version(ask)
                 left = min(left, _WEIGHTS_S)
-            self._consumer._waiting.wait(left)
+            self._consumer._waiting.wait(min(left, _LOOK_S))
             self._take()
             if blocked:
                 return
@@ -210,6 +215,10 @@ class Source:
                 self._counts["sent_total"] += 1
                 self._counts["sent_bytes_total"] += size
                 yield _sent(lane.facts, record)
+
+    def _finished(self, ask: Ask) -> Iterator[str]:
+        """Yields the producers that are asked about, or had records here, and will bring nothing more."""
+        return (each for each in {**ask.committed, **self._lanes} if self._is_finished(each))
 
     def _is_finished(self, producer_id: str) -> bool:
         """Returns whether a producer will never bring anything more: its lane is gone from this node."""

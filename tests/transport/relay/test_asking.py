@@ -3,6 +3,7 @@
 import threading
 import time
 
+import msgspec
 import numpy as np
 from relaying import exchange, group, send
 
@@ -108,3 +109,20 @@ def test_weights_that_become_whole_are_heard_of_while_a_source_waits(
         wait_until(lambda: producer.policy_version == 1, 0.5)
         source.nudge("", -1)
         thread.join(5)
+
+
+def test_the_end_of_a_producer_ends_the_wait_of_a_source(make_source, make_destination, put_there, consumer):
+    """Said once: what cannot be finished here yet does not make the source answer without end."""
+    source, producer, destination = make_source(), put_there(), make_destination(wait_s=2.0)
+    producer.put(group(0))
+    exchange(source, destination, 2)
+    ask = destination.ask(NODE)
+    thread, parcels = waiting_pull(source, ask)
+    producer.close()
+    thread.join(1.0)
+    assert parcels[0].state.finished == [producer.producer_id]
+    destination.accept(NODE, parcels[0], time.monotonic_ns())
+    again = msgspec.structs.replace(destination.ask(NODE), committed=ask.committed)
+    thread, _ = waiting_pull(source, again)
+    source.nudge("", -1)
+    thread.join(5)
