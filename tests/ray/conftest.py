@@ -98,11 +98,12 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def shared(cluster: Cluster) -> Iterator[Shared]:
+def shared(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Shared]:
+    """With the flags of the relay that the file names."""
     bridge = f"t-shared-{os.getpid()}-{os.urandom(2).hex()}"
     cluster.mend()
     with bridges_of(bridge) as there:
-        relay = Relay(bridge, cluster.address)
+        relay = Relay(bridge, cluster.address, *request.module.FLAGS)
         try:
             yield Shared(bridge, there, relay.ready("env-1", "env-2"))
         finally:
@@ -153,6 +154,19 @@ class Relay:
         self.wait(lambda: all("pid" in self.node(name) and name in self.last["sources"] for name in nodes))
         return self
 
+    def stats_there(self, node: str) -> dict[str, float]:
+        """The counters of a node's bridge, from the lanes' own words, as its relay has them."""
+        import ray
+
+        actor = ray.get_actor(self.last["sources"][node]["actor"], namespace="shmbridge")
+        return ray.get(actor.stats.remote(), timeout=20)
+
+    def end_for_good(self, actor: str) -> None:
+        """Ray does not restart it."""
+        import ray
+
+        ray.kill(ray.get_actor(actor, namespace="shmbridge"))
+
     def kill(self) -> None:
         """The command itself, whose actors go on."""
         self.process.kill()
@@ -184,6 +198,17 @@ def make_relay(cluster: Cluster, bridge: str, there) -> Iterator[Callable[..., R
     yield make
     for relay in made:
         relay.stop()
+
+
+@pytest.fixture
+def conserved() -> Callable[[dict[str, float]], None]:
+    """Asserts that no record of a bridge is unaccounted for."""
+
+    def check(stats: dict[str, float]) -> None:
+        discarded = sum(count for name, count in stats.items() if name.startswith("discarded_total{"))
+        assert stats["records_total"] == stats["released_total"] + stats["held"] + discarded, stats
+
+    return check
 
 
 class Environment:

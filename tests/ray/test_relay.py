@@ -1,88 +1,45 @@
-"""Environments on two nodes, the learner on a third, over a real Ray cluster; and kills of everybody."""
+"""Over a real Ray cluster: kills of everybody, a learner that takes nothing, stale groups."""
 
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
 import shmbridge
 from shmbridge.testing import wait_until
 
-
-def stats_there(relay, node: str) -> dict[str, float]:
-    """The counters of a node's bridge, from the lanes' own words, as its relay has them."""
-    import ray
-
-    actor = ray.get_actor(relay.last["sources"][node]["actor"], namespace="shmbridge")
-    return ray.get(actor.stats.remote(), timeout=20)
+# Of the relay that the tests share.
+FLAGS = ("--no-weights", "--lane-bytes", "256K", "--max-staleness", "1")
 
 
-def assert_conserved(stats: dict[str, float]) -> None:
-    discarded = sum(count for name, count in stats.items() if name.startswith("discarded_total{"))
-    assert stats["records_total"] == stats["released_total"] + stats["held"] + discarded, stats
+@pytest.fixture
+def bridge(shared) -> str:
+    return shared.bridge
 
 
-def test_all_groups_arrive_once_and_in_order(
-    cluster, bridge, there, make_relay, make_environment, learner, tmp_path
-):
-    relay = make_relay()
-    learner.consumer.publish_policy_version(3)
-    environments = [
-        make_environment(node, name, 100) for node in ("env-1", "env-2") for name in ("gsm8k", "math")
-    ]
-    learner.take(400)
-    learner.nothing_more()
-    for environment in environments:
-        assert learner.came[environment.producer_id] == list(range(100))
-        assert environment.done()[0] == 100
-    info = next(each for each in shmbridge.list_bridges() if each.name == bridge)
-    assert {lane.origin_node for lane in info.lanes} == {"env-1", "env-2"}
-    relay.wait(lambda: relay.last["stats"]["relayed_total"] == 400)
-    assert relay.last["stats"]["duplicates_total"] == 0
+@pytest.fixture
+def there(shared) -> Callable[[str], str]:
+    return shared.there
 
-    relay.kill()  # its actors go on
-    late = make_environment("env-2", "late", 50)
-    learner.take(450)
-    assert late.done() == (50, 3)  # the version was there before
-    relay.begin()  # finds them
-    relay.wait(lambda: relay.last["stats"]["relayed_total"] == 450)
 
-    top = [sys.executable, "-m", "shmbridge", "top", bridge, "--cluster", "--once"]
-    words = [*top, "--address", cluster.address]
-    shown = subprocess.run(words, check=True, capture_output=True, text=True)
-    lines = [line.split() for line in shown.stdout.splitlines()]
-    assert [" ".join(line[:2]) for line in lines[1:4]] == ["learner learner", "env-1 source", "env-2 source"]
-    assert [line[lines[0].index("relayed")] for line in lines[2:4]] == ["200", "250"]
-    assert lines[4] == ["policy", "version", "3"]
+@pytest.fixture
+def relay(cluster, shared):
+    """That of the test before, once nothing is left of its environments."""
+    cluster.mend()
+    relay = shared.relay.ready("env-1", "env-2")
+    wait_until(lambda: not any(lanes_of(relay.bridge + suffix) for suffix in ("", "n1", "n2")), 20)
+    return relay
 
-    for environment in (*environments, late):
-        environment.leave()
-    wait_until(lambda: not next(each for each in shmbridge.list_bridges() if each.name == bridge).lanes, 20)
-    for node in ("env-1", "env-2"):
-        stats = stats_there(relay, node)
-        assert_conserved(stats)
-        assert stats["held"] == 0
-    stats = learner.consumer.stats()
-    assert_conserved(stats)
-    assert (stats["records_total"], stats["held"]) == (450, 0)
-    relay.kill()
-    relay.begin()
-    relay.wait(lambda: relay.last["pid"])
-    end_for_good(f"shmbridge-destination-{bridge}")
-    pid = relay.last["pid"]
-    relay.wait(lambda: relay.last["pid"] != pid)  # another one was placed
-    relay.kill()
-    assert len(relay.stop_by_command()) == 7  # three of the learner's node, two of each other
-    assert relay.stop_by_command() == []
+
+def lanes_of(bridge: str) -> list:
+    return [lane for each in shmbridge.list_bridges() if each.name == bridge for lane in each.lanes]
 
 
 def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
-    cluster, make_relay, make_environment, learner
+    relay, make_environment, learner, conserved
 ):
     """SIGKILL of a source's actor, the destination's, the directory's, an environment, in the middle."""
-    relay = make_relay("--no-weights")
     kept = [make_environment(node, "kept", 600, pace_s=0.01) for node in ("env-1", "env-2")]
     ended = make_environment("env-1", "ended", 100_000, pace_s=0.005)
     learner.take(100)
@@ -99,7 +56,7 @@ def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
     relay.ready("env-1", "env-2")
 
     os.kill(directory_pid(relay), signal.SIGKILL)
-    end_for_good(relay.last["sources"]["env-2"]["actor"])
+    relay.end_for_good(relay.last["sources"]["env-2"]["actor"])
     os.kill(ended.process.pid, signal.SIGKILL)
     ended.process.wait()
     for environment in kept:
@@ -112,8 +69,8 @@ def test_kills_of_relays_and_environments_lose_and_repeat_nothing(
     last = learner.came[ended.producer_id]
     assert last == list(range(len(last)))
     assert took > 1200
-    assert_conserved(stats_there(relay, "env-1"))
-    assert_conserved(learner.consumer.stats())
+    conserved(relay.stats_there("env-1"))
+    conserved(learner.consumer.stats())
     assert learner.consumer.stats()["records_total"] == learner.count
 
 
@@ -133,13 +90,6 @@ def take_what_is_there(learner) -> int:
     return learner.count - before
 
 
-def end_for_good(actor: str) -> None:
-    """Ray does not restart it."""
-    import ray
-
-    ray.kill(ray.get_actor(actor, namespace="shmbridge"))
-
-
 def directory_pid(relay) -> int:
     import ray
 
@@ -149,10 +99,10 @@ def directory_pid(relay) -> int:
 
 
 def test_a_killed_raylet_loses_only_what_was_never_relayed_and_says_how_much(
-    cluster, bridge, there, make_relay, make_environment, learner
+    cluster, there, relay, make_environment, learner, conserved
 ):
     """The node's environments go on, and when a raylet comes again, so do their records."""
-    relay = make_relay("--no-weights")
+    duplicates = relay.last["stats"]["duplicates_total"]
     stays = make_environment("env-1", "stays", 300, pace_s=0.01)
     leaves = make_environment("env-2", "leaves", 300, pace_s=0.01, lane_bytes="8M")
     learner.take(100)
@@ -173,8 +123,8 @@ def test_a_killed_raylet_loses_only_what_was_never_relayed_and_says_how_much(
     learner.take(600)
     learner.nothing_more()
     assert learner.came[stays.producer_id] == learner.came[leaves.producer_id] == list(range(300))
-    assert relay.last["stats"]["duplicates_total"] == 0
-    assert_conserved(learner.consumer.stats())
+    assert relay.last["stats"]["duplicates_total"] == duplicates
+    conserved(learner.consumer.stats())
     wait_until(lambda: records_of(there("env-2")) == 0)
 
 
@@ -183,10 +133,9 @@ def records_of(bridge: str) -> int:
 
 
 def test_a_learner_that_takes_nothing_makes_environments_elsewhere_wait(
-    bridge, there, make_relay, make_environment, consumer
+    bridge, there, relay, make_environment, consumer
 ):
     """Memory is what the lanes have on both nodes, and one parcel."""
-    relay = make_relay("--no-weights", "--lane-bytes", "256K")
     environment = make_environment("env-1", "greedy", 2000, tokens=1000, lane_bytes="1M")
     wait_until(lambda: waits(there("env-1")), 30)
     before = rss(int(relay.last["pid"])), records_of(there("env-1"))
@@ -215,8 +164,7 @@ def rss(pid: int) -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_batches_of_whole_groups_none_of_them_stale(there, make_relay, make_environment, consumer):
-    relay = make_relay("--no-weights", "--max-staleness", "1")
+def test_batches_of_whole_groups_none_of_them_stale(there, relay, make_environment, consumer, conserved):
     consumer.publish_policy_version(5)
     with shmbridge.Producer(there("env-2"), "gsm8k") as producer:
         wait_until(lambda: producer.policy_version == 5)
@@ -227,8 +175,8 @@ def test_batches_of_whole_groups_none_of_them_stale(there, make_relay, make_envi
                 assert record.meta.origin.sequence == sequence
         relay.wait(lambda: relay.node("env-2").get("source_discarded_total{stale}") == 2)
         wait_until(lambda: producer.held == 0)
-        stats = stats_there(relay, "env-2")
-        assert_conserved(stats)
+        stats = relay.stats_there("env-2")
+        conserved(stats)
         assert stats["discarded_total{stale}"] == 2
 
     environments = [make_environment(node, node, 40) for node in ("env-1", "env-2")]

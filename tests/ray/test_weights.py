@@ -22,6 +22,7 @@ from shmbridge.weights import WeightsReader, WeightsWriter
 from shmbridge.weights.table import open_segment
 
 NODES = ("env-1", "env-2")
+FLAGS = ()  # of the relay that the tests share
 MIB = 1 << 20
 LARGE = 64 * MIB
 

@@ -3,6 +3,7 @@ learner's, and stops them. A supervisor that dies leaves the actors as they are;
 """
 
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 ENVIRONMENTS = ("shmbridge", "environments")
 NAME_LABEL, SUFFIX_LABEL = "shmbridge-name", "shmbridge-suffix"
 
-_LONGEST_NAME = 63
+_LONGEST_NAME = 63  # bytes
 _ANSWER_S = 10.0
 _STOP_S = 5.0
 _LOOK_S = 3.0
@@ -109,7 +110,7 @@ def living_nodes(bridge: str) -> list[Node]:
             name = labels.get(NAME_LABEL) or (
                 own if own != node["NodeManagerAddress"] else node["NodeManagerHostname"]
             )
-            found.append(Node(node["NodeID"], name, bridge + labels.get(SUFFIX_LABEL, ""), labels))
+            found.append(Node(node["NodeID"], _fitting(name), bridge + labels.get(SUFFIX_LABEL, ""), labels))
     names_of = [node.name for node in found]
     return [
         node
@@ -119,8 +120,22 @@ def living_nodes(bridge: str) -> list[Node]:
     ]
 
 
+def _fitting(name: str) -> str:
+    """Returns a node's name as a lane can say it: a longer one is cut, and ends in digits made of all of it,
+    which are the same whenever the node comes.
+    """
+    raw = name.replace("\0", "?").encode(errors="replace")
+    if len(raw) <= _LONGEST_NAME:
+        return raw.decode()
+    return _with_end(raw, hashlib.blake2b(raw, digest_size=4).hexdigest())
+
+
 def _told_apart(node: Node) -> str:
-    return f"{node.name[: _LONGEST_NAME - 9]}-{node.node_id[:8]}"
+    return _with_end(node.name.encode(), node.node_id[:8])
+
+
+def _with_end(raw: bytes, end: str) -> str:
+    return f"{raw[: _LONGEST_NAME - 1 - len(end)].decode(errors='ignore')}-{end}"
 
 
 def _placed(node: Node) -> Placed:
