@@ -5,7 +5,7 @@ import difflib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from shmbridge.config import check_bridge_name, parse_size
@@ -78,23 +78,21 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = _NEGATIVE_NUMBER
         self._positionals.title, self._optionals.title = "arguments", "flags"
         self.add_argument("-h", "--help", action="help", default=argparse.SUPPRESS, help="show this and end")
-        self.add_argument(
-            "--debug",
-            action=_Debug,
-            nargs=0,
-            default=argparse.SUPPRESS,
-            help="show the traceback of every error, as SHMBRIDGE_DEBUG=1 does",
+        self._add_switch(
+            "--debug", _show_tracebacks, "show the traceback of every error, as SHMBRIDGE_DEBUG=1 does"
         )
 
     def add_json_log(self) -> None:
         """Adds the `--json` of a program that logs: from then on each line it prints is a JSON object."""
-        self.add_argument(
+        self._add_switch(
             "--json",
-            action=_JsonLog,
-            nargs=0,
-            default=argparse.SUPPRESS,
-            help="print a JSON object per line: time, name, level, text; as SHMBRIDGE_LOG=json does",
+            use_json,
+            "print a JSON object per line: time, name, level, text; as SHMBRIDGE_LOG=json does",
         )
+
+    def _add_switch(self, flag: str, does: Callable[[], None], text: str) -> None:
+        """Adds a flag that does something as soon as it is read."""
+        self.add_argument(flag, action=_Switch, does=does, default=argparse.SUPPRESS, help=text)
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake in one line and ends the process with exit code 2."""
@@ -240,22 +238,18 @@ def _said(message: str) -> str:
     return message
 
 
-class _Debug(argparse.Action):
+def _show_tracebacks() -> None:
     """Holds for processes that this one starts, too."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        os.environ[DEBUG] = "1"
+    os.environ[DEBUG] = "1"
 
 
-class _JsonLog(argparse.Action):
+class _Switch(argparse.Action):
+    def __init__(self, *, does: Callable[[], None], **rest: Any) -> None:
+        super().__init__(nargs=0, **rest)
+        self._does = does
+
     def __call__(self, *_: Any) -> None:
-        use_json()
+        self._does()
 
 
 class _Layout(argparse.RawDescriptionHelpFormatter):
