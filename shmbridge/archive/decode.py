@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from shmbridge.archive.encode import TAGS
-from shmbridge.archive.layout import OF_RECORD, Layout
+from shmbridge.archive.layout import OF_RECORD, ORIGIN, Layout, has_origin
 from shmbridge.put.recorded import FlatColumn, RecordedGroup
+from shmbridge.record.record import Origin
 from shmbridge.schema import Column, Kind, Tag
 
 Array = np.ndarray[Any, Any]
@@ -38,6 +39,7 @@ class ArchivedRecord:
     rows: int
     session: str  # of the recorder: times of two sessions may come from two boots of a machine
     group: RecordedGroup
+    origin: Origin | None = None  # where it lay before a relay brought it; None if it was put there
 
 
 def records_of(batch: pa.RecordBatch, layout: Layout) -> Iterator[ArchivedRecord]:
@@ -46,7 +48,8 @@ def records_of(batch: pa.RecordBatch, layout: Layout) -> Iterator[ArchivedRecord
         return
     starts = np.flatnonzero(batch.column("record_row").to_numpy(zero_copy_only=False) == 0)
     ends = np.append(starts[1:], batch.num_rows)
-    firsts = batch.select(list(OF_RECORD)).take(pa.array(starts)).to_pylist()
+    there = [name for name in OF_RECORD if name != ORIGIN or has_origin(batch.schema, layout.names)]
+    firsts = batch.select(there).take(pa.array(starts)).to_pylist()
     arrays = {name: batch.column(file_name) for name, file_name in layout.names.items()}
     for first, start, end in zip(firsts, starts.tolist(), ends.tolist(), strict=True):
         rows = end - start
@@ -81,6 +84,7 @@ def records_of(batch: pa.RecordBatch, layout: Layout) -> Iterator[ArchivedRecord
             rows=rows,
             session=layout.about.get("shmbridge.session", ""),
             group=group,
+            origin=None if (origin := first.get(ORIGIN)) is None else Origin(**origin),
         )
 
 

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from shmbridge.archive.layout import Layout, file_type
+from shmbridge.archive.layout import ORIGIN_TYPE, Layout, file_type
 from shmbridge.errors import RecordTooBig
 from shmbridge.put.recorded import FlatColumn
 from shmbridge.record.columns import ReadableRecord
-from shmbridge.record.record import RecordMeta
+from shmbridge.record.record import Origin, RecordMeta
 from shmbridge.schema import Column, Columns, Kind, Tag
 
 Array = np.ndarray[Any, Any]
@@ -136,13 +136,21 @@ def _of_records(records: Sequence[FlatRecord], rows: list[int], odd: Sequence[An
     yield number("uneven", np.bool_)
     if all(skipped is None for skipped in odd):
         yield pa.nulls(sum(rows), pa.binary())
-        return
-    first = [
-        None if skipped is None or row else skipped[1]
-        for skipped, count in zip(odd, rows, strict=True)
-        for row in range(count)
-    ]
-    yield pa.array(first, pa.binary())
+    else:
+        first = [
+            None if skipped is None or row else skipped[1]
+            for skipped, count in zip(odd, rows, strict=True)
+            for row in range(count)
+        ]
+        yield pa.array(first, pa.binary())
+    if all(meta.origin is None for meta in metas):
+        yield pa.nulls(sum(rows), ORIGIN_TYPE)
+    else:
+        yield each([_origin_said(meta.origin) for meta in metas], ORIGIN_TYPE)
+
+
+def _origin_said(origin: Origin | None) -> dict[str, str | int] | None:
+    return None if origin is None else {field.name: getattr(origin, field.name) for field in ORIGIN_TYPE}
 
 
 @lru_cache

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from shmbridge.archive import parts, refusals
 from shmbridge.archive.keys import SeenKeys
-from shmbridge.archive.layout import OF_RECORD, Layout
+from shmbridge.archive.layout import OF_RECORD, ORIGIN, Layout, has_origin
 from shmbridge.archive.parts import FinishedFile, Format
 from shmbridge.archive.reading import batches_of, layout_of
 from shmbridge.errors import ArchiveUnreadable, ArchiveUnwritable
@@ -100,7 +100,10 @@ def _new_rows(batch: pa.RecordBatch, seen: SeenKeys, done: Exported) -> pa.Recor
 
 def _with_columns(batch: pa.RecordBatch, of_part: Layout, layout: Layout) -> pa.RecordBatch:
     """Returns the batch with the columns of `layout`, in its order; its part may name them otherwise."""
-    part_names = dict.fromkeys(OF_RECORD) | {layout.names[name]: here for name, here in of_part.names.items()}
+    part_names: dict[str, str | None] = dict.fromkeys(OF_RECORD)
+    if not has_origin(batch.schema, of_part.names):
+        del part_names[ORIGIN]
+    part_names |= {layout.names[name]: here for name, here in of_part.names.items()}
     try:
         arrays = [
             batch.column(part_names[each.name] or each.name).cast(each.type)

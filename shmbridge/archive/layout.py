@@ -16,6 +16,12 @@ VERSION = "1"
 _MOST_NULLS = 1024
 _VERSION, _COLUMNS = b"shmbridge.archive", b"shmbridge.columns"
 
+# Files of earlier builds, which knew no relay, do not have it; such builds pass over it.
+ORIGIN = "record_origin"
+ORIGIN_TYPE = pa.struct(
+    [("node", pa.utf8()), ("producer_id", pa.utf8())]
+    + [(name, pa.int64()) for name in ("sequence", "waited_ns", "transfer_ns")]
+)
 # Of the record that a row belongs to, and what its exact replay needs.
 OF_RECORD: dict[str, pa.DataType] = {
     "producer_id": META_TYPES["producer_id"],
@@ -25,6 +31,7 @@ OF_RECORD: dict[str, pa.DataType] = {
     "record_columns": pa.utf8(),
     "record_uneven": pa.bool_(),
     "record_odd": pa.binary(),
+    ORIGIN: ORIGIN_TYPE,
 }
 
 
@@ -84,6 +91,11 @@ class Layout:
         if all(name in self.columns and self.columns[name].same_type(each) for name, each in more.items()):
             return self
         return Layout(Columns([*self.columns.order, *more.order]), self.about)
+
+
+def has_origin(schema: pa.Schema, names: dict[str, str]) -> bool:
+    """Returns whether a file says where its records came from; `names` are its columns of trajectories."""
+    return ORIGIN in schema.names and ORIGIN not in names.values()
 
 
 @cache

@@ -8,6 +8,7 @@ import numpy as np
 
 from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.record import LeasedRecord
+from shmbridge._ext.record import Origin as Origin
 from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
 from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable
