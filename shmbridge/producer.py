@@ -353,19 +353,13 @@ class Producer(OneProcess):
         self._check_open()
         try:
             if isinstance(group, RelayedRecord):
-                return self._planner.relayed(self._of_origin(group), self._writer.newest_origin)
+                if self.origin is None:
+                    raise producer_errors.no_origin(self.producer_id, group.sequence)
+                return self._planner.relayed(group, self._writer.newest_origin)
             return self._planner.plan(group, self._stamp(group_id, group_size, version, split), foreign)
         except (InvalidRecord, RecordTooBig):
             self._writer.count_drop(Drop.INVALID)
             raise
-
-    def _of_origin(self, record: RelayedRecord) -> RelayedRecord:
-        if self.origin is None:
-            raise InvalidRecord(
-                f"record {record.sequence} of another node, and the lane of {self.producer_id} has no origin",
-                hint="open the producer with origin=",
-            )
-        return record
 
     def _stamp(
         self, group_id: str | int | None, group_size: int | None, version: Version, split: str

@@ -126,6 +126,14 @@ def unwritten(column: str) -> InvalidRecord:
     )
 
 
+def no_origin(producer_id: str, sequence: int) -> InvalidRecord:
+    """Returns the error of a relayed record in a lane of this node's own."""
+    return InvalidRecord(
+        f"record {sequence} of another node, and the lane of {producer_id} has no origin",
+        hint="open the producer with origin=",
+    )
+
+
 def draining(bridge: str) -> BridgeDraining:
     """The bridge is drained: the run is over."""
     return BridgeDraining(
