@@ -5,52 +5,28 @@ relay that begins again asks for what is newer. Order is kept per source: one nu
 """
 
 import logging
-import secrets
 import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import Self
 
 from shmbridge.config import Run
 from shmbridge.errors import InvalidRecord, LaneRefused, SchemaMismatch
 from shmbridge.put.relayed import RelayedRecord
+from shmbridge.relay.asked_node import TOTALS, AskedNode
 from shmbridge.relay.bridge_here import HubSays, be_the_only_relay, untaken
 from shmbridge.relay.committed import Committed
 from shmbridge.relay.lane import RelayedLane
-from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord, State
+from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord
 from shmbridge.segments import membership, receipts
 from shmbridge.weights import WeightsReader
 
 log = logging.getLogger(__name__)
 
-_BLOCKED_S = 0.25  # a node whose lanes are full is asked again after that, or when one has room
 _LOOK_S = 0.1
 _RUN_S = 1.0
 _WAIT_S = 0.25
-_IDLE_WAIT_S = 2.0  # of a source that had nothing for some time
-_MOST_IDLE = 8
 _LITTLE = 64 << 10
 _MOST_ASKS = 500  # a second, of nodes that have nothing
-_TOTALS = ("relayed_total", "duplicates_total", "bytes_total")
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    """One source: its session, the asks that are on their way, and what it last said."""
-
-    name: str
-    session: str
-    asked: int = 0
-    asks: deque[Ask] = field(default_factory=deque)
-    refused: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-    state: State | None = None
-    heard_s: float = 0.0
-    brought: int = 0  # bytes of the last parcel
-    idle: int = 0  # answers in a row that brought nothing
-    nudged: bool = False
-    blocked_until: float = 0.0
-    blocked_free: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
 
 
 class Destination:
@@ -94,7 +70,7 @@ class Destination:
             membership.leave(self._control.mapping.fd, bridge)
             raise
         self._lanes: dict[str, RelayedLane] = {}
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, AskedNode] = {}
         self._counts: Counter[str] = Counter()
         self._run: tuple[Run | None, int] = None, 0  # and its step
         self._hub = HubSays(bridge, self._control)
@@ -107,10 +83,8 @@ class Destination:
     def ready(self, node: str) -> bool:
         """Whether it is worth asking a node now: two asks are on their way at most, one if it had nothing."""
         there = self._nodes.get(node)
-        if there is None or there.state is None:
-            return there is None or not there.asks
-        if len(there.asks) >= (2 if there.brought else 1):
-            return False
+        if there is None or not there.is_ready():
+            return there is None
         return time.monotonic() >= there.blocked_until or self._free(node) > there.blocked_free
 
     def ask(self, node: str) -> Ask:
@@ -121,7 +95,7 @@ class Destination:
         """
         there = self._nodes.get(node)
         if there is None:
-            there = self._nodes[node] = _Node(node, secrets.token_hex(8))
+            there = self._nodes[node] = AskedNode(node)
             self._here.node_comes(node)
         control, committed, credits = self._control, {}, {}
         for producer_id, lane in self._lanes.items():
@@ -144,14 +118,12 @@ class Destination:
             bool(control.paused),
             bool(control.draining),
             self.max_bytes if there.brought else min(_LITTLE, self.max_bytes),
-            max(min(self._wait_s * 2**there.idle, _IDLE_WAIT_S), len(self._nodes) / _MOST_ASKS),
+            max(there.wait_s(self._wait_s), len(self._nodes) / _MOST_ASKS),
             self._max_staleness,
             *self._run,
             -1 if self._weights is None or (newest := self._weights.version) is None else newest,
         )
-        there.asked += 1
-        there.nudged = False
-        there.asks.append(ask)
+        there.is_asked(ask)
         return ask
 
     def to_nudge(self) -> dict[str, tuple[str, int]]:
@@ -160,16 +132,10 @@ class Destination:
 
         Each once: what answers then is followed by an ask that says it.
         """
-        control, found = self._control, dict[str, tuple[str, int]]()
+        control = self._control
         says = int(control.policy_version), bool(control.paused), bool(control.draining), *self._run
-        for node, there in self._nodes.items():
-            if there.nudged or not there.asks:
-                continue
-            ask = there.asks[-1]
-            if (ask.version, ask.paused, ask.draining, ask.run, ask.step) != says:
-                there.nudged = True
-                found[node] = there.session, ask.number
-        return found
+        found = {node: there.to_nudge(says) for node, there in self._nodes.items()}
+        return {node: ask for node, ask in found.items() if ask is not None}
 
     def expects(self, node: str) -> bool:
         """Whether the session goes on in which the node was last asked: an answer is believed."""
@@ -181,9 +147,7 @@ class Destination:
         there = self._nodes.get(node)
         if there is None:
             return
-        there.session, there.asked, there.idle = secrets.token_hex(8), 0, 0
-        there.asks.clear()
-        there.brought = 0
+        there.lost()
         for lane in self._lanes.values():
             if lane.node == node:
                 lane.forget_waiting()
@@ -209,32 +173,19 @@ class Destination:
 
     def _accepted(self, node: str, parcel: Parcel, requested_ns: int) -> int:
         there, state = self._nodes[node], parcel.state
-        if state.session != there.session or not there.asks or there.asks[0].number != state.number:
+        if not there.answers(state):
             self.lost(node)
             return 0
-        ask = there.asks.popleft()
-        there.state, there.heard_s = state, time.monotonic()
-        for producer_id, refused in ask.refused.items():  # it has heard of these
-            left = [each for each in there.refused.pop(producer_id, ()) if each not in refused]
-            if left:
-                there.refused[producer_id] = left
         size = 0
         for record in parcel.records:
             size += len(record.extent)
             self._accept(there, record, requested_ns + state.idle_ns)
-        there.brought = size
-        # What it holds has to be acknowledged soon.
-        there.idle = 0 if size or state.counters.get("held") else min(there.idle + 1, _MOST_IDLE)
-        there.counts["bytes_total"] += size
-        if state.blocked and not size:
-            there.blocked_until, there.blocked_free = time.monotonic() + _BLOCKED_S, self._free(node)
-        else:
-            there.blocked_until = 0.0
+        there.has_brought(size, state, self._free(node))
         for producer_id in state.finished:
             self._finish(producer_id)
         return size
 
-    def _accept(self, there: _Node, sent: SentRecord, requested_ns: int) -> None:
+    def _accept(self, there: AskedNode, sent: SentRecord, requested_ns: int) -> None:
         producer_id = sent.lane.producer_id
         lane = self._lanes.get(producer_id)
         if lane is None:
@@ -385,7 +336,7 @@ class Destination:
             total.update(dict(there.counts))  # another thread may add one meanwhile
         lanes = list(self._lanes.values())
         return {
-            **dict.fromkeys(_TOTALS, 0),
+            **dict.fromkeys(TOTALS, 0),
             **total,
             "lanes": len(lanes),
             "waiting": sum(lane.waiting for lane in lanes),
@@ -397,15 +348,7 @@ class Destination:
 
         Never blocks; any thread.
         """
-        found: dict[str, dict[str, float]] = {}
-        for name, there in list(self._nodes.items()):
-            about: dict[str, float] = {**dict.fromkeys(_TOTALS, 0), **there.counts}
-            if there.state is not None:
-                about |= {f"source_{key}": value for key, value in there.state.counters.items()}
-                about |= {"pid": there.state.pid, "backlog": there.state.backlog}
-                about["heard_s"] = time.monotonic() - there.heard_s
-            found[name] = about
-        return found
+        return {name: there.about() for name, there in list(self._nodes.items())}
 
     @property
     def waits(self) -> bool:

@@ -55,6 +55,7 @@ ORDER = {
 }
 # Base classes with a single subclass of ours that are complete by themselves.
 ONE_SUBCLASS = {
+    "Action": "argparse's",
     "BatchColumns": "a table of names and types, held to the schema; a Batch gathers",
     "RecordColumns": "a table of names and types, held to the schema; a Record leases",
     "Batch": "a DeviceBatch, of another package, has tensors besides",
