@@ -22,7 +22,7 @@ def examine(*, gpu_asked: bool = False) -> list[Check]:
         *guarded("optional packages", software.optional_packages),
         *loaded,
     ]
-    if all(each.state == "ok" for each in loaded):
+    if all(each.state != "fail" for each in loaded):
         found += _with_extensions()
     found += guarded("open files", open_files.descriptors)
     found += guarded("clock", clock.monotonic)

@@ -42,7 +42,7 @@ def devices(asked: bool, command: Sequence[str] = COMMAND, root: Path = Path("/"
 
     Blocks for seconds where there are some.
     """
-    if not asked and not _signs(root):
+    if not asked and not is_likely(root):
         text = "no GPU found: page-locking and copies to it were not tried"
         return [Check("gpu", "ok", text)]
     try:
@@ -59,7 +59,7 @@ def devices(asked: bool, command: Sequence[str] = COMMAND, root: Path = Path("/"
     return [_finding(device) for device in answer.devices]
 
 
-def _signs(root: Path) -> bool:
+def is_likely(root: Path = Path("/")) -> bool:
     """Returns whether something says that there is an NVIDIA GPU."""
     return shutil.which("nvidia-smi") is not None or any((root / "dev").glob("nvidia[0-9]*"))
 

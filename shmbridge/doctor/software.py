@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import shmbridge
+from shmbridge.doctor import gpu
 from shmbridge.doctor.check import Check
 
 # The least releases of pyproject.toml.
@@ -17,6 +18,7 @@ NEEDED = {"numpy": "1.26", "pyarrow": "15", "pyzmq": "26", "posix_ipc": "1.1", "
 # Where installed: what the adapters were written for. atroposlib is exactly this one.
 WELCOME = {"torch": "2.4", "vllm": "0.32", "atroposlib": "0.4.0"}
 _EXACT = ("atroposlib",)
+_CUDA = "nvidia-cublas", "nvidia-cublas-cu12"  # what torch brings if it is built for CUDA 13 or 12
 
 _Find = Callable[[str], str | None]
 
@@ -51,14 +53,19 @@ def versions(find: _Find = installed, needed: Mapping[str, str] = NEEDED) -> Che
     return Check("versions", "ok", text)
 
 
-def optional_packages(find: _Find = installed) -> Check:
-    """The versions of packages that some users have, by their metadata: none of them is imported."""
+def optional_packages(find: _Find = installed, has_gpu: Callable[[], bool] = gpu.is_likely) -> Check:
+    """The versions of packages that some users have, by their metadata: none of them is imported.
+
+    torch for CUDA, which is 4.6 GB more than its build for CPUs, is named where there is no GPU.
+    """
     found = {package: version for package in WELCOME if (version := find(package))}
     absent = [package for package in WELCOME if package not in found]
     text = ", ".join(
         [*(f"{package} {version}" for package, version in found.items())]
         + ([f"without {' and '.join(absent)}"] if absent else [])
     )
+    if find("torch") and any(find(package) for package in _CUDA) and not has_gpu():
+        text += "; torch is built for CUDA, and there is no GPU here: its build for CPUs takes 4.6 GB less"
     wrong = [
         f"{package}{'==' if package in _EXACT else '>='}{WELCOME[package]}"
         for package, version in found.items()
@@ -72,7 +79,9 @@ def optional_packages(find: _Find = installed) -> Check:
 
 
 def extensions(folder: Path = Path(shmbridge.__file__).parent / "_ext") -> Check:
-    """Whether every module of the compiled core can be imported by this Python."""
+    """Whether every module of the compiled core can be imported by this Python; in a clone, also whether it
+    was built after its sources last changed.
+    """
     names = sorted(path.stem for path in folder.glob("*.pyi"))
     for name in names:
         try:
@@ -84,7 +93,20 @@ def extensions(folder: Path = Path(shmbridge.__file__).parent / "_ext") -> Check
                 f"shmbridge._ext.{name} does not load: {type(wrong).__name__}: {wrong}",
                 "build it for this Python: make build in a clone, or pip install --force-reinstall .",
             )
-    return Check("extensions", "ok", f"{len(names)} modules load, built for {_platform()}")
+    text = f"{len(names)} modules load, built for {_platform()}"
+    if changed := _changed_since_built(folder):
+        return Check("extensions", "warn", f"{text}, before {changed} changed", "make build")
+    return Check("extensions", "ok", text)
+
+
+def _changed_since_built(folder: Path) -> str:
+    """Returns the newest source of the core in a clone, if it is younger than a module; else ""."""
+    built = [path.stat().st_mtime for path in folder.glob("*.so")]
+    sources = [path for pattern in ("*.pyx", "*.pxd", "c/*.h", "c/*.c") for path in folder.glob(pattern)]
+    if not (folder.parents[1] / "setup.py").exists() or not built or not sources:
+        return ""
+    newest = max(sources, key=lambda path: path.stat().st_mtime)
+    return newest.name if newest.stat().st_mtime > max(built) else ""
 
 
 def atomics() -> Check:

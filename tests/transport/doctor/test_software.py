@@ -1,5 +1,6 @@
 """Versions that fit and do not, and a compiled core that does not load."""
 
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -59,6 +60,33 @@ def test_optional_packages(there, state, text, fix) -> None:
     assert found.state == state
     assert found.text.startswith(text)
     assert found.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_cuda", "said"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_torch_for_cuda_is_named_where_there_is_no_gpu(has_gpu, has_cuda, said) -> None:
+    there = {"torch": "2.11.0"} | ({"nvidia-cublas": "13.0"} if has_cuda else {})
+    found = software.optional_packages(there.get, lambda: has_gpu)
+    assert found.state == "ok"
+    assert ("4.6 GB less" in found.text) == said
+
+
+def test_a_core_that_is_older_than_its_sources(tmp_path) -> None:
+    """In a clone; an installed package has no setup.py beside it."""
+    core = tmp_path / "shmbridge" / "_ext"
+    core.mkdir(parents=True)
+    for number, name in enumerate(("a.pyx", "b.pyx", "a.cpython-311.so", "b.cpython-311.so")):
+        (core / name).write_text("")
+        os.utime(core / name, (1000 + number, 1000 + number))
+    (tmp_path / "setup.py").write_text("")
+    assert software.extensions(core).state == "ok"
+    os.utime(core / "a.pyx", (2000, 2000))
+    found = software.extensions(core)
+    assert (found.state, found.fix) == ("warn", "make build")
+    assert "before a.pyx changed" in found.text
+    (tmp_path / "setup.py").unlink()
+    assert software.extensions(core).state == "ok"
 
 
 def test_the_core_loads_here() -> None:
