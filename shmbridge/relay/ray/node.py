@@ -23,7 +23,7 @@ from shmbridge.relay.turns import Turns
 
 log = logging.getLogger(__name__)
 
-_OUTWARD_S = 5.0
+_OUTWARD_S = 10.0
 _AGAIN_S = 0.5  # after a node did not answer
 _LOOK_S = 0.02  # longest sleep while records wait for room
 _IDLE_S = 0.25  # between two looks for a new policy version, a pause or the end
@@ -255,8 +255,11 @@ class DestinationActor:
         if not self._options.weights or time.monotonic() - self._looked_s < _OUTWARD_S:
             return
         self._looked_s = time.monotonic()
-        here = ray.get_runtime_context().get_node_id()
-        get_or_make(OutwardActor, outward_name(self._bridge), here, self._bridge, self._node)
+        try:
+            find(outward_name(self._bridge))
+        except ValueError:
+            here = ray.get_runtime_context().get_node_id()
+            get_or_make(OutwardActor, outward_name(self._bridge), here, self._bridge, self._node)
 
     # -- the directory
 
