@@ -28,7 +28,7 @@ _POLLED = 256
 _BLOCKED_WAIT_S = 0.02
 _ANY = "", -1
 _WEIGHTS_S = 0.05
-_LOOK_S = 0.25  # whether producers have ended
+_LOOK_S = 0.5  # whether producers have ended
 
 
 class Source:
