@@ -215,7 +215,8 @@ class LaneSet:
             self._lanes[name] = adopted
             if not adopted.corrupt:
                 self.turns.remove(adopted.reader)
-                self._behind.append(adopted)
+                if adopted not in self._behind:
+                    self._behind.append(adopted)
                 self._let_follow()
             adopted.reader.ring()  # a predecessor may have died between release and wake
             self._watch.watch(name, adopted.reader.lane, pid, namespace)
@@ -224,12 +225,13 @@ class LaneSet:
     def _let_follow(self) -> None:
         """Takes in turn also from lanes behind an earlier one of their origin, once that has nothing to take.
 
-        For the holder of `_adopting`.
+        For the holder of `_adopting`. Idempotent.
         """
         lanes = list(self)
         for lane in list(self._behind):
             earlier = lanes[: lanes.index(lane)]
-            if not any(each.waiting and each.lane.source == lane.lane.source for each in earlier):
+            if not any(each.lane.source == lane.lane.source and each.waiting for each in earlier):
+                self.turns.remove(lane.reader)
                 self.turns.add(lane.reader)
                 self._behind.remove(lane)
 
