@@ -3,8 +3,10 @@ learner's, and stops them. A supervisor that dies leaves the actors as they are;
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,10 +33,10 @@ from shmbridge.shown import shown
 
 log = logging.getLogger(__name__)
 
-# Labels of nodes: of those with environments; and a name and a suffix of the bridge's name, for nodes that
-# share a host or its memory.
+# Labels of nodes: of those with environments; a name and a suffix of the bridge's name, for nodes that share
+# a host or its memory; and the share of what may be on its way, beside a node of weight 1.
 ENVIRONMENTS = ("shmbridge", "environments")
-NAME_LABEL, SUFFIX_LABEL = "shmbridge-name", "shmbridge-suffix"
+NAME_LABEL, SUFFIX_LABEL, WEIGHT_LABEL = "shmbridge-name", "shmbridge-suffix", "shmbridge-weight"
 
 _LONGEST_NAME = 63  # bytes
 _ANSWER_S = 10.0
@@ -140,7 +142,18 @@ def _with_end(raw: bytes, end: str) -> str:
 
 def _placed(node: Node) -> Placed:
     """Returns the source relay of a node, which its actor's name follows from."""
-    return Placed(f"shmbridge-source-{node.bridge}-{node.node_id[:16]}", node.node_id, node.bridge)
+    actor = f"shmbridge-source-{node.bridge}-{node.node_id[:16]}"
+    return Placed(actor, node.node_id, node.bridge, _weight(node.name, node.labels.get(WEIGHT_LABEL, "1")))
+
+
+@functools.cache
+def _weight(name: str, said: str) -> float:
+    """Returns the weight that a node's label gives it; 1, logged once, for one that is no number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (weight := float(said)) < math.inf:
+            return weight
+    log.warning("node %s: label %s=%s is no number above 0: its weight is 1", name, WEIGHT_LABEL, said)
+    return 1.0
 
 
 class Placement:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shmbridge.put.relayed import LaneOrigin
+from shmbridge.relay.ray import place
 from shmbridge.relay.ray.place import living_nodes
 
 
@@ -51,3 +52,16 @@ def test_names_that_are_the_same_are_told_apart(cluster):
 
 def test_a_name_that_fits_is_itself(cluster):
     assert names(cluster, node("e" * 63, "0" * 56), node("127.0.0.1", "1" * 56)) == ["e" * 63, "host"]
+
+
+@pytest.mark.parametrize(
+    ("said", "weight"),
+    [(None, 1.0), ("2.5", 2.5), ("0", 1.0), ("-1", 1.0), ("nan", 1.0), ("inf", 1.0), ("much", 1.0)],
+)
+def test_a_label_gives_a_node_its_weight(cluster, caplog, said, weight):
+    cluster[:] = [node("env-1", "0" * 56) | {"Labels": {} if said is None else {"shmbridge-weight": said}}]
+    place._weight.cache_clear()
+    for _ in range(3):
+        (living,) = living_nodes("run1")
+        assert place._placed(living).weight == weight
+    assert len(caplog.messages) == (said is not None and weight == 1.0)
