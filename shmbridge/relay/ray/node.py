@@ -264,9 +264,12 @@ class DestinationActor:
     # -- the directory
 
     def place(self, sources: dict[str, Placed]) -> None:
-        """Takes the sources from now on; one that is named no more stays until its node has left."""
+        """Takes the sources from now on; one that is named no more, or in another way, stays as it is until
+        its node has left.
+        """
         for node, placed in sources.items():
-            if self._sources.get(node) == placed:
+            # Also under another name, which it had while Ray held two nodes of one name for alive.
+            if placed in self._sources.values():
                 continue
             if not _is_alive(placed.node_id):
                 continue

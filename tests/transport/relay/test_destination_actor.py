@@ -37,3 +37,15 @@ def test_a_source_that_cannot_be_asked_gives_its_turn_back(actor, make_destinati
         assert actor._errors == {"env-1": "the control store does not answer"}
         assert not actor._turns._reserved["env-1"]
         assert not destination.expects("env-1")
+
+
+def test_a_source_whose_node_has_another_name_is_asked_under_one(actor):
+    """As when a raylet begins again before Ray holds the one before for dead: both nodes have one name."""
+    old, new = Placed("source", "id", actor._bridge), Placed("source-2", "id-2", actor._bridge)
+    actor.place({"env-1-old": old, "env-1-new": new})
+    assert actor._sources == {"env-1": old, "env-1-new": new}
+    actor.place({"env-1": new})
+    assert actor._sources == {"env-1": old, "env-1-new": new}
+    actor._forget("env-1")  # the old one has left
+    actor.place({"env-1": new})
+    assert actor._sources == {"env-1-new": new}
