@@ -46,6 +46,24 @@ def test_a_node_that_comes_again_under_another_name_repeats_nothing(
     assert destination.stats()["duplicates_total"] == 3
 
 
+def test_what_another_name_of_a_node_sent_is_acknowledged_to_it(
+    make_source, make_destination, put_there, consumer
+):
+    """Also if it sent before the node was gone under its first name, and sends nothing afterwards."""
+    source, destination, producer = make_source(), make_destination(), put_there()
+    producer.put(group(0))
+    exchange(source, destination)
+    source.close()
+    again = make_source("another")
+    for number in (1, 2):
+        producer.put(group(number))
+    keys = take(consumer, 3, lambda: exchange(again, destination))
+    destination.gone("env-1")
+    exchange(again, destination, 2)
+    assert keys == [(producer.producer_id, number) for number in range(3)]
+    assert again.stats()["held"] == 0
+
+
 def test_two_destinations_without_a_lane_exclude_each_other(bridge, make_destination):
     first = make_destination()
     with pytest.raises(shmbridge.RelayTaken, match="another process"):
