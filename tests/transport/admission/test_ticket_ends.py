@@ -236,7 +236,7 @@ def test_a_producer_whose_lane_is_refused_is_told(producer, limited) -> None:
     consumer = limited(0, 1)
     producer.begin_group(timeout_s=5).end()
     consumer._lanes._lanes.pop(producer.lane_name)
-    consumer._lanes.refused.add(producer.lane_name)
+    consumer._lanes.refused[producer.lane_name] = "a test says so"
     with pytest.raises(RequestRefused, match="is refused"):
         producer.begin_group(timeout_s=5)
 
