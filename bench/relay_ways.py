@@ -17,6 +17,7 @@ from shmbridge.bench.groups import Array, Shape, flat_columns
 from shmbridge.relay import wire
 from shmbridge.relay.destination import Destination
 from shmbridge.relay.source import Source
+from shmbridge.testing import wait_until
 
 LEARNER, ENVIRONMENTS = ("shmbridge", "learner"), ("shmbridge", "environments")
 MODULO = 1 << 64
@@ -122,6 +123,11 @@ class Way:
         ray.kill(self.sender)
 
 
+def remove(bridge: str) -> None:
+    """Removes a bridge's segments once its actors, which were ended, are gone."""
+    wait_until(lambda: not shmbridge.clean(bridge, dry_run=False).kept, 10.0)
+
+
 class _Bridged(Way):
     """Both bridges, and the consumer on the learner's."""
 
@@ -141,7 +147,7 @@ class _Bridged(Way):
         super().__exit__()
         self.consumer.close()
         for bridge in (self.bridge, self.there):
-            shmbridge.clean(bridge, dry_run=False)
+            remove(bridge)
 
 
 class Relayed(_Bridged):

@@ -20,7 +20,6 @@ pytest.importorskip("ray", reason="needs an environment with Ray: make bench-ray
 
 import numpy as np
 
-import shmbridge
 from shmbridge.bench.cpu_time import cpu_s
 from shmbridge.weights import WeightsReader, WeightsWriter
 
@@ -81,7 +80,7 @@ class Relayed:
         self._engine.close()
         self._writer.close()
         for bridge in (self.bridge, f"{self.bridge}-env"):
-            shmbridge.clean(bridge, dry_run=False)
+            relay_ways.remove(bridge)
 
 
 class Stored:

@@ -292,7 +292,8 @@ def stop(bridge: str) -> list[str]:
     placed = [_placed(node) for node in living_nodes(bridge)]
     sources = [name for each in placed for name in (each.actor, inward_name(each))]
     pulled = {each.actor for each in placed}
-    there = set(ray.util.list_named_actors())
+    every = ray.util.list_named_actors(all_namespaces=True)  # the caller may have joined in another one
+    there = {each["name"] for each in every if each["namespace"] == NAMESPACE}
     ended = []
     for name in (destination, outward_name(bridge), *sources, directory):
         if name not in there:
