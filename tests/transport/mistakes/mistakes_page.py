@@ -33,11 +33,15 @@ class Scene:
     """The names that the examples use, made for them."""
 
     def __init__(self) -> None:
+        before = os.environ.get("SHMBRIDGE_CHECK_ROWS")
         os.environ["SHMBRIDGE_CHECK_ROWS"] = "0"  # else a record's size depends on which rows are checked
         try:
             self._make()
         finally:
-            del os.environ["SHMBRIDGE_CHECK_ROWS"]
+            if before is None:
+                del os.environ["SHMBRIDGE_CHECK_ROWS"]
+            else:
+                os.environ["SHMBRIDGE_CHECK_ROWS"] = before
 
     def _make(self) -> None:
         self.consumer = shmbridge.Consumer(BRIDGE)
