@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class PinnedWeights:
 
     Args:
         end: a writer or a part, whose memory the device writes, or a reader, whose memory it reads.
-        driver: makes what registers; None is returned where there is no driver.
+        driver: finds what registers, at the first need; returns None where there is none.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class PinnedWeights:
     ) -> None:
         self._end, self._find_driver = end, driver
         self._written = not isinstance(end, WeightsReader)
-        self._driver: Driver | None = None
-        self._looked = False
         self._memory: memoryview | None = None  # keeps the segment mapped as long as it is registered
         self._address = 0
         self._registered = False
+
+    @cached_property
+    def _driver(self) -> Driver | None:
+        return self._find_driver()
 
     @property
     def bytes(self) -> int:
@@ -58,8 +61,6 @@ class PinnedWeights:
         if self._memory is not None and self._address == address:
             return  # the memory held is mapped, so no other segment has its address
         self._let_go()
-        if not self._looked:
-            self._driver, self._looked = self._find_driver(), True
         if self._driver is None:
             return
         self._memory, self._address = memory, address

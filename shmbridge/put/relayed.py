@@ -18,7 +18,7 @@ from shmbridge.shown import kind_of, shown
 
 Array = np.ndarray[Any, Any]
 
-_LONGEST_NODE, _LONGEST_ID = 63, 95  # bytes that a lane's header has for each, less the NUL
+LONGEST_NODE, _LONGEST_ID = 63, 95  # bytes that a lane's header has for each, less the NUL
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LaneOrigin:
     def words(self) -> tuple[bytes, bytes, int]:
         """Returns what stands in a lane's header. Raises BadArgument if it has no room there."""
         for what, text, most in (
-            ("node", self.node, _LONGEST_NODE),
+            ("node", self.node, LONGEST_NODE),
             ("producer_id", self.producer_id, _LONGEST_ID),
         ):
             raw = text.encode(errors="replace")

@@ -17,8 +17,8 @@ _LOOK_AGAIN_S = 0.01
 
 
 def be_the_only_relay(bridge: str, control: header.Control) -> None:
-    """Takes the lock of the bridge's relay, for as long as the control segment is open. Blocks for a second
-    while a lane of a relay is locked: whoever removes a dead one holds its lock meanwhile.
+    """Takes the lock of the bridge's relay, for as long as the control segment is open. Blocks for at most
+    a second while a lane of a relay is locked: a process that removes a dead lane holds its lock meanwhile.
 
     Raises RelayTaken if a process lives that puts records of other nodes.
     """

@@ -192,14 +192,12 @@ class Destination:
             lane = RelayedLane(self.bridge, there.name, sent.lane, self.lane_bytes)
             self._lanes[producer_id] = lane
         newest = self._here.newest(producer_id)
-        if lane.node != there.name:  # its node has another name by now: it is told there what is committed
-            lane.node = there.name
-            if newest is not None:
-                self._here.note(producer_id, there.name, newest)
-        if newest is not None and sent.sequence <= newest:
-            there.counts["duplicates_total"] += 1
-            self._here.note(producer_id, there.name, newest)  # its node may have another name by now
-            return
+        lane.node = there.name  # its node may have another name by now, and hears there what is committed
+        if newest is not None:
+            self._here.note(producer_id, there.name, newest)
+            if sent.sequence <= newest:
+                there.counts["duplicates_total"] += 1
+                return
         if sent.sequence <= lane.newest_waiting:  # another relay there sends what it does not know to be here
             there.counts["duplicates_total"] += 1
             return

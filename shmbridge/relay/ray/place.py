@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from shmbridge.errors import BadArgument, RelayTaken
+from shmbridge.put.relayed import LONGEST_NODE
 from shmbridge.relay.ray.actors import find, get_or_make
 from shmbridge.relay.ray.directory import (
     NAMESPACE,
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 ENVIRONMENTS = ("shmbridge", "environments")
 NAME_LABEL, SUFFIX_LABEL, WEIGHT_LABEL = "shmbridge-name", "shmbridge-suffix", "shmbridge-weight"
 
-_LONGEST_NAME = 63  # bytes
 _ANSWER_S = 10.0
 _STOP_S = 5.0
 _LOOK_S = 3.0
@@ -127,7 +127,7 @@ def _fitting(name: str) -> str:
     which are the same whenever the node comes.
     """
     raw = name.replace("\0", "?").encode(errors="replace")
-    if len(raw) <= _LONGEST_NAME:
+    if len(raw) <= LONGEST_NODE:
         return raw.decode()
     return _with_end(raw, hashlib.blake2b(raw, digest_size=4).hexdigest())
 
@@ -137,7 +137,7 @@ def _told_apart(node: Node) -> str:
 
 
 def _with_end(raw: bytes, end: str) -> str:
-    return f"{raw[: _LONGEST_NAME - 1 - len(end)].decode(errors='ignore')}-{end}"
+    return f"{raw[: LONGEST_NODE - 1 - len(end)].decode(errors='ignore')}-{end}"
 
 
 def _placed(node: Node) -> Placed:

@@ -1,4 +1,4 @@
-"""Records of one source in several lanes here: in their order, whoever dies."""
+"""Records of one source in several lanes here come in order, after any process has died."""
 
 from relaying import exchange, group, take, taken
 

@@ -435,16 +435,22 @@ def test_a_source_that_ends_is_finished_on_both_nodes(
     assert not destination.ask(NODE).committed
 
 
-def test_the_end_of_a_source_of_an_earlier_destination_is_said(
-    bridge, elsewhere, make_source, make_destination, put_there, consumer
-):
-    """A partial group of a source that is gone would wait for an end that a dead relay cannot say."""
+def after_part_of_a_group(put_there, make_source, make_destination):
+    """A source, and the next destination: the first one and the producer end after part of a group."""
     producer, source, first = put_there(), make_source(), make_destination()
     producer.put(group(0), group_id="whole", group_size=4)
     exchange(source, first, 2)
     first.close()
     producer.close()
     second = make_destination()
+    return source, second
+
+
+def test_the_end_of_a_source_of_an_earlier_destination_is_said(
+    bridge, elsewhere, make_source, make_destination, put_there, consumer
+):
+    """A partial group of a source that is gone would wait for an end that a dead relay cannot say."""
+    source, second = after_part_of_a_group(put_there, make_source, make_destination)
     wait_until(lambda: exchange(source, second) or not segment.lane_names(elsewhere))
     wait_until(lambda: exchange(source, second) or not second.ask(NODE).committed)
     assert consumer.take_groups(groups=1, timeout_s=0.1) is None
@@ -454,13 +460,8 @@ def test_the_end_of_a_source_of_an_earlier_destination_is_said(
 def test_the_end_of_a_source_waits_for_the_lock_of_its_lane(
     bridge, elsewhere, make_source, make_destination, put_there, consumer
 ):
-    """Whoever tries to remove the lane, or reads its memory map, has it meanwhile."""
-    producer, source, first = put_there(), make_source(), make_destination()
-    producer.put(group(0), group_id="whole", group_size=4)
-    exchange(source, first, 2)
-    first.close()
-    producer.close()
-    second = make_destination()
+    """A process holds that lock while it tries to remove the lane, or reads its memory map."""
+    source, second = after_part_of_a_group(put_there, make_source, make_destination)
     lane = segment.open_mapping(segment.lane_names(bridge)[0])
     wait_until(lambda: locks.lock_exclusive(lane.fd, LockByte.PRODUCER))
     wait_until(lambda: exchange(source, second) or not segment.lane_names(elsewhere))
