@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -23,6 +23,7 @@ from shmbridge import Batch, Record
 from shmbridge.consumers.dataset_parts.batch_tensors import Tensors, batch_tensors, check_names, row_tensors
 from shmbridge.consumers.dataset_parts.position import Place, Position
 from shmbridge.record.leases import abandon
+from shmbridge.segments.at_exit import closed_at_exit
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -150,7 +151,7 @@ class BridgeDataset(IterableDataset[Tensors]):
                 place is taken.
         """
         self._check_worker()
-        for batch in self._batches():
+        for batch in closed_at_exit(self._batches()):
             if self.items == "rows":
                 yield from self._rows(batch)
             elif not self._send_back_had(batch):
@@ -207,7 +208,7 @@ class BridgeDataset(IterableDataset[Tensors]):
     def _had_all(self, group: Group) -> bool:
         return all(self._position.rows_had(_place(record)) >= record.rows for record in group.records)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Generator[Batch, None, None]:
         if self.world_size is not None:
             yield from self._shares()
             return

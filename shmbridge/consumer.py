@@ -10,7 +10,7 @@ consumer, so that one which nobody holds is collected.
 import functools
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
 from shmbridge import batch
@@ -51,7 +51,7 @@ from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
 from shmbridge.schema import columns_of
 from shmbridge.segments import membership, one_thread, os_limits
-from shmbridge.segments.at_exit import at_exit
+from shmbridge.segments.at_exit import at_exit, closed_at_exit
 from shmbridge.segments.closing import then_close
 from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.one_process import OneProcess
@@ -257,6 +257,9 @@ class Consumer(OneProcess):
         A `break`, an exception or close() releases nothing: the record of that step is released only by its
         own release().
         """
+        return closed_at_exit(self._records())
+
+    def _records(self) -> Generator[Record, None, None]:
         self._check_mine()
         with self._state.until_closed():
             while (record := self._take(Call.FOR)) is not None or not self._waiting.drained():

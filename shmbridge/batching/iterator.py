@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from typing import Self
 
 from shmbridge.batch import Batch
+from shmbridge.segments.at_exit import closed_at_exit
 from shmbridge.segments.helper_threads import run_to_end
 
 # Yields batches; None where none came within the seconds of its argument, if that is given.
@@ -56,7 +57,7 @@ class Batches:
 
     def _step(self, tick_s: float | None) -> None:
         if self._steps is None:
-            self._steps = self._begin(tick_s)
+            self._steps = closed_at_exit(self._begin(tick_s))
         self._came = next(self._steps, _OVER)
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
-"""Calls at process exit for objects that were not closed, held by weak references only."""
+"""What happens at process exit to objects that were not closed; they are held by weak references only."""
 
 import atexit
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
+_Generator = TypeVar("_Generator", bound=Generator[Any, Any, Any])
 _Weak = weakref.WeakMethod[Callable[[], None]]
 
 
@@ -21,3 +24,23 @@ def at_exit(method: Callable[[], None]) -> Callable[[], None]:
 
     atexit.register(call)
     return lambda: atexit.unregister(call)
+
+
+_generators: "weakref.WeakSet[Generator[Any, Any, Any]]" = weakref.WeakSet()
+
+
+def closed_at_exit(generator: _Generator) -> _Generator:
+    """Returns the generator, which is closed when the interpreter exits: its `except` and `finally` need their
+    modules, which Python clears before it collects what is left.
+
+    Never blocks. One that another thread is in stays as it is.
+    """
+    _generators.add(generator)
+    return generator
+
+
+@atexit.register
+def _close_generators() -> None:
+    for generator in list(_generators):
+        with contextlib.suppress(ValueError):
+            generator.close()

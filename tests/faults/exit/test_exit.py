@@ -226,6 +226,48 @@ UNCLOSED = {
         """,
         [(0, True), (1, True), (2, False), (3, False)],
     ),
+    "an iteration of records": (
+        """
+        producer, consumer = shmbridge.Producer(bridge, lane_bytes='64K'), shmbridge.Consumer(bridge)
+        for _ in range(2): producer.put(group)
+        records = iter(consumer)
+        record = next(records)
+        """,
+        [(0, True), (1, False)],
+    ),
+    "iterations of both ends closed, in a cycle": (
+        """
+        producer, consumer = shmbridge.Producer(bridge, lane_bytes='64K'), shmbridge.Consumer(bridge)
+        for _ in range(3): producer.put(group)
+        class Loop: pass
+        loop = Loop(); loop.itself = loop
+        loop.batches = iter(consumer.batches(groups=1)); next(loop.batches); next(loop.batches)
+        producer.close(); consumer.close()
+        """,
+        [(1, True), (2, False)],
+    ),
+    "a rank's iteration": (
+        """
+        consumer = shmbridge.Consumer(bridge)
+        producer = shmbridge.Producer(bridge, lane_bytes='64K')
+        producer.put(group)
+        shares = consumer.serve_ranks(1, groups=1)
+        rank = shmbridge.Rank(bridge, 0, 1)
+        batches = iter(rank.batches(timeout_s=5))
+        batch = next(batches)
+        """,
+        [(0, True)],
+    ),
+    "a data set's iteration": (
+        """
+        from shmbridge.consumers import BridgeDataset
+        producer = shmbridge.Producer(bridge, lane_bytes='64K')
+        for _ in range(3): producer.put(group)
+        items = iter(BridgeDataset(bridge, groups=1, timeout_s=5))
+        item = next(items)
+        """,
+        [(0, True), (1, False), (2, False)],
+    ),
     "a claim open": (
         """
         producer = shmbridge.Producer(bridge, lane_bytes='64K')
