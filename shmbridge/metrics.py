@@ -6,8 +6,10 @@ A name never contains a record, a pid or a producer, so that a run has as many n
 and a few dozen more.
 """
 
+import functools
 import re
 import time
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,8 +52,7 @@ def rollout_metrics(
     all.
 
     Args:
-        env_names: (B,), each trajectory's environment. Characters other than letters, digits, `.`, `_` and
-            `-` become `_`.
+        env_names: (B,), each trajectory's environment, which appears as `environment_label` writes it.
         groups: int (B,), ordinal of each trajectory's group, any numbers.
         scores: float (B,); NaN where a trajectory has none. NaN, infinite values and values beyond
             `LARGEST_SCORE` do not count as scores.
@@ -269,9 +270,17 @@ class LatencyWindow:
         return found
 
 
+@functools.lru_cache(maxsize=4096)
 def environment_label(env_name: str) -> str:
-    """Returns the environment's name in metrics. Never blocks."""
-    return re.sub(r"[^\w.-]", "_", env_name, flags=re.ASCII) or _UNNAMED
+    """Returns the environment's name in metrics: two names never share one. Never blocks.
+
+    Letters and digits of any script, `.`, `_` and `-` stay. Any other character becomes `_`, and the checksum
+    of the whole name follows, as it does where the name is one that stands for something else here.
+    """
+    fit = re.sub(r"[^\w.-]", "_", env_name)
+    if fit == env_name and fit not in ("", OTHER, _UNNAMED):
+        return fit
+    return f"{fit}-{zlib.crc32(env_name.encode()):08x}" if env_name else _UNNAMED
 
 
 def rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:

@@ -100,7 +100,7 @@ def test_arguments_that_were_not_passed_have_no_metrics():
 
 
 def test_names_of_environments_stay_within_their_place_and_number():
-    assert "atropos/a_b_c_d/mean_score" in rollout_metrics(["a/b{c d"], [0], [1.0])
+    assert "atropos/a_b_c_d-8c51d8e6/mean_score" in rollout_metrics(["a/b{c d"], [0], [1.0])
     assert "atropos/unnamed/mean_score" in rollout_metrics([""], [0], [1.0])
     many = [f"env-{number}" for number in range(MOST_ENVIRONMENTS + 10)]
     found = rollout_metrics(many, range(len(many)), range(len(many)))
@@ -108,6 +108,38 @@ def test_names_of_environments_stay_within_their_place_and_number():
     assert sum(name.endswith("/mean_score") for name in found) == MOST_ENVIRONMENTS + 2
     assert found[f"atropos/{OTHER}/mean_score"] == np.mean(range(MOST_ENVIRONMENTS, len(many)))
     assert found["atropos/num_environments"] == len(many)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Mathe größer", "Mathe_größer", "Mathe\tgrößer"),
+        ("\u0cb8\u0cbe", "\u0cb8\u0cbf", "\u0cb8"),  # they differ in a vowel sign, which is no letter
+        ("org/env@1", "org/env@2", "org/env:1"),
+        ("\N{SNOWMAN}", "\N{COMET}", "_"),
+        ("", "unnamed"),
+        ("", "_", " ", "  "),
+        ("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "cafe\N{COMBINING ACUTE ACCENT}", "cafe"),
+    ],
+)
+def test_environments_of_different_names_are_never_one(names):
+    found = rollout_metrics(names, range(len(names)), range(len(names)))
+    assert found["atropos/num_environments"] == len(names)
+    per_environment = {key: value for key, value in found.items() if key.count("/") == 2}
+    assert {key.count("/") for key in found} == {1, 2}
+    means = [value for key, value in per_environment.items() if key.endswith("/mean_score")]
+    assert sorted(means) == list(range(len(names)))
+
+
+def test_an_environment_that_is_called_other_is_not_the_others():
+    names = [OTHER, *(f"env-{number}" for number in range(MOST_ENVIRONMENTS))]
+    found = rollout_metrics(names, range(len(names)), [5.0] + [0.0] * MOST_ENVIRONMENTS)
+    assert found[f"atropos/{OTHER}/mean_score"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["数学", "gsm8k", "Ünïcode-v1.2_x"])
+def test_letters_of_any_script_stay(name):
+    assert f"atropos/{name}/mean_score" in rollout_metrics([name], [0], [1.0])
 
 
 @pytest.mark.parametrize(
