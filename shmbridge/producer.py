@@ -28,7 +28,7 @@ from shmbridge.config import (
     check_timeout,
     format_size,
 )
-from shmbridge.errors import InvalidRecord, LaneFull, RecordTooBig, ShmBridgeError
+from shmbridge.errors import Closed, InvalidRecord, LaneFull, RecordTooBig, ShmBridgeError
 from shmbridge.put import producer_errors
 from shmbridge.put.agreement import check_agrees_with_bridge
 from shmbridge.put.claim import Slot
@@ -593,6 +593,14 @@ class Producer(OneProcess):
                 self._drop(plan, Drop.CANCELLED)
 
     def _leave(self) -> None:
+        try:
+            self._give_back()
+        except Closed:  # its descriptors were closed under it, and its locks went with them
+            self._closed = True
+            self._no_exit_call()
+            raise
+
+    def _give_back(self) -> None:
         self._names.say_what_is_left()
         # Before _closed is set, in case an interrupt ended close() above: a thread in begin_group checks only
         # the tickets.

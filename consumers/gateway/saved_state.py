@@ -59,8 +59,9 @@ class StateFile:
     def open(self) -> bool:
         """Locks and reads the file; returns False if another gateway has it. Never raises for its content."""
         for _ in range(100):
-            with suppress(FileExistsError):
+            with suppress(FileExistsError, FileNotFoundError):
                 self._folder.mkdir(mode=0o700)
+                self._folder.chmod(0o700)  # whatever the umask takes away
             try:
                 self._fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 if os.fstat(self._fd).st_uid != os.geteuid():

@@ -45,20 +45,21 @@ def become_hub(bridge: str, *, replace: bool = False) -> header.Control:
     if earlier is not None:
         earlier.closing.close()
     control = membership.open_control(bridge)
-    namespace = locks.pid_namespace()
 
     def is_ours() -> bool:
         return locks.lock_after(
-            lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0,
+            lambda: control.hub_pid if locks.is_own_namespace(control.hub_pid_namespace) else 0,
             control.mapping.fd,
             LockByte.HUB,
         )
 
     if not (is_ours() or (earlier is not None and _give_back(earlier) and is_ours())):
-        pid, same = control.hub_pid, control.hub_pid_namespace == namespace
+        pid, same = control.hub_pid, locks.is_own_namespace(control.hub_pid_namespace)
         membership.leave(control.mapping.fd, bridge)
         raise _taken(bridge, pid, pid == os.getpid() and same)
-    control.enter(os.getpid(), namespace)  # so that a second consumer names the right pid in its error
+    control.enter(
+        os.getpid(), locks.pid_namespace()
+    )  # so that a second consumer names the right pid in its error
     header.fault(b"hub.locked")
     return control
 

@@ -30,8 +30,9 @@ _generators: "weakref.WeakSet[Generator[Any, Any, Any]]" = weakref.WeakSet()
 
 
 def closed_at_exit(generator: _Generator) -> _Generator:
-    """Returns the generator, which is closed when the interpreter exits: its `except` and `finally` need their
-    modules, which Python clears before it collects what is left.
+    """Returns the generator, which is closed when the interpreter exits.
+
+    Its `except` and `finally` need their modules, which Python clears before it collects what is left.
 
     Never blocks. One that another thread is in stays as it is.
     """

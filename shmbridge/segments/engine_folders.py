@@ -26,6 +26,8 @@ class EngineFolder:
             self.path = MOUNT / f"{engine_folder_prefix(bridge)}{os.urandom(8).hex()}"
             self.path.mkdir(mode=0o700)
             try:
+                with contextlib.suppress(FileNotFoundError):
+                    self.path.chmod(0o700)  # whatever the umask takes away
                 # None: another process took it for a dead one's, and removes it
                 self._file = _lock(self.path)
             except BaseException:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from shmbridge.errors import ProcessLimit
 from shmbridge.segments.closing import begin_own_thread
 
 Result = TypeVar("Result")
@@ -127,7 +128,19 @@ class Joined:
             raise error
 
     def begin(self, failed: Callable[[Exception], None]) -> None:
-        """Like `start`, without waiting; see start_apart."""
+        """Like `start`, without waiting; see start_apart.
+
+        Raises ProcessLimit where a library has replaced threads by greenlets: one that waits in C stops all.
+        """
+        for part in (_thread.start_new_thread, queue.SimpleQueue):
+            by = part.__module__.partition(".")[0]
+            if by not in ("_thread", "_queue"):
+                raise ProcessLimit(
+                    f"thread {self._thread.name} cannot run: {by} has replaced {part.__name__} in this "
+                    "process",
+                    hint=f"keep both, as {by}.monkey.patch_all(thread=False, queue=False) does, or use a "
+                    "process of its own; a Producer needs no thread",
+                )
         start_apart(self._thread, failed)
 
     def join(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from shmbridge._ext.mapping import Descriptor
+from shmbridge.segments import os_limits
 
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
@@ -47,9 +48,21 @@ class LockByte(IntEnum):
 def _lock(fd: int, kind: int, byte: int, count: int = 1) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0))
-    except (BlockingIOError, PermissionError):
-        return False
+    except OSError as wrong:
+        if wrong.errno in (errno.EAGAIN, errno.EACCES):  # another holder has it
+            return False
+        raise os_limits.as_error(wrong, "fcntl(F_OFD_SETLK)", "a segment's lock") from wrong
     return True
+
+
+def _holder(fd: int, byte: int, count: int) -> tuple[int, int, int]:
+    """Returns kind, start and length of a lock that another open file has on any of the bytes."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0)
+    try:
+        kind, _, start, length, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    except OSError as wrong:
+        raise os_limits.as_error(wrong, "fcntl(F_OFD_GETLK)", "a segment's lock") from wrong
+    return kind, start, length
 
 
 def lock_exclusive(fd: int, byte: int) -> bool:
@@ -113,8 +126,7 @@ def is_locked(fd: int, byte: int, count: int = 1) -> bool:
 
     Never blocks, takes no lock.
     """
-    raw = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0))
-    return bool(_FLOCK.unpack(raw)[0] != fcntl.F_UNLCK)
+    return _holder(fd, byte, count)[0] != fcntl.F_UNLCK
 
 
 def show_tickets(lane_fd: int, count: int) -> None:
@@ -133,12 +145,7 @@ def tickets_held(lane_fd: int) -> int:
 
     At most MOST_TICKETS, whatever bytes are locked.
     """
-    raw = fcntl.fcntl(
-        lane_fd,
-        fcntl.F_OFD_GETLK,
-        _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, LockByte.FIRST_TICKET, MOST_TICKETS, 0),
-    )
-    kind, _, start, count, _ = _FLOCK.unpack(raw)
+    kind, start, count = _holder(lane_fd, LockByte.FIRST_TICKET, MOST_TICKETS)
     if kind == fcntl.F_UNLCK:
         return 0
     # Length 0: the lock reaches to the end of the file.
@@ -146,13 +153,24 @@ def tickets_held(lane_fd: int) -> int:
 
 
 def pid_namespace() -> int:
-    """Returns the inode of this process' pid namespace: pids of another one mean nothing here."""
-    return os.stat("/proc/self/ns/pid").st_ino
+    """Returns the inode of this process' pid namespace: pids of another one mean nothing here.
+
+    0 where /proc is not mounted: then every process counts as one of another namespace.
+    """
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def is_own_namespace(namespace: int) -> bool:
+    """Returns whether a pid of that namespace means the same process here."""
+    return namespace != 0 and namespace == pid_namespace()
 
 
 def open_pidfd(pid: int, namespace: int) -> int:
     """Returns a descriptor that becomes readable when the process ends; -1 if none can be had."""
-    if namespace != pid_namespace():
+    if not is_own_namespace(namespace):
         return -1
     with contextlib.suppress(OSError, OverflowError):  # a lane may hold any number
         return os.pidfd_open(pid)

@@ -1,20 +1,20 @@
 """The resources this process may still take: memory of its cgroups and of the machine, descriptors, address
-space, file size.
+space, file size. And the one translation of an OSError into an error of ours.
 
 Reads the kernel's limits and names the one that was hit.
 """
 
 import contextlib
 import errno
+import io
 import os
 import resource
-import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from shmbridge.config import format_size
-from shmbridge.errors import ProcessLimit
+from shmbridge.errors import Closed, ProcessLimit, ShmBridgeError, ShmUnavailable
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as the largest page-aligned number
 _ENOUGH_DESCRIPTORS = 1 << 16
@@ -82,14 +82,14 @@ def check_descriptors(count: int, what: str) -> None:
     """Raises ProcessLimit unless `count` more descriptors can be had now: some libraries abort the process
     when none is left.
     """
-    try:
-        # Objects close what they opened even after an interrupt; a number on its way to os.close stays open.
-        _ = [select.epoll() for _ in range(count)]
-    except OSError as wrong:
-        limit = as_process_limit(wrong, f"{what} (it needs {count} descriptors)")
-        if limit is None:
-            raise
-        raise limit from wrong
+    with contextlib.ExitStack() as opened:
+        try:
+            # Objects close what they opened even after an interrupt; a number on its way to os.close stays.
+            for _ in range(count):
+                opened.enter_context(io.FileIO(os.devnull))
+        except OSError as wrong:
+            if limit := as_process_limit(wrong, f"{what} (it needs {count} descriptors)"):
+                raise limit from wrong
 
 
 def raise_descriptors() -> None:
@@ -177,6 +177,26 @@ def as_process_limit(wrong: OSError, what: str) -> ProcessLimit | None:
             hint="ulimit -f unlimited, or lower lane_bytes",
         )
     return None
+
+
+def as_error(wrong: OSError, call: str, what: str) -> ShmBridgeError:
+    """Returns the error of ours for what the kernel answered to `call`, made for `what`.
+
+    ProcessLimit for a limit of this process, Closed for a descriptor that was closed under it, ShmUnavailable
+    with the call and the errno for anything else.
+    """
+    if limit := as_process_limit(wrong, what):
+        return limit
+    if wrong.errno == errno.EBADF:
+        return Closed(
+            f"the descriptor of {what} was closed by something else in this process",
+            hint="open producers and consumers after what closes all descriptors (a daemon's start)",
+        )
+    name = errno.errorcode.get(wrong.errno or 0, str(wrong.errno))
+    return ShmUnavailable(
+        f"{what}: the system refused {call}: {name}, {os.strerror(wrong.errno or 0)}",
+        hint="a sandbox or a seccomp filter may not know this call: allow it, or run outside to compare",
+    )
 
 
 def _number(limit: int) -> str:

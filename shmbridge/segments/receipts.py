@@ -54,6 +54,7 @@ def write(lane: str, mapping: Mapping) -> str:
     try:
         fd = os.open(_path(_receipt_of(lane)), how, 0o600)
         try:
+            os.fchmod(fd, 0o600)  # whatever the umask takes away
             header.fault(b"receipt.created")
             whole = os.write(fd, line) == len(line)
         finally:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MOUNT = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PREFIX = "shmbridge."
+_MODE = 0o600
 _STEP_BYTES = 16 << 20
 _LEFT_ALONE_BYTES = 8 << 20
 _TURN_PREFIX = ".shmbridge-turn."
@@ -152,7 +153,7 @@ def open_segment(name: str, flags: int = 0) -> Descriptor:
 
 def _open_once(name: str, flags: int) -> Descriptor:
     try:
-        opened = posix_ipc.SharedMemory(name, flags, mode=0o600, size=0)
+        opened = posix_ipc.SharedMemory(name, flags, mode=_MODE, size=0)
     except posix_ipc.ExistentialError as missing:
         if flags & posix_ipc.O_EXCL:
             raise FileExistsError(name) from missing
@@ -165,11 +166,13 @@ def _open_once(name: str, flags: int) -> Descriptor:
     except (ValueError, OSError) as wrong:
         raise _cannot_open(name, wrong) from wrong
     file = Descriptor(opened.fd)
-    owner = os.fstat(file.fd).st_uid
-    if owner == os.geteuid():
+    found = os.fstat(file.fd)
+    if found.st_uid == os.geteuid():
+        if flags & posix_ipc.O_CREAT and found.st_mode & 0o777 != _MODE:
+            os.fchmod(file.fd, _MODE)  # the umask took a bit away, without which nobody else could open it
         return file
     file.close()  # root may open everything, and its new segments would lock the owner out
-    raise _foreign(name, owner)
+    raise _foreign(name, found.st_uid)
 
 
 def _cannot_open(name: str, wrong: ValueError | OSError) -> Exception:
@@ -185,13 +188,19 @@ def _cannot_open(name: str, wrong: ValueError | OSError) -> Exception:
         )
     if wrong.errno == errno.ENOSPC:
         return _mount_too_small(0, f"segment {name}")
-    return os_limits.as_process_limit(wrong, f"segment {name}") or wrong
+    return os_limits.as_error(wrong, "shm_open", f"segment {name}")
 
 
 def _denied(name: str) -> ShmPermission | ShmUnavailable:
     try:
-        return _foreign(name, os.stat(MOUNT / name[1:]).st_uid)
-    except OSError:  # no foreign owner: this user may not write to the mount
+        found = os.stat(MOUNT / name[1:])
+        if found.st_uid != os.geteuid():
+            return _foreign(name, found.st_uid)
+        return ShmUnavailable(
+            f"segment {name} has mode {found.st_mode & 0o7777:04o}: even its owner may not open it",
+            hint=f"chmod 600 {MOUNT}{name}",
+        )
+    except OSError:  # no such segment: this user may not write to the mount
         mode = os.stat(MOUNT).st_mode & 0o7777
         return ShmUnavailable(
             f"{MOUNT} has mode {mode:04o}: uid {os.geteuid()} may not create there",
@@ -233,7 +242,10 @@ def still_named(fd: int, name: str) -> bool:
         named = os.stat(MOUNT / name[1:])
     except FileNotFoundError:
         return False
-    mine = os.fstat(fd)
+    try:
+        mine = os.fstat(fd)
+    except OSError as wrong:
+        raise os_limits.as_error(wrong, "fstat", f"segment {name}") from wrong
     return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
 
 
@@ -321,8 +333,13 @@ def _reserve(fd: int, size: int, what: str, less: str) -> bool:
         try:
             os.posix_fallocate(fd, at, step)
         except OSError as full:
-            limit = os_limits.as_process_limit(full, what) if full.errno == errno.EFBIG else None
-            raise limit or _mount_too_small(size, what, less) from full
+            if full.errno == errno.ENOSPC:
+                raise _mount_too_small(size, what, less) from full
+            if full.errno == errno.ENOMEM:
+                raise ShmTooSmall(
+                    f"{what} needs {format_size(size)}: the kernel has no memory left for it", hint=less
+                ) from full
+            raise os_limits.as_error(full, "fallocate", what) from full
     return huge
 
 
@@ -351,10 +368,7 @@ def map_segment(file: Descriptor, size: int, what: str, *, readonly: bool = Fals
     try:
         return Mapping(file, size, readonly)
     except OSError as wrong:
-        limit = os_limits.as_process_limit(wrong, f"{what} ({format_size(size)})")
-        if limit is None:
-            raise
-        raise limit from wrong
+        raise os_limits.as_error(wrong, "mmap", f"{what} ({format_size(size)})") from wrong
 
 
 def map_data_writable(lane: Mapping, name: str) -> None:

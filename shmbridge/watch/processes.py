@@ -25,7 +25,7 @@ def state_of(pid: int, namespace: int, *, alive: bool) -> State:
     """
     if not alive:
         return State.DEAD
-    if namespace != locks.pid_namespace():
+    if not locks.is_own_namespace(namespace):
         return State.UNKNOWN
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
