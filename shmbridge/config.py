@@ -135,12 +135,17 @@ def check_lanes(lanes: int | str) -> int | None:
     return lanes
 
 
+def whole_number(value: object) -> int | None:
+    """Returns a whole number of any integer type as an int; None for anything else, also for True and False."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def check_count(name: str, count: object, least: int, most: int) -> int:
     """Returns a whole number from `least` to `most`, as an int; or raises BadArgument."""
-    try:
-        number = None if isinstance(count, bool) else operator.index(count)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
+    number = whole_number(count)
     if number is None or not least <= number <= most:
         digits = count.strip() if isinstance(count, str) else ""
         is_text = digits.isdecimal() and least <= int(digits) <= most
@@ -153,11 +158,8 @@ def check_count(name: str, count: object, least: int, most: int) -> int:
 
 def check_version(name: str, version: object) -> int:
     """Returns a policy version, from 0 and below 2**62; or raises BadArgument."""
-    try:
-        number = operator.index(version)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if 0 <= number < 1 << 62:
+    number = whole_number(version)
+    if number is not None and 0 <= number < 1 << 62:
         return number
     said = version if isinstance(version, str) else ""
     hint = f"{name}={said}, without quotes" if said.isdigit() else f"{name} counts from 0, such as the step"
@@ -168,11 +170,8 @@ def check_staleness(max_staleness: object) -> int | None:
     """Returns the most versions that a group may be behind, None for any; or raises BadArgument."""
     if max_staleness is None:
         return None
-    try:
-        number = operator.index(max_staleness)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if number < 0:
+    number = whole_number(max_staleness)
+    if number is None or number < 0:
         raise BadArgument(
             f"max_staleness={shown(max_staleness)} is no whole number from 0",
             hint="max_staleness=2 versions behind, or None for no limit",

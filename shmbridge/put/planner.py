@@ -17,7 +17,7 @@ from shmbridge._ext import fast_put
 from shmbridge._ext.column import BeyondLayout, PackedColumn
 from shmbridge._ext.pack import BadValue
 from shmbridge._ext.plan import Plan, Stamp
-from shmbridge.config import format_size
+from shmbridge.config import format_size, whole_number
 from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.other_names import did_you_mean, nearest
 from shmbridge.put.convert import Converter, checked_lengths, with_reason_codes
@@ -62,11 +62,9 @@ def checked_stamp(
             hint="group_size=8: rows of the whole group; leave it out for a group put whole",
         )
     bounds = version if isinstance(version, tuple) else (version, version)
-    try:
-        oldest, newest = (current if bound is None else operator.index(bound) for bound in bounds)
-    except (TypeError, ValueError):
-        oldest, newest = 0, -1
-    if not -1 <= oldest <= newest < 1 << 62:
+    given = [current if bound is None else whole_number(bound) for bound in bounds]
+    oldest, newest = given if len(given) == 2 else (None, None)
+    if oldest is None or newest is None or not -1 <= oldest <= newest < 1 << 62:
         raise InvalidRecord(
             f"policy_version={shown(version)} is not a version, or (oldest, newest)",
             hint=_version_hint(version),

@@ -1,5 +1,6 @@
 """A committed trajectory group (or a fragment) as its reader sees it: zero-copy columns, Arrow, Atropos."""
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,12 @@ from shmbridge.shown import shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+# Attributes of a record that are its meta's now.
+_MOVED = frozenset(
+    "sequence group_id group_size env_id min_policy_version max_policy_version t_created_ns t_publish_ns "
+    "redelivered".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,20 @@ class Record(RecordColumns, NamedColumns, OneProcess, LeasedRecord):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.release()
+
+    if not TYPE_CHECKING:  # a checker knows the standard columns, by RecordColumns
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"'Record' object has no attribute {name!r}")
+            if name not in _MOVED:
+                raise self._absent(name)
+            warnings.warn(
+                f"record.{name} is now record.meta.{name}; the old name goes with the next release",
+                FutureWarning,
+                stacklevel=2,
+            )
+            return getattr(self.meta, name)
 
     def __repr__(self) -> str:
         meta = self.meta

@@ -11,7 +11,7 @@ import numpy as np
 
 from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
-from shmbridge.config import check_timeout, deadline_of
+from shmbridge.config import check_timeout, check_version, deadline_of
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte
@@ -149,6 +149,7 @@ class WeightsReader(WeightsEnd):
         are others, and not the given one. A long lease makes the writer wait with its second next version;
         while the lease lasts, that version can be leased by number.
         """
+        version = None if version is None else check_version("version", version)
         hold = _Hold()
         try:
             found, held, slot = self._take(hold, version, deadline_of(check_timeout(timeout_s)), timeout_s)

@@ -11,10 +11,12 @@ import struct
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import shmbridge
 from shmbridge import errors
+from shmbridge.weights import WeightsReader, WeightsWriter
 
 DOORBELL, ARRIVALS, SPACE_BELL = 0x200, 0x280, 0x400  # shmbridge/_ext/c/layout.h
 
@@ -232,3 +234,36 @@ def test_a_handler_that_closes_a_producer_at_any_time_loses_nothing_that_was_tol
         numbers = came.get(producer_id, [])
         assert numbers == list(range(len(numbers)))
         assert count <= len(numbers) <= count + 1, "at most the one under way came untold"
+
+
+VERSIONS = {
+    "publish_policy_version": lambda consumer, producer, version: consumer.publish_policy_version(version),
+    "note_training_version": lambda consumer, producer, version: consumer.note_training_version(version),
+    "put": lambda consumer, producer, version: producer.put({"tokens": [[1]]}, policy_version=version),
+    "put, oldest": lambda consumer, producer, version: producer.put(
+        {"tokens": [[1]]}, policy_version=(version, 9)
+    ),
+    "max_staleness": lambda consumer, producer, version: next(
+        consumer.batches(groups=1, max_staleness=version, timeout_s=0.1)
+    ),
+    "weights": lambda consumer, producer, version: publish_weights(consumer.bridge, version),
+    "lease": lambda consumer, producer, version: lease_weights(consumer.bridge, version),
+}
+
+
+def publish_weights(bridge: str, version: object) -> None:
+    with WeightsWriter(bridge) as writer:
+        writer.publish(version, [("a", np.zeros(3, np.float32))])
+
+
+def lease_weights(bridge: str, version: object) -> None:
+    with WeightsReader(bridge) as reader, reader.lease(version=version, timeout_s=0.1):
+        pass
+
+
+@pytest.mark.parametrize("version", [True, False, np.True_, 1.0, "1"], ids=repr)
+@pytest.mark.parametrize("door", VERSIONS)
+def test_a_version_is_a_whole_number_at_every_door(door, version, consumer, producer) -> None:
+    with pytest.raises((errors.BadArgument, errors.InvalidRecord), match=str(version)):
+        VERSIONS[door](consumer, producer, version)
+    assert consumer.poll() == []

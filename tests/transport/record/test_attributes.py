@@ -139,3 +139,31 @@ def test_views_that_are_copies_can_be_copied(producer, consumer):
     again = copy.deepcopy(record["tokens"])
     record.release()
     assert [row.tolist() for row in again] == [[1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sequence",
+        "group_id",
+        "group_size",
+        "env_id",
+        "min_policy_version",
+        "max_policy_version",
+        "t_created_ns",
+        "t_publish_ns",
+        "redelivered",
+    ],
+)
+def test_an_attribute_that_moved_to_the_meta_keeps_its_old_name(name, producer, consumer) -> None:
+    producer.put({"tokens": [[1, 2]]}, group_id="g", policy_version=3)
+    with consumer.get(5) as record:
+        with pytest.warns(FutureWarning, match=f"record.{name} is now record.meta.{name}"):
+            value = getattr(record, name)
+        assert value == getattr(record.meta, name)
+
+
+def test_an_attribute_that_is_no_column_is_named_with_what_was_meant(producer, consumer) -> None:
+    producer.put({"tokens": [[1, 2]], "score": [1.0]})
+    with consumer.get(5) as record, pytest.raises(AttributeError, match="did you mean 'score'"):
+        _ = record.reward
