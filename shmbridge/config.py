@@ -136,7 +136,7 @@ def check_lanes(lanes: int | str) -> int | None:
 
 
 def whole_number(value: object) -> int | None:
-    """Returns a whole number of any integer type as an int; None for anything else, also for True and False."""
+    """Returns a whole number of any integer type as an int; None for anything else, True and False too."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:

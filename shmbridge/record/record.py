@@ -1,7 +1,7 @@
 """A committed trajectory group (or a fragment) as its reader sees it: zero-copy columns, Arrow, Atropos."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,11 +25,8 @@ from shmbridge.shown import shown
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Attributes of a record that are its meta's now.
-_MOVED = frozenset(
-    "sequence group_id group_size env_id min_policy_version max_policy_version t_created_ns t_publish_ns "
-    "redelivered".split()
-)
+# Some of them were attributes of a record itself.
+_OF_META = frozenset(field.name for field in fields(RecordMeta))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +98,10 @@ class Record(RecordColumns, NamedColumns, OneProcess, LeasedRecord):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(f"'Record' object has no attribute {name!r}")
-            if name not in _MOVED:
+            if name not in _OF_META:
                 raise self._absent(name)
             warnings.warn(
-                f"record.{name} is now record.meta.{name}; the old name goes with the next release",
+                f"record.{name} is record.meta.{name}: the short name goes with the next release",
                 FutureWarning,
                 stacklevel=2,
             )

@@ -158,7 +158,7 @@ def test_views_that_are_copies_can_be_copied(producer, consumer):
 def test_an_attribute_that_moved_to_the_meta_keeps_its_old_name(name, producer, consumer) -> None:
     producer.put({"tokens": [[1, 2]]}, group_id="g", policy_version=3)
     with consumer.get(5) as record:
-        with pytest.warns(FutureWarning, match=f"record.{name} is now record.meta.{name}"):
+        with pytest.warns(FutureWarning, match=f"record.{name} is record.meta.{name}"):
             value = getattr(record, name)
         assert value == getattr(record.meta, name)
 
