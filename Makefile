@@ -9,8 +9,12 @@ BIN    := $(VENV)/bin
 ,      := ,
 RUN    := $(BIN)/python
 
-# A CPU machine gets the CPU build of torch where one is provided; see constraints-cpu.txt.
+# A machine without a GPU gets the CPU build of torch: from the package indexes that pip has here, else from PyTorch's own index.
+# Where neither has it, pip takes the release of constraints-cpu.txt as it comes.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
+TORCH_CPU   := torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+INSTALL_TORCH = $(if $(CONSTRAINTS),$(BIN)/pip install --quiet '$(TORCH_CPU)' 2>/dev/null || $(BIN)/pip install --quiet --retries 1 --index-url $(TORCH_INDEX) '$(TORCH_CPU)' || )$(BIN)/pip install --quiet $(CONSTRAINTS) torch
 
 # For C files that stand alone; bash's own SECONDS is not taken.
 SAN := -std=gnu11 -g -O1 -Wall -Wno-unused-function -fno-sanitize-recover=undefined -I shmbridge/_ext/c
@@ -49,6 +53,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
 	@echo "== packages into $(VENV): torch, transformers, atroposlib"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
+	$(INSTALL_TORCH)
 	$(BIN)/pip install --quiet $(CONSTRAINTS) torch 'setuptools>=77' 'cython>=3.1' 'numpy>=2' wheel
 	$(call EDITABLE,atropos$(,)learner$(,)launch$(,)tui)
 	touch $@
