@@ -1,7 +1,6 @@
 """What Prometheus gets of a bridge: text of its grammar, each counter as stats() has it, few labels."""
 
 import math
-import re
 import os
 import re
 import signal
