@@ -49,7 +49,7 @@ def test_a_workflow_may_only_read_and_pins_its_actions(workflow: Path) -> None:
     for job in said["jobs"].values():
         assert job["timeout-minutes"] <= 120
         for step in job["steps"]:
-            assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"])
+            assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|[0-9a-f]{40})", step["uses"])
             for target in re.findall(r"\bmake ([a-z-]+)", step.get("run", "")):
                 assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
