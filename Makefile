@@ -30,7 +30,7 @@ TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer datase
 
 TRAINERS := trl transferqueue verl skyrl roll
 
-TABLE   := --benchmark-disable-gc --benchmark-sort=median --benchmark-columns=median,min,iqr,rounds,iterations
+TABLE   := --benchmark-disable-gc --benchmark-columns=min,median,iqr,rounds,iterations
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q $(TABLE) --benchmark-json=build/bench.json
 
 BASE  ?= HEAD^
@@ -203,7 +203,7 @@ bench-quick: $(VENV)/.bench$(BENCH_RAY) ## the same, shorter: a look in three mi
 bench-compare: $(VENV)/.built ## this commit against another, red where it takes 10 % longer: BASE=main BENCH="bench/test_bench_ring.py -k forms" MORE=20%
 	git worktree prune && { test -e build/base/.git || git worktree add --quiet --force --detach build/base; }
 	git -C build/base checkout --quiet --detach $$(git rev-parse --verify $(BASE)^{commit})
-	cd build/base && $(abspath $(RUN)) setup.py --quiet build_ext --inplace
+	cd build/base && $(abspath $(RUN)) setup.py --quiet build_ext --inplace > /dev/null
 	cd build/base && PYTHONPATH=$(CURDIR)/build/base $(abspath $(RUN)) -m pytest -q $(BENCH) $(TABLE) --benchmark-autosave --benchmark-storage=$(CURDIR)/.benchmarks
 	$(RUN) -m pytest -q $(BENCH) $(TABLE) --benchmark-autosave --benchmark-compare --benchmark-compare-fail=min:$(MORE)
 
