@@ -35,9 +35,14 @@ TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer datase
 
 TRAINERS := trl transferqueue verl skyrl roll
 
-MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
+TABLE   := --benchmark-disable-gc --benchmark-columns=min,median,iqr,rounds,iterations
+MEASURE = mkdir -p build && $(BIN)/pytest bench -q $(TABLE) --benchmark-json=build/bench.json
 
-.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
+BASE  ?= HEAD^
+BENCH ?= bench/test_bench_ring.py bench/test_bench_batch.py bench/test_bench_packing.py --quick
+MORE  ?= 10%
+
+.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -211,6 +216,13 @@ bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/r
 
 bench-quick: $(VENV)/.bench$(BENCH_RAY) ## the same, shorter: a look in three minutes, into build/
 	$(MEASURE) --quick; ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench && exit $$ran
+
+bench-compare: $(VENV)/.built ## this commit against another, red where it takes 10 % longer: BASE=main BENCH="bench/test_bench_ring.py -k forms" MORE=20%
+	git worktree prune && { test -e build/base/.git || git worktree add --quiet --force --detach build/base; }
+	git -C build/base checkout --quiet --detach $$(git rev-parse --verify $(BASE)^{commit})
+	cd build/base && $(abspath $(RUN)) setup.py --quiet build_ext --inplace > /dev/null
+	cd build/base && PYTHONPATH=$(CURDIR)/build/base $(abspath $(RUN)) -m pytest -q $(BENCH) $(TABLE) --benchmark-autosave --benchmark-storage=$(CURDIR)/.benchmarks
+	$(RUN) -m pytest -q $(BENCH) $(TABLE) --benchmark-autosave --benchmark-compare --benchmark-compare-fail=min:$(MORE)
 
 bench-vllm: $(VLLM)/.installed ## time of one weights update in a live vLLM, beside its other ways and the copy
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest bench/test_bench_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-weights.json

@@ -10,6 +10,7 @@ from typing import Any
 
 from shmbridge.errors import BadConfig
 from shmbridge.producers.rewards.config import FormatMarker, LengthBounty, Linear, RewardConfig
+from shmbridge.wrong_value import plain, read_yaml
 
 # ROLL's bonus for length: a thousandth for each character.
 _ROLL_RATE = 0.001
@@ -149,22 +150,10 @@ def _number(name: str, value: Any) -> float:
 
 def _read(path: Path) -> Any:
     try:
-        import yaml
+        return plain(read_yaml(path.read_bytes()))
     except ImportError as missing:
         raise BadConfig(f"{path} cannot be read without PyYAML", hint="pip install pyyaml") from missing
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """Refuses a key that is given twice: one of the two would be skipped."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [key.value for key, _ in node.value]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise yaml.YAMLError(f"{twice[0]} is given twice")
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as wrong:
         raise BadConfig(f"{path} cannot be read: {wrong.strerror}") from wrong
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
-        raise BadConfig(f"{path} is no YAML: {wrong}") from wrong
+    except ValueError as wrong:
+        raise BadConfig(f"{path}: {wrong}", hint="correct that line") from wrong

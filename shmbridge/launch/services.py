@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,11 +21,10 @@ from shmbridge.launch.config import (
     Gateway,
     Learner,
     PolicyServer,
-    Variables,
     Vllm,
     instances,
 )
-from shmbridge.launch.flags import Scalars, check_options, check_values, dotted_flags, flags, word
+from shmbridge.launch.flags import Options, Variables, check_values, dotted_flags, flags, option_flags
 from shmbridge.launch.plan import Check, Plan, Service
 from shmbridge.parser import Parser
 
@@ -79,7 +78,7 @@ def _server(config: Config, server: PolicyServer | Vllm, port: int) -> Service:
 
 
 def _policy_server(config: Config, server: PolicyServer, port: int) -> list[str]:
-    own: Scalars = {"bridge": config.bridge, "model": server.model, "host": server.host, "port": port}
+    own = {"bridge": config.bridge, "model": server.model, "host": server.host, "port": port}
     argv = _checked_flags("policy_server.options", own, server.options, options.parser("shmbridge serve"))
     return [sys.executable, "-m", "shmbridge.consumers.policy_server", *argv]
 
@@ -94,16 +93,11 @@ def _vllm(config: Config, server: Vllm, port: int) -> list[str]:
         argv += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
         argv += ["--additional-config", json.dumps(follower)]
     # The module, not the `vllm` script: that is missing where the environment is not activated.
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *argv, *map(word, server.args)]
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *argv, *server.args]
 
 
 def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -> Service:
-    own: Scalars = {
-        "bridge": config.bridge,
-        "model": learner.model,
-        "steps": learner.steps,
-        "run-dir": run_dir,
-    }
+    own = {"bridge": config.bridge, "model": learner.model, "steps": learner.steps, "run-dir": run_dir}
     recipe = config.trainer.atropos
     argv = _checked_flags(
         "learner.options",
@@ -151,7 +145,7 @@ def _gateway(config: Config, gateway: Gateway, parser: Parser, notes: list[str])
             "polls it"
         )
     port = port or _free_port()
-    own: Scalars = {"bridge": config.bridge, "host": host, "port": port, "compat": gateway.compat}
+    own = {"bridge": config.bridge, "host": host, "port": port, "compat": gateway.compat}
     argv = _checked_flags("gateway.options", own, gateway.options, parser, of_environment=("token",))
     return Service(
         name="gateway",
@@ -195,10 +189,10 @@ def _environment(
     config: Config, environment: Environment, key: str, name: str, words: dict[str, str]
 ) -> Service:
     args = environment.args
-    given = [word(each) for each in args] if isinstance(args, list) else dotted_flags(args)
+    given = args if isinstance(args, list) else dotted_flags(args)
     script = str(Path(environment.script).absolute())  # it may run in another folder
     lane = {"lane-bytes": environment.lane_bytes, "on-full": environment.on_full}
-    own: Scalars = {"bridge": config.bridge, **lane}
+    own = {"bridge": config.bridge, **lane}
     command = [sys.executable, "-m", "shmbridge.producers.atropos", *flags(own), script, "serve"]
     return Service(
         name=name,
@@ -215,8 +209,8 @@ def _environment(
 
 def _checked_flags(
     path: str,
-    own: Scalars,
-    options: Scalars,
+    own: Mapping[str, object],
+    options: Options,
     parser: Parser,
     *,
     of_recipe: Sequence[str] = (),
@@ -227,8 +221,7 @@ def _checked_flags(
 
     Raises BadConfig if the program's parser would refuse one.
     """
-    check_options(path, options, parser, (*own, *of_environment))
-    argv = [*flags(own), *of_recipe, *flags(options)]
+    argv = [*flags(own), *of_recipe, *option_flags(path, options, parser, (*own, *of_environment))]
     check_values(path, argv, parser)
     return argv
 
@@ -257,7 +250,7 @@ def _filled(text: str, path: str, words: dict[str, str]) -> str:
 
 
 def _variables(env: Variables) -> dict[str, str]:
-    return {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in env.items()}
+    return {"PYTHONUNBUFFERED": "1"} | env
 
 
 def _reachable(host: str) -> str:

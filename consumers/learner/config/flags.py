@@ -13,6 +13,7 @@ from shmbridge.consumers.learner.config.file import BadConfigFile, read
 from shmbridge.consumers.learner.config.option import Option, described
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
 from shmbridge.parser import Parser
+from shmbridge.shown import shown
 
 _EXAMPLES = """\
 examples:
@@ -146,7 +147,7 @@ def _typed(option: Option) -> Callable[[str], Any]:
         try:
             value = number(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {described(option.item)}") from None
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {described(option.item)}") from None
         try:
             return option.one(value)
         except ValueError as error:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shmbridge.config import check_bridge_name
+from shmbridge.wrong_value import plain
 
 _LARGEST = sys.float_info.max
 
@@ -84,7 +85,7 @@ class Option:
 
     def _checked(self, value: object, hint: Any) -> Any:
         try:
-            found = msgspec.convert(value, hint)
+            found = msgspec.convert(plain(value), hint)
         except msgspec.ValidationError:
             raise ValueError(f"{value!r} is not {self._wanted(hint)}") from None
         for check in (each for each in get_args(self.item) if isinstance(each, types.FunctionType)):

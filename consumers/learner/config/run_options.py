@@ -350,6 +350,9 @@ _ALSO = {
     "max_steps": "steps",
     "save_steps": "save_every",
     "output_dir": "run_dir",
+    "use_advantage_weighting": "loss",  # of the recipe for verl: --loss sft is cross-entropy times advantage
+    "advantage_normalization": "sft_normalization",
+    "advantage_clipping": "clip_advantages",
 }
 
 

@@ -104,7 +104,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_config(tmp_path / "none.yaml")
     path = tmp_path / "rewards.yaml"
     path.write_text("clamp: [1")
-    with pytest.raises(BadConfig, match="is no YAML"):
+    with pytest.raises(BadConfig, match="is not YAML"):
         read_config(path)
     path.write_text("clamp: [0, 1]\nclamp: [-1, 1]\n")
     with pytest.raises(BadConfig, match="clamp is given twice"):

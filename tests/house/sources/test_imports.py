@@ -53,7 +53,7 @@ ALLOWED = {
     ),
     "pyarrow": ("shmbridge",),
     "matplotlib": ("shmbridge.consumers", "shmbridge.demo.report", "shmbridge.bench"),
-    "yaml": ("shmbridge.launch", "shmbridge.consumers", "shmbridge.producers"),
+    "yaml": ("shmbridge.wrong_value",),
     **dict.fromkeys(("fastapi", "uvicorn", "starlette", "h11"), ("shmbridge.consumers",)),
     "pydantic": ("shmbridge.consumers", "shmbridge.demo.environments", "shmbridge.producers.skyrl_gym"),
     **dict.fromkeys(("faster_fifo", "iceoryx2"), ("shmbridge.bench.baselines",)),
