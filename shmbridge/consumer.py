@@ -518,9 +518,18 @@ class Consumer(OneProcess):
         """Announces (or replaces) the training run; environments that wait for one continue."""
         self._hub.announce_run(run)
 
-    def publish_policy_version(self, version: int) -> None:
-        """Publishes the current policy version by one store. Raises ValueError if it goes backwards."""
-        self._hub.publish_policy_version(version)
+    def publish_policy_version(
+        self, version: int, *, run_id: str | None = None, trained: bool = True
+    ) -> None:
+        """Publishes the current policy version by one store. Raises ValueError if it goes backwards.
+
+        Args:
+            version: counts optimizer steps.
+            run_id: the training run that this and later versions are of, 16 hexadecimal digits; None: as
+                before. `list_bridges` shows it, so that a run can be told from another that began anew.
+            trained: of the first version of a run: whether it holds any trained step.
+        """
+        self._hub.publish_policy_version(version, run_id, trained)
 
     def note_training_version(self, version: int) -> None:
         """Records which version the weights in training have, before that version is published. For a learner

@@ -363,6 +363,23 @@ cdef class Control:
         store_relaxed64(&self.words().published_ns, monotonic_ns())
 
     @property
+    def run_id(self) -> int:
+        """The training run that the newest policy version is of, 0 if unknown."""
+        return load_acquire64(&self.words().run_id)  # SYNC(flags)
+
+    @property
+    def untrained_version(self) -> int:
+        """The newest policy version that was published without a trained step, -1 if none was."""
+        return <int64_t>load_acquire64(&self.words().untrained_version) - 1  # SYNC(flags)
+
+    def begin_run(self, uint64_t run_id, int64_t untrained_version):
+        """Stores the run of the versions from now on, before its first; -1: that one has trained steps."""
+        if untrained_version >= 0:
+            store_release64(&self.words().untrained_version, untrained_version + 1)  # SYNC(flags)
+        fault_hit(b"hub.run_beginning")
+        store_release64(&self.words().run_id, run_id)  # SYNC(flags)
+
+    @property
     def published_ns(self) -> int:
         """When the newest policy version was announced, CLOCK_MONOTONIC; 0 if unknown."""
         return load_relaxed64(&self.words().published_ns)

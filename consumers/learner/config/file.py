@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from shmbridge.shown import kind_of
 from shmbridge.wrong_value import wrong_yaml
 
 NAME = "config.yaml"  # in the run directory
+_CHANGED = "# changed: "
 _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")  # YAML 1.1 parses 1e-6 as text
 
 
@@ -43,16 +44,43 @@ def read(path: Path) -> dict[str, Any]:
     return values
 
 
-def write(config: LearnerConfig, path: Path) -> None:
-    """Writes a whole configuration atomically: a reader sees the earlier or the new file. Raises OSError."""
+def read_earlier(path: Path) -> dict[str, Any] | None:
+    """Returns the options of a run's own file that this release has and can read; None if it has none.
+
+    Blocks for the disk.
+    """
     import yaml
 
+    values: dict[str, Any] = {}
+    try:
+        document = yaml.load(path.read_bytes(), _yaml()[0])  # a SafeLoader
+    except (OSError, yaml.YAMLError):
+        return None
+    for _ in _take(document, values):
+        continue  # an option of another release
+    return values or None
+
+
+def changes(path: Path) -> list[str]:
+    """Returns what earlier resumes of the run have changed, a line each. Blocks for the disk."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return [line.removeprefix(_CHANGED) for line in lines if line.startswith(_CHANGED)]
+
+
+def write(config: LearnerConfig, path: Path, changed: Iterable[str] = ()) -> None:
+    """Writes a whole configuration atomically: a reader sees the earlier or the new file. Raises OSError.
+
+    Args:
+        config: the options from now on.
+        path: the file.
+        changed: what resumes have changed, a line each, for comments.
+    """
+    import yaml
+
+    head = f"# shmbridge train --config {path.name} takes all of this again; flags win over it."
     text = yaml.dump(config.document(), Dumper=_yaml()[1], sort_keys=False)
     unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text(
-        f"# python -m shmbridge.consumers.grpo --config {path.name} takes all of this again; flags win over "
-        f"it.\n{text}"
-    )
+    unfinished.write_text("\n".join([head, *(_CHANGED + each for each in changed), text]))
     unfinished.replace(path)
 
 
