@@ -147,7 +147,7 @@ def train(
                     write_options(config, start)
         version = world.broadcast(first_version(done.policy_version, batches.policy_version, last_version))
         publish(version)
-        batches.begin_run(version, start.run_id, start.trained)
+        batches.begin_run(version, start.run_id, done.policy_version if start.source else None)
         around.engines.begin(version)
         if begun_at < steps:
             say(f"bridge {bridge}: step {begun_at} of {steps}, version {version}, waiting")

@@ -519,17 +519,18 @@ class Consumer(OneProcess):
         self._hub.announce_run(run)
 
     def publish_policy_version(
-        self, version: int, *, run_id: str | None = None, trained: bool = True
+        self, version: int, *, run_id: str | None = None, same_as: int | None = None
     ) -> None:
         """Publishes the current policy version by one store. Raises ValueError if it goes backwards.
 
         Args:
             version: counts optimizer steps.
-            run_id: the training run that this and later versions are of, 16 hexadecimal digits; None: as
-                before. `list_bridges` shows it, so that a run can be told from another that began anew.
-            trained: of the first version of a run: whether it holds any trained step.
+            run_id: as a learner starts: the training run that this and later versions are of, 16 hexadecimal
+                digits. `list_bridges` then tells the versions of that run from those of another.
+            same_as: with `run_id`: the version whose weights this one repeats; None: no step has trained
+                these weights.
         """
-        self._hub.publish_policy_version(version, run_id, trained)
+        self._hub.publish_policy_version(version, run_id, same_as)
 
     def note_training_version(self, version: int) -> None:
         """Records which version the weights in training have, before that version is published. For a learner

@@ -364,20 +364,25 @@ cdef class Control:
 
     @property
     def run_id(self) -> int:
-        """The training run that the newest policy version is of, 0 if unknown."""
+        """The training run that the policy versions are of, 0 if unknown."""
         return load_acquire64(&self.words().run_id)  # SYNC(flags)
 
     @property
-    def untrained_version(self) -> int:
-        """The newest policy version that was published without a trained step, -1 if none was."""
-        return <int64_t>load_acquire64(&self.words().untrained_version) - 1  # SYNC(flags)
+    def start(self) -> tuple:
+        """The version with which the newest learner started, and the version whose weights that one repeats;
+        -1 for none, and for untrained weights.
+        """
+        version = <int64_t>load_acquire64(&self.words().start_version) - 1  # SYNC(flags)
+        return version, <int64_t>load_acquire64(&self.words().start_same_as) - 1  # SYNC(flags)
 
-    def begin_run(self, uint64_t run_id, int64_t untrained_version):
-        """Stores the run of the versions from now on, before its first; -1: that one has trained steps."""
-        if untrained_version >= 0:
-            store_release64(&self.words().untrained_version, untrained_version + 1)  # SYNC(flags)
-        fault_hit(b"hub.run_beginning")
+    def begin_run(self, uint64_t run_id, int64_t version, int64_t same_as):
+        """Stores a learner's run and start, before it publishes that version."""
+        store_release64(&self.words().start_version, 0)  # SYNC(flags)
+        fault_hit(b"hub.start_forgotten")
+        store_release64(&self.words().start_same_as, same_as + 1)  # SYNC(flags)
         store_release64(&self.words().run_id, run_id)  # SYNC(flags)
+        store_release64(&self.words().start_version, version + 1)  # SYNC(flags)
+        fault_hit(b"hub.start_stored")
 
     @property
     def published_ns(self) -> int:

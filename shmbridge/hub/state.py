@@ -127,12 +127,11 @@ class HubState:
         """Steps by which the weights in training are ahead of the published ones."""
         return max(self._training_version - self.policy_version, 0)
 
-    def publish(self, version: int, run_id: str | None = None, trained: bool = True) -> None:
-        """Publishes a policy version, of a run from now on. Raises ValueError if it goes backwards, or if
-        the run has no such id.
-        """
+    def publish(self, version: int, run_id: str | None = None, same_as: int | None = None) -> None:
+        """See Consumer.publish_policy_version."""
         version = check_version("version", version)
         run = None if run_id is None else check_run_id(run_id)
+        repeated = -1 if same_as is None else check_version("same_as", same_as)
         with self._publishing:  # the control plane's thread publishes, too
             if version < self.policy_version:
                 raise BadArgument(
@@ -141,7 +140,7 @@ class HubState:
                     hint=f"count on from {self.policy_version}, or use another bridge for a run from 0",
                 )
             if run is not None:
-                self.words.begin_run(run, -1 if trained else version)
+                self.words.begin_run(run, version, repeated)
             self.words.policy_version = version
 
     def note_training_version(self, version: int) -> None:

@@ -66,8 +66,9 @@ class BridgeInfo:
     has no room yet. `receipts` counts lanes of other nodes' records that are gone, and whose last record a
     relay may have to know: all that is left of a bridge may be these.
 
-    `run_id` is the training run that the versions are of, "" if its learner stored none; `untrained_version`
-    is the newest version that was published before its run had trained a step, -1 if none was.
+    `run_id` is the training run that the versions are of, "" if its learner stored none. `start_version` is
+    the version with which its newest learner started, `start_same_as` the one whose weights that repeats; -1
+    for none, and for untrained weights.
     """
 
     name: str
@@ -79,14 +80,16 @@ class BridgeInfo:
     waiting: list[str] = field(default_factory=list)
     receipts: int = 0
     run_id: str = ""
-    untrained_version: int = -1
+    start_version: int = -1
+    start_same_as: int = -1
 
     @property
     def trained_version(self) -> int | None:
-        """The newest version of policy or weights, if it can hold a trained step; else None."""
+        """The version whose weights the newest one has, if these can hold a trained step; else None."""
         weights = self.weights.version if self.weights is not None else None
         newest = max(self.policy_version, -1 if weights is None else weights)
-        return newest if newest > 0 and newest != self.untrained_version else None
+        trained = self.start_same_as if newest == self.start_version else newest
+        return trained if trained > 0 else None
 
     @property
     def size_bytes(self) -> int:
@@ -153,7 +156,7 @@ def _bridge(name: str) -> BridgeInfo:
         waiting,
         left,
         run_id,
-        control.untrained_version,
+        *control.start,
     )
 
 

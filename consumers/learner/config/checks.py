@@ -68,9 +68,7 @@ def refuse_idle(config: LearnerConfig) -> None:
         if _given(flag, config) and _given(other, config):
             raise IdleOption(f"{flag} does nothing beside {other}: {why} -> leave one of them out")
     if config.checkpoints.from_bridge and config.checkpoints.from_scratch:
-        raise IdleOption(
-            "--from-bridge and --from-scratch begin with different weights -> leave one of them out"
-        )
+        raise IdleOption("--from-bridge and --from-scratch begin with other weights -> leave one of them out")
     if config.weights.engine and config.weights.no_weights:
         raise IdleOption("--engine takes weights, and --no-weights writes none -> leave one of them out")
 

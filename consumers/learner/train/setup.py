@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
 from shmbridge.consumers.learner.checkpoint import checkpoint
@@ -45,9 +43,6 @@ def load_learner(source: Path | None, config: LearnerConfig, world: World) -> tu
     compute = config.compute
     if compute.threads:
         torch.set_num_threads(compute.threads)
-    if not (world.is_main and sys.stderr.isatty()):
-        # progress bars of file transfers: they clutter logs, and every rank would draw them
-        disable_progress_bar()
     seed_all(config.run.seed)  # fresh adapters are initialised at random
     with world.together():
         device = device_of(compute, world)

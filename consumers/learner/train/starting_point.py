@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
 from shmbridge.consumers import pretrained
@@ -41,14 +43,12 @@ class Start:
     Attributes:
         source: the checkpoint to load; None: the configured model.
         run_id: of the run, as its bridge knows it.
-        trained: whether these weights hold trained steps.
         seen: the bridge's run and trained version when this was decided.
         changed: options that a resumed run changes, in words; "" if there are none.
     """
 
     source: str | None
     run_id: str
-    trained: bool
     seen: tuple[str, int | None]
     changed: str = ""
 
@@ -73,6 +73,9 @@ def agreed_start(config: LearnerConfig, world: World) -> Start:
             f"{world.size} ranks, {world.machine_size} of them here: a bridge is one machine's -> start all "
             "on one"
         )
+    if not (world.is_main and sys.stderr.isatty()):
+        # progress bars of file transfers: they clutter logs, and every rank would draw them
+        disable_progress_bar()
     with world.together():
         start = decided(config) if world.is_main else None
         if start is not None:
@@ -119,7 +122,7 @@ def decided(config: LearnerConfig) -> Start:
                 f"no checkpoint in {config.run_dir}, and no trained weights in bridge {config.run.bridge}: "
                 f"a new run begins with {config.run.model}"
             )
-        return Start(None, secrets.token_hex(8), False, seen)
+        return Start(None, secrets.token_hex(8), seen)
     if options.from_bridge:
         return _from_bridge(config, bridge, seen)
     if options.from_scratch:
@@ -127,7 +130,7 @@ def decided(config: LearnerConfig) -> Start:
             f"--from-scratch: a new run begins with {config.run.model}; version {trained} of bridge "
             f"{config.run.bridge} is given up, its numbers go on"
         )
-        return Start(None, secrets.token_hex(8), False, seen)
+        return Start(None, secrets.token_hex(8), seen)
     raise _ahead(config, bridge, trained, "holds no checkpoint")
 
 
@@ -200,12 +203,12 @@ def _resumed(
     earlier = file.read_earlier(config.run_dir / file.NAME)
     if earlier is None:
         say(f"{config.run_dir} has no readable {file.NAME}: options are not compared with earlier ones")
-        return Start(str(path), run_id, True, seen)
+        return Start(str(path), run_id, seen)
     changed = ", ".join(changes_on_resume(earlier, config))
     if changed:
         say(f"from step {progress.step} on with other options: {changed}")
         changed = f"from step {progress.step} on {changed}"
-    return Start(str(path), run_id, True, seen, changed)
+    return Start(str(path), run_id, seen, changed)
 
 
 def _from_bridge(config: LearnerConfig, bridge: shmbridge.BridgeInfo, seen: tuple[str, int | None]) -> Start:
@@ -243,7 +246,7 @@ def _from_bridge(config: LearnerConfig, bridge: shmbridge.BridgeInfo, seen: tupl
         load_tokenizer(config.run.model),
         torch.optim.AdamW(model.parameters()),
     )
-    start = Start(str(path), run_id, True, seen)
+    start = Start(str(path), run_id, seen)
     write_options(config, start)
     say(
         f"--from-bridge: a new run begins with the weights of version {version} of bridge {bridge.name}"
