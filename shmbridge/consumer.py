@@ -521,9 +521,19 @@ class Consumer(OneProcess):
         """Announces (or replaces) the training run; environments that wait for one continue."""
         self._hub.announce_run(run)
 
-    def publish_policy_version(self, version: int) -> None:
-        """Publishes the current policy version by one store. Raises ValueError if it goes backwards."""
-        self._hub.publish_policy_version(version)
+    def publish_policy_version(
+        self, version: int, *, run_id: str | None = None, same_as: int | None = None
+    ) -> None:
+        """Publishes the current policy version by one store. Raises ValueError if it goes backwards.
+
+        Args:
+            version: counts optimizer steps.
+            run_id: as a learner starts: the training run that this and later versions are of, 16 hexadecimal
+                digits. `list_bridges` then tells the versions of that run from those of another.
+            same_as: with `run_id`: the version whose weights this one repeats; None: no step has trained
+                these weights.
+        """
+        self._hub.publish_policy_version(version, run_id, same_as)
 
     def note_training_version(self, version: int) -> None:
         """Records which version the weights in training have, before that version is published. For a learner

@@ -363,6 +363,28 @@ cdef class Control:
         store_relaxed64(&self.words().published_ns, monotonic_ns())
 
     @property
+    def run_id(self) -> int:
+        """The training run that the policy versions are of, 0 if unknown."""
+        return load_acquire64(&self.words().run_id)  # SYNC(flags)
+
+    @property
+    def start(self) -> tuple:
+        """The version with which the newest learner started, and the version whose weights that one repeats;
+        -1 for none, and for untrained weights.
+        """
+        version = <int64_t>load_acquire64(&self.words().start_version) - 1  # SYNC(flags)
+        return version, <int64_t>load_acquire64(&self.words().start_same_as) - 1  # SYNC(flags)
+
+    def begin_run(self, uint64_t run_id, int64_t version, int64_t same_as):
+        """Stores a learner's run and start, before it publishes that version."""
+        store_release64(&self.words().start_version, 0)  # SYNC(flags)
+        fault_hit(b"hub.start_forgotten")
+        store_release64(&self.words().start_same_as, same_as + 1)  # SYNC(flags)
+        store_release64(&self.words().run_id, run_id)  # SYNC(flags)
+        store_release64(&self.words().start_version, version + 1)  # SYNC(flags)
+        fault_hit(b"hub.start_stored")
+
+    @property
     def published_ns(self) -> int:
         """When the newest policy version was announced, CLOCK_MONOTONIC; 0 if unknown."""
         return load_relaxed64(&self.words().published_ns)

@@ -56,6 +56,9 @@ cdef extern from "layout.h" nogil:
         shm_u64 asking_ns
         shm_u64 batch_wait_ns
         shm_u64 tap_wait_ns
+        shm_u64 run_id
+        shm_u64 start_version
+        shm_u64 start_same_as
         shm_u32 hub_sleeping
         shm_u32 doorbell
         shm_u32 arrivals

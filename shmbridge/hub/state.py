@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from shmbridge._ext import header
 from shmbridge.admission.limit import OffPolicyLimit
-from shmbridge.config import Run, check_version
+from shmbridge.config import Run, check_run_id, check_version
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing
@@ -127,9 +127,11 @@ class HubState:
         """Steps by which the weights in training are ahead of the published ones."""
         return max(self._training_version - self.policy_version, 0)
 
-    def publish(self, version: int) -> None:
-        """Publishes a policy version. Raises ValueError if it goes backwards."""
+    def publish(self, version: int, run_id: str | None = None, same_as: int | None = None) -> None:
+        """See Consumer.publish_policy_version."""
         version = check_version("version", version)
+        run = None if run_id is None else check_run_id(run_id)
+        repeated = -1 if same_as is None else check_version("same_as", same_as)
         with self._publishing:  # the control plane's thread publishes, too
             if version < self.policy_version:
                 raise BadArgument(
@@ -137,6 +139,8 @@ class HubState:
                     "versions of one bridge only rise",
                     hint=f"count on from {self.policy_version}, or use another bridge for a run from 0",
                 )
+            if run is not None:
+                self.words.begin_run(run, version, repeated)
             self.words.policy_version = version
 
     def note_training_version(self, version: int) -> None:

@@ -56,20 +56,6 @@ class Vllm(Struct, kw_only=True):
     env: Variables = {}
 
 
-class Learner(Struct, kw_only=True):
-    """`shmbridge.consumers.grpo`.
-
-    `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped.
-    """
-
-    model: str
-    steps: Count
-    ready_timeout: Seconds = 120.0
-    stop_grace: Seconds = 60.0
-    options: Options = {}
-    env: Variables = {}
-
-
 class Gateway(Struct, kw_only=True):
     """`shmbridge gateway`, the rollout server for trainers that poll one.
 
@@ -87,7 +73,7 @@ class Gateway(Struct, kw_only=True):
 
 
 class Restart(Struct, kw_only=True):
-    """When a dead environment starts again: after `first_delay` seconds, twice as long each time, `max_delay`
+    """When a dead process starts again: after `first_delay` seconds, twice as long each time, `max_delay`
     at most.
 
     After `reset_after` seconds of running the delays start over. More than `max_restarts` within `window`
@@ -100,6 +86,22 @@ class Restart(Struct, kw_only=True):
     reset_after: Seconds = 60.0
     max_restarts: Annotated[int, Meta(ge=0, le=10**12)] = 10
     window: Seconds = 600.0
+
+
+class Learner(Struct, kw_only=True):
+    """`shmbridge.consumers.grpo`.
+
+    `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped.
+    `restart`: when it was killed; one that ends by itself with an error would end so again.
+    """
+
+    model: str
+    steps: Count
+    ready_timeout: Seconds = 120.0
+    stop_grace: Seconds = 60.0
+    options: Options = {}
+    env: Variables = {}
+    restart: Restart = msgspec.field(default_factory=Restart)
 
 
 class Environment(Struct, kw_only=True):

@@ -31,7 +31,7 @@ class Process:
         self.started = 0.0
         self.starts = 0
         self.lived_s = 0.0  # of its last run
-        self.up = False
+        self.up = self.came_up = False  # now; in any of its runs
         self.over = False  # ended for good, and reported
         self.due: float | None = None  # time of the next start
         self.backoff = Backoff(service.restart or Restart())
@@ -64,7 +64,7 @@ class Process:
                     signal.SIGKILL,
                     self.service.folder or os.getcwd(),
                     self.name,
-                    self.service.command,
+                    self.service.command + (self.service.again if self.starts > 1 else []),
                 ),
                 os.environ | self.service.env | {LOG_NAME: self.name},
                 file_actions=[

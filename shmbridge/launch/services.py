@@ -98,14 +98,16 @@ def _vllm(config: Config, server: Vllm, port: int) -> list[str]:
 
 def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -> Service:
     own = {"bridge": config.bridge, "model": learner.model, "steps": learner.steps, "run-dir": run_dir}
-    recipe = config.trainer.atropos
+    recipe, resume = config.trainer.atropos, [] if "resume" in learner.options else ["--resume"]
     argv = _checked_flags(
         "learner.options",
         own,
         learner.options,
         learner_flags.parser("shmbridge train"),
-        of_recipe=recipe_flags(recipe) if recipe else [],
+        of_recipe=resume + (recipe_flags(recipe) if recipe else []),
     )
+    if "--resume" in argv:
+        notes += _continued(run_dir, learner.steps)
     if recipe and recipe.api_url:
         notes.append(
             "trainer.atropos.api_url is not used: the learner is the hub of the bridge, there is no "
@@ -119,7 +121,24 @@ def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -
         env=_variables(learner.env),
         check=Check(kind="hub", within_s=learner.ready_timeout),
         stop_grace_s=learner.stop_grace,
+        restart=learner.restart,
+        # From the newest checkpoint, or else with the weights that it had published: they are of this run.
+        again=["--resume", "--from-bridge", "--no-from-scratch"],
     )
+
+
+def _continued(run_dir: str, steps: int) -> list[str]:
+    """Returns the note that an earlier launch's run goes on; raises BadConfig if that has done all steps."""
+    folders = Path(run_dir, "checkpoints").glob("step-*")
+    done = max((int(each.name[5:]) for each in folders if each.name[5:].isdecimal()), default=None)
+    if done is None:
+        return []
+    if done >= steps:
+        raise BadConfig(
+            f"learner.steps: {run_dir} holds a run of {done} steps, and {steps} are asked for",
+            hint="raise learner.steps to train it further, or set another run_dir for a new run",
+        )
+    return [f"{run_dir} holds a run up to step {done}, which goes on; another run_dir begins a new one"]
 
 
 def recipe_flags(atropos: Atropos) -> list[str]:

@@ -26,6 +26,7 @@ from shmbridge.launch.step_lines import NewSteps, step_line, steps_of
 _STEP_S = 1.0  # between two looks at the learner's metrics
 _TICK_S = 0.1  # between two checks of services that are coming up
 _SAME_SIGNAL_S = 0.3  # a service manager signals the command and this process, which so gets the signal twice
+_STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _REFUSED = 2  # exit status of a program for wrong arguments: a restart will not help
 
 
@@ -134,7 +135,7 @@ class Supervisor:
     def _look_at(self, process: Process) -> None:
         check, alive_s = process.service.check, time.monotonic() - process.started
         if is_up(check, self._plan.bridge, alive_s):
-            process.up = True
+            process.up = process.came_up = True
             self._events.say(
                 "up", f"{process.name}: up after {alive_s:.1f} s", service=process.name, after_s=alive_s
             )
@@ -153,6 +154,8 @@ class Supervisor:
     def _watch(self) -> None:
         """Waits for the next event and handles it."""
         due = [process.due for process in self._processes() if process.due is not None]
+        hubs = [process for process in self._processes() if process.service.role == "hub"]
+        due += [time.monotonic() + _TICK_S] if any(hub.coming_up for hub in hubs) else []
         due += [time.monotonic() + _STEP_S] if self._steps else []
         self._wait(min(due) - time.monotonic() if due else None)
         self._show_step()
@@ -160,6 +163,9 @@ class Supervisor:
         for process in self._processes():
             if process.due is not None and process.due <= time.monotonic():
                 self._begin(process)
+        for hub in hubs:
+            if hub.coming_up:
+                self._look_at(hub)
 
     def _look_at_ends(self) -> None:
         for process in self._processes():
@@ -170,6 +176,8 @@ class Supervisor:
             elif process.service.role == "hub" and process.status == 0:
                 process.over = self._done = True
                 self._events.say("done", f"{process.name}: done", service=process.name)
+            elif process.service.role == "hub" and _comes_again(process, process.status):
+                self._start_later(process)
             else:
                 raise _failed(process, "ended")
 
@@ -193,6 +201,11 @@ class Supervisor:
             return
         if status == _REFUSED or (process.starts == 1 and process.lived_s < process.service.check.within_s):
             raise _failed(process, "ended at its start")
+        self._start_later(process)
+
+    def _start_later(self, process: Process) -> None:
+        """Starts an ended process again after its delay; raises LaunchFailed if its rule allows no more."""
+        rule, again = process.service.restart or Restart(), process.service.again
         delay = process.backoff.after(started=process.started, ended=time.monotonic())
         if delay is None:
             raise _failed(
@@ -201,9 +214,10 @@ class Supervisor:
         process.due = time.monotonic() + delay
         self._events.say(
             "ended",
-            f"{how}; starting again in {delay:g} s",
+            f"{process.name}: ended with {process.how()}; starting again in {delay:g} s"
+            + (f" with {' '.join(again)}" if again else ""),
             service=process.name,
-            status=status,
+            status=process.status,
             delay_s=delay,
         )
 
@@ -276,6 +290,15 @@ class Supervisor:
                 service=process.name,
                 status=process.status,
             )
+
+
+def _comes_again(hub: Process, status: int) -> bool:
+    """Returns whether a hub with a rule for restarts was killed after it had come up.
+
+    One that was asked to stop, or ended by itself with an error, does not come again.
+    """
+    rule, killed = hub.service.restart, status > 128 and status - 128 not in _STOP_SIGNALS
+    return rule is not None and rule.when != "never" and killed and hub.came_up
 
 
 def _failed(process: Process, what: str) -> LaunchFailed:

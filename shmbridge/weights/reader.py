@@ -11,7 +11,7 @@ import numpy as np
 
 from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
-from shmbridge.config import check_timeout, check_version, deadline_of
+from shmbridge.config import check_bridge_name, check_timeout, check_version, deadline_of
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte
@@ -243,6 +243,32 @@ class WeightsReader(WeightsEnd):
             for name, to in copied.items():
                 np.copyto(to, lease.tensors[name])
             return lease.version, copied
+
+
+@contextmanager
+def lease_from_outside(bridge: str) -> Iterator[WeightsLease]:
+    """Leases the newest version, as `WeightsReader.lease`, without becoming a participant. Never blocks.
+
+    For a bridge in which nobody may live: the last participant that leaves one removes it.
+
+    Raises NotReady if there is no version, or a writer is replacing it.
+    """
+    found = open_segment(check_bridge_name(bridge))
+    latest = None if found is None else found.latest
+    if found is None or latest is None:
+        raise NotReady(f"bridge {bridge!r} has no weights", hint="has the learner published a version?")
+    version, slot = latest
+    byte = LockByte.FIRST_SLOT + slot
+    try:
+        if not (locks.lock_shared(found.mapping.fd, byte) and found.holds(slot, version)):
+            raise NotReady(
+                f"version {version} of the weights of bridge {bridge!r} is being replaced by its writer",
+                hint="end that writer, or try again",
+            )
+        yield WeightsLease(found, version, slot, read_table(found, bridge), 0)
+    finally:
+        if not found.mapping.forked:
+            locks.unlock(found.mapping.fd, byte)
 
 
 class _Hold:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from shmbridge.shown import kind_of
 from shmbridge.wrong_value import plain, read_yaml, write_yaml
 
 NAME = "config.yaml"  # in the run directory
+_CHANGED = "# changed: "
 
 
 class BadConfigFile(Exception):
@@ -38,13 +39,39 @@ def read(path: Path) -> dict[str, Any]:
     return values
 
 
-def write(config: LearnerConfig, path: Path) -> None:
-    """Writes a whole configuration atomically: a reader sees the earlier or the new file. Raises OSError."""
+def read_earlier(path: Path) -> dict[str, Any] | None:
+    """Returns the options of a run's own file that this release has and can read; None if it has none.
+
+    Blocks for the disk.
+    """
+    values: dict[str, Any] = {}
+    try:
+        document = read_yaml(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    for _ in _take(document, values):
+        continue  # an option of another release
+    return values or None
+
+
+def changes(path: Path) -> list[str]:
+    """Returns what earlier resumes of the run have changed, a line each. Blocks for the disk."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return [line.removeprefix(_CHANGED) for line in lines if line.startswith(_CHANGED)]
+
+
+def write(config: LearnerConfig, path: Path, changed: Iterable[str] = ()) -> None:
+    """Writes a whole configuration atomically: a reader sees the earlier or the new file. Raises OSError.
+
+    Args:
+        config: the options from now on.
+        path: the file.
+        changed: what resumes have changed, a line each, for comments.
+    """
+    head = f"# shmbridge train --config {path.name} takes all of this again; flags win over it."
+    text = write_yaml(config.document())
     unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text(
-        f"# python -m shmbridge.consumers.grpo --config {path.name} takes all of this again; flags win over "
-        f"it.\n{write_yaml(config.document())}"
-    )
+    unfinished.write_text("\n".join([head, *(_CHANGED + each for each in changed), text]))
     unfinished.replace(path)
 
 

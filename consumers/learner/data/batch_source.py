@@ -40,6 +40,10 @@ class HubSource:
         """Counts staleness up to a version that is not published. Never blocks."""
         self._consumer.note_training_version(version)
 
+    def begin_run(self, version: int, run_id: str, same_as: int | None) -> None:
+        """Announces the weights with which this process starts. Never blocks."""
+        self._consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+
     def publish_version(self, version: int) -> None:
         """Announces new weights. Never blocks."""
         self._consumer.publish_policy_version(version)

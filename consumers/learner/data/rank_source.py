@@ -92,6 +92,12 @@ class RankSource:
             self._consumer.note_training_version(version)
         self.training_version = self._world.broadcast(version)
 
+    def begin_run(self, version: int, run_id: str, same_as: int | None) -> None:
+        """Makes rank 0 announce the weights with which it starts. Blocks as `publish_version`."""
+        if self._consumer is not None:
+            self._consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+        self.policy_version = self.training_version = self._world.broadcast(version)
+
     def publish_version(self, version: int) -> None:
         """Makes rank 0 announce new weights. Blocks until it has: no rank may release earlier."""
         if self._consumer is not None:

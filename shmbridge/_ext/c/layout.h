@@ -91,7 +91,11 @@ typedef struct {
     /* H: for observers only, of this hub. Earlier hubs leave them 0 */
     shm_u64 batch_wait_ns; /* how long somebody waited for a batch or record, in all */
     shm_u64 tap_wait_ns;   /* how long a tap that records kept the hub waiting, in all */
-    uint8_t pad1[0x80 - 104];
+    /* H: the training run that the versions are of, 0: unknown; the version with which its newest learner
+     * started, + 1; and the version whose weights that one repeats, + 1, 0: untrained. Earlier hubs leave all 0 */
+    shm_u64 run_id;
+    shm_u64 start_version;
+    shm_u64 start_same_as;
 
     shm_u32 hub_sleeping; /* H */
     uint8_t pad2[0x80 - 4];

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from shmbridge.consumers.learner.config import file
+from shmbridge.consumers.learner.config.checks import OtherRun, changes_on_resume
 from shmbridge.consumers.learner.config.file import BadConfigFile
 from shmbridge.consumers.learner.config.flags import parse, parser
-from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig, Option
-from shmbridge.consumers.learner.train.setup import agreed_starting_point
+from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, LearnerConfig, OnResume, Option
+from shmbridge.consumers.learner.train.starting_point import agreed_start
 from shmbridge.consumers.learner.world import ALONE
 
 NEEDED = ["--bridge", "b", "--model", "m", "--steps", "9"]
@@ -74,6 +75,35 @@ def test_every_option_has_one_name_one_flag_and_help():
     for option in OPTIONS.values():
         assert option.flag in said
         assert option.help
+
+
+def test_every_option_has_its_place_in_the_table_of_resumes():
+    """A new option is put there: free, reported or refused."""
+    assert set(ON_RESUME) == set(OPTIONS)
+    assert set(ON_RESUME.values()) == set(get_args(OnResume))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@given(data=st.data())
+@settings(max_examples=5, deadline=None)
+def test_another_value_of_an_option_is_free_reported_or_refused(name, data):
+    option = OPTIONS[name]
+    before, now = (
+        LearnerConfig.of(
+            {"bridge": "b", "model": "m", "steps": 9, name: option.whole(data.draw(values(option)))}
+        )
+        for _ in range(2)
+    )
+    earlier = {each: before.value(each) for each in OPTIONS}
+    differs = before.value(name) != now.value(name)
+    if ON_RESUME[name] == "refused" and differs:
+        with pytest.raises(OtherRun, match=f"--{name.replace('_', '-')} "):
+            changes_on_resume(earlier, now)
+        return
+    changed = changes_on_resume(earlier, now)
+    assert len(changed) == (ON_RESUME[name] == "reported" and differs)
+    assert all(each.startswith(f"--{name.replace('_', '-')} ") for each in changed)
+    assert changes_on_resume({}, now) == []  # an option that the earlier release did not have
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -200,7 +230,7 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
     config = parse(
         [*NEEDED, "--run-dir", str(tmp_path / "run"), "--lr", "1e-4", "--stop-when", "reward_mean>=0.5"]
     )
-    assert agreed_starting_point(config, ALONE) is None
+    assert agreed_start(config, ALONE).checkpoint is None
     assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == config
 
 

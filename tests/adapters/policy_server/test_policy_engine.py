@@ -21,9 +21,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shmbridge
+from shmbridge.consumers.engines.published_tensors import copy_into
 from shmbridge.consumers.learner.train.publishing import first_version
 from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
-from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower, copy_into
+from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
 from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row, Sampling
 from shmbridge.weights import WeightsReader, WeightsWriter
 

@@ -15,6 +15,7 @@ from shmbridge.consumers.learner.config import flags
 from shmbridge.consumers.learner.config.run_options import OPTIONS
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config, services
+from shmbridge.launch.config import Restart
 from shmbridge.parser import Parser
 from shmbridge.wrong_value import read_yaml
 
@@ -383,7 +384,7 @@ def test_order_and_health_checks_with_the_recipes_deadlines():
     assert (server.kind, server.url, server.within_s) == ("http", "http://127.0.0.1:9004/health", 60.0)
     assert learner.kind == "hub"
     assert (env.kind, env.within_s) == ("alive", 2.0)
-    assert [service.restart is not None for service in plan.services] == [False, False, True]
+    assert [service.restart is not None for service in plan.services] == [False, True, True]
     assert plan.run_dir == "runs/run1"
 
 
@@ -441,6 +442,35 @@ def test_options_become_flags():
 def test_a_negative_number_with_an_exponent_is_no_flag():
     plan = planned(learner("options: {entropy: -1e-3}"))
     assert command(plan, "learner").endswith(" --entropy=-1e-3")
+
+
+def test_a_learner_resumes_its_own_run_directory_unless_the_file_has_a_word_on_that():
+    assert "--resume" in command(planned(RIGHT), "learner")
+    assert "--resume" not in command(planned(learner("options: {resume: false}")), "learner")
+
+
+@pytest.mark.parametrize("options", ["", "options: {from_scratch: true}"])
+def test_a_killed_learner_comes_again_with_its_checkpoint_or_the_weights_of_its_bridge(options):
+    (service,) = (each for each in planned(learner(options)).services if each.name == "learner")
+    assert service.restart == Restart()
+    found = flags.parse([*service.command[3:], *service.again]).checkpoints
+    assert (found.resume, found.from_bridge, found.from_scratch) == (True, True, False)
+
+
+def test_the_next_launch_goes_on_and_a_finished_run_is_no_run_to_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = tmp_path / "runs/run1/checkpoints"
+    for name in ("step-00000004", "step-00000009", ".writing-step-00000012", "step-x"):
+        (checkpoints / name).mkdir(parents=True)
+    text = RIGHT.replace("script: SCRIPT", f"script: {__file__}")
+    (note,) = planned(text).notes
+    assert note == "runs/run1 holds a run up to step 9, which goes on; another run_dir begins a new one"
+    assert planned(learner("options: {resume: false}")).notes == []
+    (checkpoints / "step-00000010").mkdir()
+    with pytest.raises(
+        BadConfig, match=r"learner.steps: runs/run1 holds a run of 10 steps, and 10 are asked"
+    ):
+        planned(text)
 
 
 def test_an_address_of_ipv6_is_asked_as_urls_have_it():
