@@ -17,6 +17,8 @@ cnp.import_array()
 
 # Whose values a learner trains with: each row's may carry a check.
 CHECKED_COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "ref_logprobs", "advantages")
+# By which shmbridge.put.untrainable_notices may have something to say of a group.
+WORTH_A_LOOK = ("temperature", "generation_params", "overrides", "group_overrides", "images")
 
 
 class BeyondLayout(OverflowError):
@@ -32,15 +34,29 @@ cdef class Form:
         self.item_bytes, self.code = dtype.itemsize, ord(dtype.char)
         self.array_type = dtype.num
         self.per_token, self.per_record, self.finite = per_token, per_record, finite
-        self.says_versions = name == "token_versions" and kind == KIND_LIST and dtype == np.int32
         is_checked = name in CHECKED_COLUMNS and kind == KIND_LIST
         self.check_seed = row_check_seed(name.encode()) if is_checked else 0
-        self.is_tokens = name == "tokens" and kind == KIND_LIST and dtype == np.int32
-        self.ends_steps = name == "step_ends" and kind == KIND_LIST and dtype == np.int32
-        self.rewards_steps = name == "step_rewards" and kind == KIND_LIST
-        self.counts_prompts = name == "prompt_length" and kind == KIND_SCALAR and dtype == np.int32
+        self.role = role_of(name, kind, dtype)
 
 
+cdef Role role_of(str name, int kind, dtype):
+    if kind == KIND_LIST and dtype == np.int32:
+        if name == "tokens":
+            return IS_TOKENS
+        if name == "token_versions":
+            return SAYS_VERSIONS
+        if name == "step_ends":
+            return ENDS_STEPS
+    if name == "step_rewards" and kind == KIND_LIST:
+        return REWARDS_STEPS
+    if name == "prompt_length" and kind == KIND_SCALAR and dtype == np.int32:
+        return COUNTS_PROMPTS
+    if name in ("loss_mask", "masks"):
+        return IS_MASK
+    return SAYS_MORE if name in WORTH_A_LOOK else NO_ROLE
+
+
+@cython.no_gc  # no user of a plan gets hold of its columns while it is made, and none keeps them
 @cython.freelist(64)
 cdef class PackedColumn:
     """A present column of a record. One record, one thread."""

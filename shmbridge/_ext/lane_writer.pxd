@@ -40,7 +40,7 @@ cdef class LaneWriter:
     cdef void give_back(self, uint64_t number) noexcept
     cdef uint8_t* claimed(self, uint64_t number) except NULL
     cdef object publish(self, uint64_t number, const slot* stamp)
-    cdef bint is_blocked(self) noexcept
+    cdef bint is_blocked(self, int64_t now) noexcept
     cdef int64_t policy_version(self) noexcept
 
 

@@ -94,11 +94,11 @@ cdef class LaneWriter:
         """Whether a claim needs the full checks first: they are due, another claim is open, the lane is
         quarantined, or the bridge is draining or paused.
         """
-        return self.is_blocked()
+        return self.is_blocked(coarse_ns())
 
-    cdef bint is_blocked(self) noexcept:
+    cdef bint is_blocked(self, int64_t now) noexcept:
         cdef control_header* hub
-        if self._writer.claimed >= 0 or not self._lane.alive() or coarse_ns() >= self._look_at_ns:
+        if self._writer.claimed >= 0 or not self._lane.alive() or now >= self._look_at_ns:
             return True
         hub = <control_header*>self._control.base
         if load_relaxed64(&self._writer.header.quarantined):

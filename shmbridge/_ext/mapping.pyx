@@ -20,6 +20,7 @@ cdef extern from "fork.h" nogil:
     int fork_watch(int fd)
     void fork_unwatch(int fd)
     unsigned fork_generation()
+    const unsigned* fork_generation_at()
     unsigned fork_count()
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -139,6 +140,7 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
     return done
 
 
+@cython.final
 @cython.no_gc  # a descriptor refers to nothing
 cdef class Mapping:
     """A shared mapping of a whole segment, closed with the last reference.
@@ -150,7 +152,7 @@ cdef class Mapping:
     def __cinit__(self, Descriptor file not None, size_t size, bint readonly=False):
         cdef void* base
         self.base = NULL
-        self._born = fork_generation()
+        self._born, self._generation = fork_generation(), fork_generation_at()
         base = map_aligned(file.number(), size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
         if base == MAP_FAILED:
             raise OSError(errno, f"mmap of {size} bytes failed")
@@ -162,9 +164,6 @@ cdef class Mapping:
         if size >= HUGE_PAGE:
             madvise(base, size, MADV_HUGEPAGE)
         self._file = file
-
-    cdef bint alive(self) noexcept nogil:
-        return self.base != NULL and self._born == fork_generation()
 
     @property
     def fd(self) -> int:
