@@ -28,7 +28,7 @@ WATCHERS = ("top", "record", "record, not idle")
 TAKES_ITS_SHARE = """
 import sys
 from shmbridge.watch import spare_cpu
-spare_cpu.use_only_spare_cpu = lambda: None
+spare_cpu.give_way = lambda: None
 from shmbridge.cli import main
 sys.exit(main())
 """

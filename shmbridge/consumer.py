@@ -11,6 +11,7 @@ import functools
 import time
 import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Self
 
 from shmbridge import batch
@@ -31,7 +32,6 @@ from shmbridge.config import (
     check_count,
     check_lanes,
     check_run,
-    check_staleness,
     check_timeout,
     deadline_of,
 )
@@ -262,26 +262,43 @@ class Consumer(OneProcess):
     def _records(self) -> Generator[Record, None, None]:
         self._check_mine()
         with self._state.until_closed():
-            while (record := self._take(Call.FOR)) is not None or not self._waiting.drained():
-                if record is not None:
-                    yield record
-                    record.release()
-                else:
-                    self._waiting.wait()
+            while True:
+                if (record := self._take(Call.FOR)) is None:
+                    record = self._wait_for_record()
+                if record is None:
+                    return
+                yield record
+                record.release()
+
+    def _wait_for_record(self) -> Record | None:
+        """Returns the next record; None once the bridge is drained and nothing is left."""
+        with self._state.asking():
+            while not self._waiting.drained():
+                self._waiting.wait()
+                if (record := self._take(Call.FOR)) is not None:
+                    return record
+        return None
 
     async def __aiter__(self) -> AsyncIterator[Record]:
         """`__iter__` for an event loop."""
         self._check_mine()
         with self._state.until_closed():
             while True:
-                record = self._take(Call.ASYNC_FOR)
-                if record is not None:
-                    yield record
-                    record.release()
-                elif not self._state.draining:
-                    await self._waiting.wait_async()
-                elif await self._waiting.drained_async():
+                if (record := self._take(Call.ASYNC_FOR)) is None:
+                    record = await self._wait_for_record_async()
+                if record is None:
                     return
+                yield record
+                record.release()
+
+    async def _wait_for_record_async(self) -> Record | None:
+        """`_wait_for_record` for an event loop."""
+        with self._state.asking():
+            while not await self._waiting.drained_async():
+                await self._waiting.wait_async()
+                if (record := self._take(Call.ASYNC_FOR)) is not None:
+                    return record
+        return None
 
     def batches(
         self,
@@ -361,7 +378,7 @@ class Consumer(OneProcess):
         """
         self._check_mine()
         size = self._former.want(groups, rows)
-        most_stale = check_staleness(self._former.most_stale(max_staleness))
+        most_stale = self._former.most_stale(max_staleness)
         return self._iterations.take_groups(BatchRequest(size, max_staleness=most_stale, timeout_s=timeout_s))
 
     @then_close
@@ -380,6 +397,15 @@ class Consumer(OneProcess):
         exception from it ends the batches; its group stays.
         """
         self._former.screen = check_screen(keep)
+
+    def one_wait(self) -> AbstractContextManager[None]:
+        """Makes one wait of several calls, for a loop that asks again and again with a short `timeout_s`:
+        `with consumer.one_wait(): ...`.
+
+        Observers see the wait whole, and the log says what it is for once it has lasted five seconds, then
+        every minute, as for a single call that waits that long. Never blocks.
+        """
+        return self._state.asking()
 
     def take_back_dropped(self) -> int:
         """Hands out again, as `redelivered`, the records that were read and whose leases were dropped without

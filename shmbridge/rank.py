@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import time
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Self
 
 from shmbridge._ext import header
@@ -29,6 +30,8 @@ from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.helper_threads import in_another_thread
 from shmbridge.segments.locks import MOST_RANKS, LockByte
 from shmbridge.segments.one_process import OneProcess
+from shmbridge.watch.diagnosis import count
+from shmbridge.watch.long_wait import LongWait, Waits
 
 if TYPE_CHECKING:
     from shmbridge.control.messages import Manifest
@@ -93,6 +96,8 @@ class Rank(OneProcess):
             ("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0
         )
         self._wait_s = 0.0
+        self._waits = Waits()
+        self._long_wait = LongWait(bridge, f"rank {rank} of {world_size}, bridge {bridge!r}")
         self._no_exit_call = at_exit(self.close)
 
     @property
@@ -212,24 +217,48 @@ class Rank(OneProcess):
         """
         deadline, began = deadline_of(timeout_s), time.monotonic()
         try:
-            while True:
-                if self._join():
-                    self.report_done()
-                    if (lost := self._lost_share()) is not None:
-                        return lost
-                    answer = self._ask(deadline)
-                    if isinstance(answer, messages.NoMoreShares):
+            with self.one_wait():
+                while True:
+                    if self._join():
+                        self.report_done()
+                        if (lost := self._lost_share()) is not None:
+                            return lost
+                        answer = self._ask(deadline)
+                        if isinstance(answer, messages.NoMoreShares):
+                            return None
+                        if answer is not None and (share := self._look(answer)) is not None:
+                            return share
+                    elif self._is_finished():
                         return None
-                    if answer is not None and (share := self._look(answer)) is not None:
-                        return share
-                elif self._is_finished():
-                    return None
-                else:
-                    time.sleep(_RETRY_S)
-                if time.monotonic() > deadline:
-                    raise self._empty(timeout_s)
+                    else:
+                        time.sleep(_RETRY_S)
+                    if time.monotonic() > deadline:
+                        raise self._empty(timeout_s)
+                    self._say_if_long()
         finally:
             self._wait_s += time.monotonic() - began
+
+    def one_wait(self) -> AbstractContextManager[None]:
+        """Makes one wait of several calls, for a loop that asks again and again with a short `timeout_s`; see
+        Consumer.one_wait.
+        """
+        return self._waits.open()
+
+    def _say_if_long(self) -> None:
+        """Logs what is waited for, unless this process's hub does."""
+        if self._control.hub_pid != os.getpid() or not self._control.asking_ns:
+            self._long_wait.look(self._waits.since_s, self._late_share)
+
+    def _late_share(self) -> str:
+        """Returns what a rank waits for where environments and hub are well."""
+        if self._open:
+            return f"it holds {count(len(self._open), 'share')} of earlier batches itself -> release them"
+        fd, others = self._control.mapping.fd, [r for r in range(self.world_size) if r != self.rank]
+        gone = [str(rank) for rank in others if not locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
+        if gone:
+            who, them = ("rank", "it") if len(gone) == 1 else ("ranks", "them")
+            return f"it waits for {who} {', '.join(gone)}, not alive -> start {them}"
+        return f"it waits for {count(len(others), 'other rank')} to finish shares of earlier batches"
 
     def take_back_dropped(self) -> int:
         """Makes next_share hand out again, as `redelivered`, shares that were read and dropped without

@@ -316,6 +316,9 @@ cdef class Control:
         for i in range(LATENCY_BUCKETS):
             store_relaxed64(&self.words().latency_counts[i], 0)
         store_relaxed64(&self.words().latency_ns_total, 0)
+        store_relaxed64(&self.words().most_stale, 0)
+        store_relaxed64(&self.words().batch_wants, 0)
+        store_relaxed64(&self.words().batch_has, 0)
         epoch = load_relaxed64(&self.words().hub_epoch) + 1
         store_seq64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
         # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
@@ -434,6 +437,29 @@ cdef class Control:
         cdef control_header* words = self.words()
         counts = [load_relaxed64(&words.latency_counts[i]) for i in range(LATENCY_BUCKETS)]
         return counts, load_relaxed64(&words.latency_ns_total)
+
+    @property
+    def most_stale(self) -> int:
+        """The staleness limit, in versions, of the batches asked for last; -1: there is none."""
+        return <int64_t>load_relaxed64(&self.words().most_stale) - 1
+
+    def note_most_stale(self, int64_t versions):
+        """Notes the staleness limit of the batches that are asked for; -1: there is none."""
+        store_relaxed64(&self.words().most_stale, versions + 1)
+
+    @property
+    def batch(self) -> tuple:
+        """What is known of the batch that is waited for: its size, whether that counts rows, how much of it is
+        there, and groups that are there in part. A size of 0: of none.
+        """
+        cdef uint64_t wants = load_relaxed64(&self.words().batch_wants)
+        cdef uint64_t has = load_relaxed64(&self.words().batch_has)
+        return wants >> 1, bool(wants & 1), has >> 32, has & 0xFFFFFFFF
+
+    def note_batch(self, uint64_t size, bint by_rows, uint64_t there, uint64_t in_part):
+        """Notes what `batch` returns; a size of 0: none is waited for, or nothing is known of it."""
+        store_relaxed64(&self.words().batch_has, min(there, 0xFFFFFFFF) << 32 | min(in_part, 0xFFFFFFFF))
+        store_relaxed64(&self.words().batch_wants, size << 1 | by_rows)
 
     @property
     def paused(self) -> bool:

@@ -19,7 +19,7 @@ from shmbridge.batching.scheduler import Scheduling, Want, scheduler_of
 from shmbridge.batching.screen import Screen
 from shmbridge.batching.staleness import StalenessHistogram, is_stale
 from shmbridge.batching.stuck import too_big
-from shmbridge.config import check_seconds
+from shmbridge.config import check_seconds, check_staleness
 from shmbridge.errors import BadArgument
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.lanes import LaneSet
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STUCK_AFTER_S = 1.0
+_NOTED_AFTER_S = 1.0  # of a wait for a batch
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
 
@@ -75,6 +76,8 @@ class BatchFormer:
         # Set while the queues change. After an exception it stays set, and the next change corrects the
         # counts.
         self._changing = False
+        self._wanted_since = 0.0  # since when the next batch is formed, over several calls; 0: it is not
+        self._is_noted = False  # whether observers are shown that batch
         # Batches handed out under hold="caller", possibly still held. Guarded by the lock.
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()
         # True while a thread waits for the next batch: it releases no earlier batch during the wait.
@@ -177,9 +180,14 @@ class BatchFormer:
     # -- the request
 
     def most_stale(self, max_staleness: int | None) -> int | None:
-        """Returns the staleness that a batch may have: the off-policy limit, if there is one, by default."""
-        limit = self._state.limit
-        return limit.max_off_policy_steps if max_staleness is None and limit is not None else max_staleness
+        """Returns the staleness that a batch may have: the off-policy limit, if there is one, by default.
+
+        Shows it to observers. Raises BadArgument.
+        """
+        limit, given = self._state.limit, check_staleness(max_staleness)
+        most = limit.max_off_policy_steps if given is None and limit is not None else given
+        self._state.note_most_stale(most)
+        return most
 
     def want(self, groups: int | None, rows: int | None) -> Want:
         """Returns the size of a batch. Raises ValueError."""
@@ -213,6 +221,7 @@ class BatchFormer:
         None when stopped, closed, past the deadline, or drained with too few groups left.
         """
         idle_since = time.monotonic()
+        wanted_since = self._wanted_since = self._wanted_since or idle_since
         while True:
             with self._lock:
                 if self._closing.ending or stop.is_set():
@@ -222,6 +231,10 @@ class BatchFormer:
                 chosen, took = self._try(request.size, request.max_staleness)
                 self._changing = False
             if chosen is not None:
+                self._wanted_since = 0.0
+                if self._is_noted:
+                    self._is_noted = False
+                    self._state.note_batch(0, False, 0, 0)
                 return chosen
             now = time.monotonic()
             if took:
@@ -241,7 +254,17 @@ class BatchFormer:
             until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(request.size)
+            if now - wanted_since > _NOTED_AFTER_S:
+                self._note(request.size)
             self._waiting.wait(max(until_s - now, 0.0))
+
+    def _note(self, size: Want) -> None:
+        """Shows observers how much of the batch is there."""
+        with self._lock:
+            there = sum(group.rows for group in self._complete) if size.by_rows else len(self._complete)
+            in_part = len(self._partial)
+        self._is_noted = True
+        self._state.note_batch(size.size, size.by_rows, there, in_part)
 
     def _begin_change(self) -> None:
         """Starts a change of the queues, under the lock; first repairs an interrupted change."""

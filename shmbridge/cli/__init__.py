@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     shmbridge, 130 after Ctrl-C.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if argv is None and words and words[0] in COMMANDS:  # a process of its own
+        for package in COMMANDS[words[0]].unneeded:
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # an import of it fails at once
     try:
         code = _run(words)
         if sys.stdout is not None:

@@ -25,6 +25,7 @@ from shmbridge.segments import locks, membership, os_limits, segment
 from shmbridge.segments.closing import Closing
 from shmbridge.segments.death_watch import DeathWatch
 from shmbridge.segments.locks import LockByte
+from shmbridge.watch.long_wait import LongWait
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class LaneSet:
         self._crowded = False  # there are more lanes than `limit`
         self._blocked = False  # a limit of this process kept a lane from being opened
         self._ranks_before = False
-        self._adopting = closing.lock()
+        self._adopting, self._long_wait = closing.lock(), LongWait(bridge)
         self._watch = DeathWatch(self._on_death, self._tick)
 
     def __iter__(self) -> Iterator[HubLane]:
@@ -326,7 +327,8 @@ class LaneSet:
             self._control.ring()
 
     def _tick(self) -> bool:
-        """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing.
+        """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing; logs
+        what a long wait is for.
 
         Returns whether any dead lane, or a rank of an earlier hub, is left for later.
         """
@@ -346,6 +348,8 @@ class LaneSet:
         for lane in self:
             if lane.dead:
                 left |= bool(lane.waiting or lane.held or lane.dropped or not self._remove_dead(lane))
+        asking_ns = self._control.asking_ns
+        self._long_wait.look(asking_ns / 1e9 if asking_ns else None)
         return left
 
     def look_for_ranks(self) -> None:

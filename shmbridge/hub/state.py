@@ -14,6 +14,9 @@ from shmbridge.config import Run, check_run_id, check_version
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing
+from shmbridge.watch.long_wait import Waits
+
+_MOST_NOTED = (1 << 62) - 1
 
 
 class HubState:
@@ -34,6 +37,7 @@ class HubState:
         self._closing, self._publishing = closing, closing.lock()
         self._announced: tuple[Run | None, int] = run, 0  # and the steps of the runs before it
         self._training_version = -1
+        self._waits = Waits()
         self.steps_ended = 0
 
     # -- whether it is open
@@ -164,19 +168,34 @@ class HubState:
 
     # -- for observers
 
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Shows observers, inside the block, that somebody waits for a batch or record."""
-        self.note_asking(True)
-        try:
-            yield
-        finally:
-            self.note_asking(False)
+    def asking(self) -> contextlib.AbstractContextManager[None]:
+        """Shows observers, inside the block, that somebody waits for a batch or record.
+
+        A block inside another one is part of that wait.
+        """
+        return self._waits.open(self.note_asking)
 
     def note_asking(self, waits: bool) -> None:
         """Shows observers that somebody begins to wait for a batch or record, or no longer does."""
         if (words := self._words) is not None and not words.mapping.forked:
             words.note_asking(waits)
+
+    def note_most_stale(self, max_staleness: int | None) -> None:
+        """Shows observers the staleness limit of the batches that are asked for; None: there is none."""
+        if (words := self._words) is not None and not words.mapping.forked:
+            words.note_most_stale(-1 if max_staleness is None else min(max_staleness, _MOST_NOTED))
+
+    def note_batch(self, size: int, by_rows: bool, there: int, in_part: int) -> None:
+        """Shows observers what the batch that is waited for wants and has; a size of 0: no batch is.
+
+        Args:
+            size: its groups, or rows.
+            by_rows: whether `size` and `there` count rows.
+            there: what is there of it.
+            in_part: groups of which some fragments have come.
+        """
+        if (words := self._words) is not None and not words.mapping.forked:
+            words.note_batch(size, by_rows, there, in_part)
 
     def waits(self) -> dict[str, float]:
         """Returns, in seconds since this hub began, how long somebody waited for a batch, also now, and for a

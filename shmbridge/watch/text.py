@@ -61,7 +61,7 @@ def sentences(now: BridgeLook, before: BridgeLook | None = None) -> list[str]:
 
     Never blocks.
     """
-    first, *more = (printable(str(each)) for each in findings(now) or [headline(now, before)])
+    first, *more = (printable(str(each)) for each in findings(now, before) or [headline(now, before)])
     return [first, *(f"also: {each}" for each in more)]
 
 

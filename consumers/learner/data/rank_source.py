@@ -142,26 +142,27 @@ class RankSource:
             wait = BatchWait(patience_of(self._config.waiting), missing, say)
         share = None
         own = RankStatus()
-        while True:
-            failure: Exception | None = None
-            try:
-                if own.share == "waited for":
-                    share, own = self._ask(min(_TICK_S, wait.left_s))
-            except Exception as error:  # reported to the other ranks, whatever it is
-                failure, own.failed = error, f"{type(error).__name__}: {error}"
-            try:
-                wait.look()
-            except NoBatch as error:
-                own.gave_up = str(error) if own.share == "waited for" else ""
-            own.signum = self._stops.received or 0
-            words = [RankStatus(**said) for said in self._world.all_gather(asdict(own))]
-            if failure is not None:
-                raise failure
-            leave_together(words)
-            if all(word.share == "drained" for word in words):
-                return "drained"
-            if all(word.share != "waited for" for word in words):
-                return share
+        with self._rank.one_wait():
+            while True:
+                failure: Exception | None = None
+                try:
+                    if own.share == "waited for":
+                        share, own = self._ask(min(_TICK_S, wait.left_s))
+                except Exception as error:  # reported to the other ranks, whatever it is
+                    failure, own.failed = error, f"{type(error).__name__}: {error}"
+                try:
+                    wait.look()
+                except NoBatch as error:
+                    own.gave_up = str(error) if own.share == "waited for" else ""
+                own.signum = self._stops.received or 0
+                words = [RankStatus(**said) for said in self._world.all_gather(asdict(own))]
+                if failure is not None:
+                    raise failure
+                leave_together(words)
+                if all(word.share == "drained" for word in words):
+                    return "drained"
+                if all(word.share != "waited for" for word in words):
+                    return share
 
     def _ask(self, timeout_s: float) -> tuple[RankShare | None, RankStatus]:
         try:

@@ -14,7 +14,7 @@
  *   0x0200 | doorbell                A |     0x0300 | head, hub counters               H |
  *   0x0280 | arrivals                A |     0x0400 | space_bell                       A |
  *   0x0300 | weights_floor           W |     0x1000 | column table            P, once    |
- *   0x0380 | latency of records      H |     ring   | uint32 slot numbers [slot_count] P |
+ *   0x0380 | latency, for observers  H |     ring   | uint32 slot numbers [slot_count] P |
  *   0x1000 | hub's column table      H |     slots  | 128-byte slots      [slot_count] P |
  *   0x5000 +---------------------------+     rel    | uint64 released     [slot_count] H |
  *                                            data   | extents, 64-byte aligned, on pages
@@ -110,7 +110,11 @@ typedef struct {
      * out, and the sum of those times. Earlier hubs leave them 0 */
     shm_u64 latency_counts[LATENCY_BUCKETS];
     shm_u64 latency_ns_total;
-    uint8_t pad6[PAGE - 0x380 - 8 * (LATENCY_BUCKETS + 1)];
+    /* H: for observers only, of this hub. Earlier hubs leave them 0 */
+    shm_u64 most_stale;  /* + 1: the staleness limit of the batches asked for last; 0: no limit */
+    shm_u64 batch_wants; /* size of the batch that is waited for * 2 + whether that counts rows; 0: of none */
+    shm_u64 batch_has;   /* groups or rows of it that are there << 32 | groups that are there in part */
+    uint8_t pad6[PAGE - 0x380 - 8 * (LATENCY_BUCKETS + 4)];
 } control_header;
 
 typedef struct {

@@ -15,21 +15,21 @@ ORDER = {
         wrong_value metrics config program schema other_names atropos
         sizing segments parser extras listening
         record control weights
-        batch put
+        batch put watch
         admission
         hub producer
         batching
         ranks
         rank consumer
         __init__
-        testing launch doctor watch
+        testing launch doctor
         tui archive demo relay
         cli
         __main__
     """,
     "consumers": """
         advantages dataset_parts engines gateway pinned
-        dataset device_batch long_waits losses policy_server_parts pretrained
+        dataset device_batch losses policy_server_parts pretrained
         tested_versions trajectories vllm
         learner policy_server vllm_weights
         grpo weight_sync
