@@ -81,5 +81,6 @@ def unwritable(path: Path, wrong: OSError) -> ArchiveUnwritable:
 def _said(wrong: BaseException) -> str:
     """Returns the reason in one line, without what only a programmer reads."""
     number = getattr(wrong, "errno", None)
-    text = os.strerror(number) if number is not None else str(wrong)
+    said = wrong.message if isinstance(wrong, ShmBridgeError) else str(wrong)
+    text = os.strerror(number) if number is not None else said
     return (text.strip() or type(wrong).__name__).splitlines()[0]
