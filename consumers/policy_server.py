@@ -33,6 +33,7 @@ if __name__ == "__main__":
 import msgspec
 import torch
 from aiohttp import web
+from shmbridge.listening import cannot_listen
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -43,7 +44,6 @@ from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyE
 from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
 from shmbridge.consumers.policy_server_parts.generation import PolicyModel
 from shmbridge.consumers.policy_server_parts.options import parse
-from shmbridge.listening import cannot_listen
 from shmbridge.program import refuse, run_program, tell
 from shmbridge.weights import WeightsReader
 

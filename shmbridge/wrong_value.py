@@ -1,5 +1,6 @@
 """What a decoder refused, in the words of the one who wrote it: the key, the value, what is wanted."""
 
+import json
 import re
 from typing import Any
 
@@ -37,6 +38,18 @@ def wrong_value(message: str, document: Any, name: str = "") -> str:
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in found[1].split(" | ") if kind != "null")
     limit = f", {_SIGNS[found[2]]} {found[3].removesuffix('.0')}" if found[2] else ""
     return f"{where or 'it'}: {_shown(_at(document, inside))} is not {kinds}{limit}"
+
+
+def wrong_json(message: str, body: bytes | bytearray, name: str = "") -> str:
+    """Returns what `wrong_value` does, of a JSON text; without the value where Python cannot read that text: for a
+    number of thousands of digits, or for brackets within brackets without end.
+    """
+    try:
+        return wrong_value(message, json.loads(body), name)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text, _, path = message.partition(" - at ")
+        where = f"{name}{path.strip('`').removeprefix('$')}".lstrip(".")
+        return f"{where or 'it'}: {text[:1].lower()}{text[1:]}".replace("`", "")
 
 
 def _at(document: Any, path: str) -> Any:
