@@ -41,8 +41,8 @@ def wrong_value(message: str, document: Any, name: str = "") -> str:
 
 
 def wrong_json(message: str, body: bytes | bytearray, name: str = "") -> str:
-    """Returns what `wrong_value` does, of a JSON text; without the value where Python cannot read that text: for a
-    number of thousands of digits, or for brackets within brackets without end.
+    """Returns what `wrong_value` does, of a JSON text; without the value where Python cannot read that text:
+    a number of thousands of digits, brackets without end.
     """
     try:
         return wrong_value(message, json.loads(body), name)
