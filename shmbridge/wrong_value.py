@@ -2,6 +2,7 @@
 refused, by the key, the value and what is wanted. PyYAML is imported on first use.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,6 +43,18 @@ def wrong_value(message: str, document: Any, name: str = "") -> str:
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in found[1].split(" | ") if kind != "null")
     limit = f", {_SIGNS[found[2]]} {found[3].removesuffix('.0')}" if found[2] else ""
     return f"{where or 'it'}: {_shown(_at(document, inside))} is not {kinds}{limit}"
+
+
+def wrong_json(message: str, body: bytes | bytearray, name: str = "") -> str:
+    """Returns what `wrong_value` does, of a JSON text; without the value where Python cannot read that text:
+    a number of thousands of digits, brackets without end.
+    """
+    try:
+        return wrong_value(message, json.loads(body), name)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text, _, path = message.partition(" - at ")
+        where = f"{name}{path.strip('`').removeprefix('$')}".lstrip(".")
+        return f"{where or 'it'}: {text[:1].lower()}{text[1:]}".replace("`", "")
 
 
 def _at(document: Any, path: str) -> Any:

@@ -5,15 +5,17 @@ that Atropos sends and parses. Every answer says which policy versions sampled i
 in `weight_versions`, the OpenAI API with the newest and the oldest, and with the tokens of prompt and answer.
 Used by `policy_server.py`.
 
-An unsupported field that would change sampling is refused, never ignored.
+Only known fields are taken: an unsupported one is refused, never ignored, unless its value has no effect.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -21,37 +23,70 @@ from msgspec import Meta
 
 from shmbridge.consumers.policy_server_parts.engine import Question, Reply
 from shmbridge.consumers.policy_server_parts.generation import Row, Sampling, TokenLogprobs
+from shmbridge.httpd.door import BadRequest
 from shmbridge.shown import kind_of, shown
 from shmbridge.wrong_value import wrong_value
 
 Json = dict[str, Any]
 
+# Fields that change nothing about an answer here, whatever their value.
+_HARMLESS = {
+    "cache_salt",
+    "metadata",
+    "model",
+    "priority",
+    "prompt_cache_key",
+    "request_id",
+    "return_token_ids",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream_options",
+    "user",
+}
 # Unsupported fields, with the values that have no effect; null never has one.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
     "echo": (False,),
     "frequency_penalty": (0,),
     "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
+    "logits_processors": ([],),
     "min_p": (0,),
     "min_tokens": (0,),
+    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "stream": (False,),
     "suffix": ("",),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_k": (0, -1),
+    "truncate_prompt_tokens": (-1,),
     "use_beam_search": (False,),
 }
 _VLLM_DEFAULT_TOKENS = 16  # of completions and /generate; a chat may fill its context
+_LEAST_TEMPERATURE = 1e-6  # above 0: below it, logits that are divided by it may leave float32
+_MOST_STOPS, _LONGEST_STOP = 16, 1024  # strings, characters: each token is compared with them
+_LEAST_CHARACTERS = 32  # of a token, at least: a tokenizer may have one token for any unknown word
+_ESCAPED = 6  # bytes of JSON for a character, at most: \uXXXX
+_LEAST_BODY, _MOST_BODY = 1 << 20, 64 << 20  # bytes
 
 Count = Annotated[int, Meta(ge=1)]
 Alternatives = Annotated[int, Meta(ge=0, le=20)]
-
-
-class BadRequest(ValueError):
-    """The request is invalid; the text says why."""
 
 
 class _SamplingFields(msgspec.Struct):
@@ -68,6 +103,16 @@ class _SamplingFields(msgspec.Struct):
 
     def sampling(self, max_tokens: int, top_logprobs: int) -> Sampling:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
+            longest = max(map(len, stops))
+            raise BadRequest(
+                f"stop: {len(stops)} strings of up to {longest} characters -> "
+                f"at most {_MOST_STOPS} of at most {_LONGEST_STOP}"
+            )
+        if self.temperature and self.temperature < _LEAST_TEMPERATURE:
+            raise BadRequest(
+                f"temperature: {self.temperature:g} is above 0, below {_LEAST_TEMPERATURE:g} -> 0 for greedy"
+            )
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -93,7 +138,7 @@ class _Chat(_SamplingFields):
     add_generation_prompt: bool = True
 
 
-class _PromptTokens(msgspec.Struct):
+class _PromptTokens(msgspec.Struct, forbid_unknown_fields=True):
     prompt_token_ids: list[int]
 
 
@@ -108,39 +153,57 @@ Body = TypeVar("Body", bound=_SamplingFields)
 
 @dataclass(frozen=True)
 class PolicyApi:
-    """Translates for one model.
+    """Translates for one model. For one thread at a time, as its tokenizer is.
 
     Args:
-        tokenizer: the model's; used from the caller's thread.
+        tokenizer: the model's.
         model_name: what responses call the model.
         context: most tokens of prompt and answer together.
         vocab_size: token ids are below this.
+        max_rows: most answers to one request.
     """
 
     tokenizer: Any
     model_name: str
     context: int
     vocab_size: int
+    max_rows: int = 256
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, at least; no token of text has more."""
+        vocabulary = self.tokenizer.get_vocab() if self.tokenizer is not None else {}
+        return max(_LEAST_CHARACTERS, max(map(len, vocabulary), default=0))
+
+    @cached_property
+    def most_body(self) -> int:
+        """Bytes that a request's body has at most: prompts that fill the context, for all rows."""
+        prompts = self.max_rows * self.context * self.longest_token * _ESCAPED
+        return min(_MOST_BODY, _LEAST_BODY + prompts)
 
     # --- requests ------------------------------------------------------------------------------------------
 
     def completions(self, raw: bytes) -> Question:
-        """Returns the question of a `/v1/completions` body; raises BadRequest. Never blocks."""
+        """Returns the question of a `/v1/completions` body; raises BadRequest. Blocks, tokenising."""
         body = _decoded(raw, _Completions)
-        prompts = [self._encoded(prompt) for prompt in _prompt_list(body.prompt)]
+        given = _prompt_list(body.prompt)
+        self._require_rows(len(given), body)
+        prompts = [self._encoded(prompt) for prompt in given]
         return self._question(body, prompts, body.max_tokens or _VLLM_DEFAULT_TOKENS, body.logprobs or 0)
 
     def chat(self, raw: bytes) -> Question:
-        """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Never blocks."""
+        """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Blocks, tokenising."""
         body = _decoded(raw, _Chat)
+        self._require_rows(1, body)
         prompt = self._rendered(body)
         room = max(1, self.context - len(prompt))
         wanted = body.max_completion_tokens or body.max_tokens or room
         return self._question(body, [prompt], wanted, (body.top_logprobs or 0) if body.logprobs else 0)
 
     def generate(self, raw: bytes) -> Question:
-        """Returns the question of a `/generate` body; raises BadRequest. Never blocks."""
+        """Returns the question of a `/generate` body; raises BadRequest. Blocks, tokenising."""
         body = _decoded(raw, _Generate)
+        self._require_rows(1, body)
         given = body.prompt
         prompt = given.prompt_token_ids if isinstance(given, _PromptTokens) else self._encoded(given)
         wanted = body.max_tokens or _VLLM_DEFAULT_TOKENS
@@ -158,6 +221,10 @@ class PolicyApi:
             self._check(prompt, wanted)
         return Question(prompts, body.sampling(wanted, top_logprobs), body.n or 1, prompt_logprobs)
 
+    def _require_rows(self, prompts: int, body: _SamplingFields) -> None:
+        if (rows := prompts * (body.n or 1)) > self.max_rows:
+            raise BadRequest(f"{rows} answers at once, at most {self.max_rows} -> lower n")
+
     def _check(self, prompt: list[int], wanted: int) -> None:
         if not prompt:
             raise BadRequest("the prompt has no tokens -> prompt: text of which the tokenizer makes tokens")
@@ -173,7 +240,18 @@ class PolicyApi:
             )
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
-        return prompt if isinstance(prompt, list) else list(self.tokenizer.encode(prompt))
+        if isinstance(prompt, list):
+            return prompt
+        self._require_room(prompt)
+        return list(self.tokenizer.encode(prompt))
+
+    def _require_room(self, text: str) -> None:
+        """Raises BadRequest for a text that no context holds, before it is tokenised."""
+        if len(text) > (most := self.context * self.longest_token):
+            raise BadRequest(
+                f"the prompt has {len(text)} characters, a context of {self.context} tokens holds at most "
+                f"{most} -> shorten it"
+            )
 
     def _rendered(self, body: _Chat) -> list[int]:
         if not body.messages:
@@ -186,6 +264,7 @@ class PolicyApi:
             raise BadRequest(
                 f"the chat template refused the messages: {error} -> each has role and content"
             ) from error
+        self._require_room(text)
         # As text first: what apply_chat_template(tokenize=True) returns differs between transformers 4 and 5.
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -272,7 +351,7 @@ class PolicyApi:
                 {self.tokenizer.decode([token]): value for token, value in entry.items()}
                 for entry in _per_token(row)
             ],
-            "text_offset": [len("".join(words[:index])) for index in range(len(words))],
+            "text_offset": [0, *itertools.accumulate(map(len, words))][: len(words)],
         }
 
     def _chat_logprobs(self, row: Row) -> Iterator[Json]:
@@ -294,29 +373,35 @@ def _per_token(row: Row) -> list[TokenLogprobs]:
 _FORM = 'such as {"prompt": "...", "max_tokens": 16}'
 
 
-def _decoded(raw: bytes, kind: type[Body]) -> Body:
+def _decoded(raw: bytes | bytearray, kind: type[Body]) -> Body:
     try:
         fields = msgspec.json.decode(raw or b"null")
-        if not isinstance(fields, dict):
-            raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
-        for name, neutral in _NEUTRAL.items():
-            value = fields.get(name)
-            if value is not None and value not in neutral:
-                raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
+    except RecursionError:
+        raise BadRequest(f"the body has brackets within brackets without end -> {_FORM}") from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise BadRequest(f"the body is no JSON: {str(error).partition(' - at ')[0]} -> {_FORM}") from None
+    if not isinstance(fields, dict):
+        raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
+    for name in fields.keys() - _HARMLESS - {*kind.__struct_fields__}:
+        if name not in _NEUTRAL:
+            raise BadRequest(f"{shown(name)} is not a field of such a request -> leave it out")
+        if (value := fields[name]) is not None and value not in _NEUTRAL[name]:
+            raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
+    try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from error
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise BadRequest(f"the body is no JSON: {error} -> {_FORM}") from error
+        raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from None
 
 
 def _prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
     """OpenAI's four forms of a prompt: text, tokens, and a list of either."""
     if isinstance(prompt, str):
         return [prompt]
-    if all(isinstance(token, int) for token in prompt):
+    if all(type(token) is int for token in prompt):  # true and false are no tokens
         return [prompt]
     for one in prompt:
-        if not isinstance(one, str) and not (isinstance(one, list) and all(isinstance(t, int) for t in one)):
+        if not isinstance(one, str) and not (
+            isinstance(one, list) and all(type(each) is int for each in one)
+        ):
             raise BadRequest(f"prompt: {shown(one)} is neither text nor token ids -> prompt: [[1, 2, 3]]")
     return prompt

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmbridge.cli.no_bridge import say_none
-from shmbridge.parser import Parser, amount, bridge_name
+from shmbridge.parser import Parser, amount, bridge_name, host_name
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
@@ -44,6 +44,14 @@ def prepare_parser(parser: Parser) -> None:
         type=_address,
         metavar="HOST:PORT",
         help="serve them to Prometheus, also of bridges that come later",
+    )
+    parser.add_argument(
+        "--host-name",
+        action="append",
+        default=[],
+        type=host_name,
+        metavar="NAME",
+        help="with --listen: host name with a dot under which Prometheus asks; may be repeated",
     )
 
 
@@ -95,17 +103,17 @@ def _print_text(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Serves Prometheus text until Ctrl-C."""
-    from shmbridge.listening import cannot_listen
+    from shmbridge.httpd.door import cannot_listen
     from shmbridge.watch.scrape import ScrapeServer
 
     host, port = arguments.listen
     try:
-        server = ScrapeServer((host, port), _exporter(arguments.bridge))
+        server = ScrapeServer((host, port), _exporter(arguments.bridge), arguments.host_name)
     except OSError as wrong:
         refuse("shmbridge inspect", cannot_listen(host, port, wrong, "--listen"))
         return 1
     with server:
-        print(f"serving {server.url} until Ctrl-C", flush=True)
+        print(f"serving {server.url}/metrics until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
