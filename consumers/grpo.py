@@ -160,7 +160,7 @@ def train(
             learn(learner, batches, publish, saver, log, config, stops, around)
         except (Stopped, NoBatch, *UNTRAINABLE, PeerFailed, shmbridge.ShmBridgeError):
             # save while still the hub, so that a successor starts from this step
-            saver.save(batches.training_version)
+            save_all(saver, batches)
             raise
         except REFUSALS:
             raise
@@ -171,9 +171,16 @@ def train(
             raise broken_step(
                 error, config.compute, learner, lambda: saver.rescue(batches.training_version)
             ) from None
-        saver.save(batches.training_version)
+        save_all(saver, batches)
         if learner.step > begun_at:
             say(f"done: {learner.step} of {steps} steps, version {batches.policy_version}")
+
+
+def save_all(saver: Saver, batches: HubSource | RankSource) -> None:
+    """Saves the last finished step; if that is all, shared memory need not keep it. Raises as `run`."""
+    saver.save(batches.training_version)
+    if saver.saved:
+        batches.end_run()
 
 
 def learn(

@@ -561,6 +561,14 @@ class Consumer(OneProcess):
         """
         self._hub.publish_policy_version(version, run_id, same_as)
 
+    def end_run(self) -> None:
+        """Tells the bridge that all it was trained to is saved elsewhere. For a learner that ends in order.
+
+        Without this, what a run with a `run_id` has trained stays in shared memory after the last participant
+        has left, for the next learner: as after a kill.
+        """
+        self._state.end_run()
+
     def note_training_version(self, version: int) -> None:
         """Records which version the weights in training have, before that version is published. For a learner
         that does not publish each step.

@@ -384,8 +384,18 @@ cdef class Control:
         fault_hit(b"hub.start_forgotten")
         store_release64(&self.words().start_same_as, same_as + 1)  # SYNC(flags)
         store_release64(&self.words().run_id, run_id)  # SYNC(flags)
+        store_release64(&self.words().run_open, 1)  # SYNC(flags)
         store_release64(&self.words().start_version, version + 1)  # SYNC(flags)
         fault_hit(b"hub.start_stored")
+
+    @property
+    def run_open(self) -> bool:
+        """Whether a learner of the run has started, and none has ended in order since."""
+        return load_acquire64(&self.words().run_open) != 0  # SYNC(flags)
+
+    def end_run(self):
+        """The run's learner ends in order: what it has trained is saved."""
+        store_release64(&self.words().run_open, 0)  # SYNC(flags)
 
     @property
     def published_ns(self) -> int:

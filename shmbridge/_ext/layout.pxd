@@ -56,15 +56,16 @@ cdef extern from "layout.h" nogil:
         shm_u64 asking_ns
         shm_u64 batch_wait_ns
         shm_u64 tap_wait_ns
-        shm_u64 run_id
-        shm_u64 start_version
-        shm_u64 start_same_as
         shm_u32 hub_sleeping
         shm_u32 doorbell
         shm_u32 arrivals
         shm_u64 weights_floor
         shm_u64 latency_counts[30]
         shm_u64 latency_ns_total
+        shm_u64 run_id
+        shm_u64 run_open
+        shm_u64 start_version
+        shm_u64 start_same_as
         shm_u64 most_stale
         shm_u64 batch_wants
         shm_u64 batch_has

@@ -39,8 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _code(arguments, report)
     word = "would remove" if report.dry_run else "removed"
     for name in report.removed:
-        lost = report.undelivered.get(name, 0)
-        print(f"{word} {name}" + (f" with {lost} undelivered records" if lost else ""))
+        lost, trained = report.undelivered.get(name, 0), report.trained.get(name)
+        what = f" with {lost} undelivered records" if lost else ""
+        if trained is not None:
+            what += f" with version {trained}, trained by a learner that was killed"
+        print(f"{word} {name}{what}")
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
     if not report.removed and not report.kept:

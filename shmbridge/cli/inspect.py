@@ -22,10 +22,11 @@ EXAMPLES = """examples:
   shmbridge inspect run1 --lanes    every lane, also of a bridge with many
   shmbridge inspect --seconds 5     rates over five seconds; 0: no rates, at once
   shmbridge inspect --json          for programs, at once
+  shmbridge inspect run1 --ready    nothing but the exit code: for the probes of Kubernetes and Compose
   shmbridge inspect --prometheus    once as Prometheus text, for a node exporter's text collector
   shmbridge inspect --listen 127.0.0.1:9400    serve /metrics and /healthz until Ctrl-C
 
-exit codes: 0 shown; 1 cannot listen there; 3 no such bridge"""
+exit codes: 0 shown, or ready; 1 cannot listen there; 3 no such bridge; 4 not ready"""
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
 
 
@@ -37,6 +38,11 @@ def prepare_parser(parser: Parser) -> None:
     parser.add_argument("--lanes", action="store_true", help="every lane, not only sums and troubles")
     parser.add_argument(
         "--seconds", type=amount, default=0.5, help="time between the two looks that rates come from (0.5)"
+    )
+    parser.add_argument(
+        "--ready",
+        action="store_true",
+        help="print nothing: exit code 0 if each bridge has a living consumer, else 4",
     )
     parser.add_argument("--prometheus", action="store_true", help="print the counters as Prometheus text")
     parser.add_argument(
@@ -76,6 +82,8 @@ def _print(arguments: argparse.Namespace) -> int:
     from shmbridge.watch.text import block
 
     wanted = [info for info in list_bridges() if arguments.bridge in (None, info.name)]
+    if arguments.ready:
+        return 0 if wanted and all(info.consumer_pid is not None for info in wanted) else 4
     if arguments.json:
         print(msgspec.json.encode([of_listing(info) for info in wanted]).decode())
     elif not wanted:

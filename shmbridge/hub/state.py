@@ -147,6 +147,10 @@ class HubState:
                 self.words.begin_run(run, version, repeated)
             self.words.policy_version = version
 
+    def end_run(self) -> None:
+        """See Consumer.end_run."""
+        self.words.end_run()
+
     def note_training_version(self, version: int) -> None:
         """See Consumer.note_training_version."""
         version = check_version("version", version)

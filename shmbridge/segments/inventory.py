@@ -66,9 +66,8 @@ class BridgeInfo:
     has no room yet. `receipts` counts lanes of other nodes' records that are gone, and whose last record a
     relay may have to know: all that is left of a bridge may be these.
 
-    `run_id` is the training run that the versions are of, "" if its learner stored none. `start_version` is
-    the version with which its newest learner started, `start_same_as` the one whose weights that repeats; -1
-    for none, and for untrained weights.
+    `trained_version` is the version whose weights the newest one has, if these can hold a trained step, and
+    `run_id` the training run of the versions, "" if its learner stored none.
     """
 
     name: str
@@ -80,16 +79,7 @@ class BridgeInfo:
     waiting: list[str] = field(default_factory=list)
     receipts: int = 0
     run_id: str = ""
-    start_version: int = -1
-    start_same_as: int = -1
-
-    @property
-    def trained_version(self) -> int | None:
-        """The version whose weights the newest one has, if these can hold a trained step; else None."""
-        weights = self.weights.version if self.weights is not None else None
-        newest = max(self.policy_version, -1 if weights is None else weights)
-        trained = self.start_same_as if newest == self.start_version else newest
-        return trained if trained > 0 else None
+    trained_version: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -145,18 +135,18 @@ def _bridge(name: str) -> BridgeInfo:
     alive = locks.is_locked(mapping.fd, LockByte.HUB)
     participants = locks.is_locked(mapping.fd, LockByte.PARTICIPANTS)
     pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
-    run_id = f"{control.run_id:016x}" if control.run_id else ""
+    run_id, weights = f"{control.run_id:016x}" if control.run_id else "", _weights(name)
     return BridgeInfo(
         name,
         pid,
         participants,
         control.policy_version,
         lanes,
-        _weights(name),
+        weights,
         waiting,
         left,
         run_id,
-        *control.start,
+        membership.trained_version(control, None if weights is None else weights.version),
     )
 
 
@@ -241,6 +231,7 @@ def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
         report.removed += swept.removed
         report.kept.update(swept.kept)
         report.undelivered.update(swept.undelivered)
+        report.trained.update(swept.trained)
         _forget_receipts(name, report)
         _forget_gateway(name, report)
     return report

@@ -44,6 +44,10 @@ class HubSource:
         """Announces the weights with which this process starts. Never blocks."""
         self._consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
 
+    def end_run(self) -> None:
+        """Tells the bridge that all it was trained to is saved. Never blocks."""
+        self._consumer.end_run()
+
     def publish_version(self, version: int) -> None:
         """Announces new weights. Never blocks."""
         self._consumer.publish_policy_version(version)

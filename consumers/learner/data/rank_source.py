@@ -98,6 +98,11 @@ class RankSource:
             self._consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
         self.policy_version = self.training_version = self._world.broadcast(version)
 
+    def end_run(self) -> None:
+        """Makes rank 0 tell the bridge that all it was trained to is saved. Never blocks."""
+        if self._consumer is not None:
+            self._consumer.end_run()
+
     def publish_version(self, version: int) -> None:
         """Makes rank 0 announce new weights. Blocks until it has: no rank may release earlier."""
         if self._consumer is not None:

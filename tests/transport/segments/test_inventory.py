@@ -79,6 +79,68 @@ def test_it_is_listed_which_version_holds_trained_steps(bridge, make_consumer, p
     assert it.run_id == (runs[-1] if runs else "")
 
 
+LEARNER = """
+import shmbridge, sys, time
+consumer = shmbridge.Consumer(bridge)
+consumer.publish_policy_version(0, run_id="00000000000000aa")
+for version in range(1, {steps} + 1):
+    consumer.publish_policy_version(version)
+if {in_order}:
+    consumer.end_run()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "in_order", "stays"), [(5, False, True), (5, True, False), (0, False, False)]
+)
+def test_what_a_killed_learner_has_trained_stays_for_the_next(
+    bridge, child, make_consumer, capsys, steps, in_order, stays
+) -> None:
+    """Not what one has saved that ended in order, nor a model as it began."""
+    process = child(LEARNER.format(steps=steps, in_order=in_order))
+    process.kill()
+    process.wait()
+    with WeightsReader(bridge):
+        pass  # the last participant leaves
+    if not stays:
+        assert info(bridge) is None
+        return
+    assert (info(bridge).trained_version, info(bridge).run_id) == (steps, "00000000000000aa")
+    control = segment.control_name(bridge)
+    assert shmbridge.clean(bridge).trained == {control: steps}
+    assert main(["clean", bridge]) == 0
+    words = f"with version {steps}, trained by a learner that was killed"
+    assert f"would remove {control} {words}\n" in capsys.readouterr().out
+    consumer = make_consumer()
+    consumer.publish_policy_version(steps + 1, run_id="00000000000000aa", same_as=steps)
+    consumer.end_run()
+    consumer.close()
+    assert info(bridge) is None
+
+
+def test_what_a_killed_learner_has_trained_goes_with_a_word(bridge, child, capsys) -> None:
+    process = child(LEARNER.format(steps=5, in_order=False))
+    process.kill()
+    process.wait()
+    assert main(["clean", bridge, "--yes"]) == 0
+    assert "with version 5, trained by a learner that was killed\n" in capsys.readouterr().out
+    assert info(bridge) is None
+
+
+def test_a_bridge_is_ready_while_it_has_a_living_consumer(bridge, make_producer, make_consumer, capsys) -> None:
+    producer = make_producer()
+    assert main(["inspect", bridge, "--ready"]) == 4
+    consumer = make_consumer()
+    assert main(["inspect", bridge, "--ready"]) == 0
+    consumer.close()
+    assert main(["inspect", bridge, "--ready"]) == 4
+    producer.close()
+    assert main(["inspect", bridge, "--ready"]) == 3  # there is no such bridge any more
+    assert capsys.readouterr().out == ""
+
+
 def test_weights_without_a_hub_count_as_trained(bridge) -> None:
     with WeightsWriter(bridge) as writer:
         writer.publish(3, [("w", np.zeros(2, np.float32))])
