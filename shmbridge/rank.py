@@ -232,9 +232,9 @@ class Rank(OneProcess):
                         return None
                     else:
                         time.sleep(_RETRY_S)
+                    self._say_if_long()
                     if time.monotonic() > deadline:
                         raise self._empty(timeout_s)
-                    self._say_if_long()
         finally:
             self._wait_s += time.monotonic() - began
 
@@ -250,7 +250,9 @@ class Rank(OneProcess):
             self._long_wait.look(self._waits.since_s, self._late_share)
 
     def _late_share(self) -> str:
-        """Returns what a rank waits for where environments and hub are well."""
+        """Returns what this rank waits for where `inspect` finds no trouble."""
+        if not locks.is_locked(self._control.mapping.fd, LockByte.HUB):
+            return "no consumer is alive -> start the process that calls Consumer.serve_ranks"
         if self._open:
             return f"it holds {count(len(self._open), 'share')} of earlier batches itself -> release them"
         fd, others = self._control.mapping.fd, [r for r in range(self.world_size) if r != self.rank]

@@ -330,7 +330,7 @@ class LaneSet:
         """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing; logs
         what a long wait is for.
 
-        Returns whether any dead lane, or a rank of an earlier hub, is left for later.
+        Returns whether to look again soon: a dead lane or a rank of an earlier hub is left, or a line is due.
         """
         if self._has_new_lanes or self._blocked or self._taken or (self._crowded and self._room()):
             known = len(self._lanes)
@@ -349,8 +349,7 @@ class LaneSet:
             if lane.dead:
                 left |= bool(lane.waiting or lane.held or lane.dropped or not self._remove_dead(lane))
         asking_ns = self._control.asking_ns
-        self._long_wait.look(asking_ns / 1e9 if asking_ns else None)
-        return left
+        return self._long_wait.look(asking_ns / 1e9 if asking_ns else None) or left
 
     def look_for_ranks(self) -> None:
         """Defers releases while a rank of an earlier hub lives; called once this hub's epoch has begun."""

@@ -63,8 +63,8 @@ def findings(now: BridgeLook, before: BridgeLook | None = None) -> list[Finding]
         *_without_a_lane(now),
         *_hungry(now),
         *_stale(now),
-        *_full(now),
         *_slow_side(now, before),
+        *_full(now),
     ]
     return sorted(found, key=lambda finding: -finding.severity)
 

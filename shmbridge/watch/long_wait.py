@@ -9,6 +9,7 @@ from contextlib import contextmanager
 log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
+_SOON_S = 1.0
 _NUMBER = re.compile(r"\d[\d.]*")
 
 
@@ -63,8 +64,8 @@ class LongWait:
         self._next_s = 0.0
         self._last = ""  # what was said, without numbers
 
-    def look(self, since_s: float | None, otherwise: Callable[[], str] = str) -> None:
-        """Logs a warning if one is due. Never blocks.
+    def look(self, since_s: float | None, otherwise: Callable[[], str] = str) -> bool:
+        """Logs a warning if one is due; returns whether one is due within the next second. Never blocks.
 
         Args:
             since_s: when the wait began, by time.monotonic(); None: nobody waits.
@@ -72,31 +73,22 @@ class LongWait:
                 logged.
         """
         if since_s is None:
-            return
-        from shmbridge.watch import diagnosis
+            return False
+        # Both are imported seconds before the first line is due, so that it is in time.
+        from shmbridge.watch import diagnosis, text
 
         now_s = time.monotonic()
-        if now_s - since_s < diagnosis.LONG_S:
-            return
+        if (left_s := since_s + diagnosis.LONG_S - now_s) > 0:
+            return left_s < _SOON_S
         is_new, self._since_s = since_s != self._since_s, since_s
         if not is_new and now_s < self._next_s:
-            return
-        line = self._line(otherwise)
+            return False
+        try:
+            line = text.trouble(self._bridge) or otherwise()
+        except Exception as wrong:  # whatever it is, the wait itself goes on
+            line = f"what is waited for cannot be seen: {wrong}"
         without_numbers = _NUMBER.sub("", line)
         if line and (now_s >= self._next_s or without_numbers != self._last):
             self._last, self._next_s = without_numbers, now_s + EVERY_S
             log.warning("%s: %s", self._who, line)
-
-    def _line(self, otherwise: Callable[[], str]) -> str:
-        from shmbridge.watch.diagnosis import Severity, headline
-        from shmbridge.watch.snapshot import look
-        from shmbridge.watch.text import sentences
-
-        try:
-            if (now := look(self._bridge)) is None:
-                return "its segments were removed -> close this end and open it again"
-            if headline(now).severity is Severity.TROUBLE:
-                return "; ".join(sentences(now))
-            return otherwise()
-        except Exception as wrong:  # whatever it is, the wait itself goes on
-            return f"what is waited for cannot be seen: {wrong}"
+        return False

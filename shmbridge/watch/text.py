@@ -3,7 +3,7 @@
 from shmbridge.config import format_size
 from shmbridge.segments.inventory import BridgeInfo
 from shmbridge.watch.cells import cells, cut, padded
-from shmbridge.watch.diagnosis import count, findings, headline, in_words, waited_for
+from shmbridge.watch.diagnosis import Severity, count, findings, headline, in_words, waited_for
 from shmbridge.watch.rows import Row, rows
 from shmbridge.watch.snapshot import BridgeLook, look
 
@@ -63,6 +63,13 @@ def sentences(now: BridgeLook, before: BridgeLook | None = None) -> list[str]:
     """
     first, *more = (printable(str(each)) for each in findings(now, before) or [headline(now, before)])
     return [first, *(f"also: {each}" for each in more)]
+
+
+def trouble(bridge: str) -> str:
+    """Returns in one line what is wrong with a bridge now; "" if nothing is. Never blocks."""
+    if (now := look(bridge)) is None:
+        return "its segments were removed -> close this end, and open it again"
+    return "; ".join(sentences(now)) if headline(now).severity is Severity.TROUBLE else ""
 
 
 def consumer_parts(now: BridgeLook) -> list[str]:
