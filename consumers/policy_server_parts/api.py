@@ -5,7 +5,7 @@ that Atropos sends and parses. Every answer says which policy versions sampled i
 in `weight_versions`, the OpenAI API with the newest and the oldest, and with the tokens of prompt and answer.
 Used by `policy_server.py`.
 
-Only known fields are taken: an unsupported one is refused, never ignored, unless its value has no effect.
+What a request may ask is in `fields.py`.
 """
 
 from __future__ import annotations
@@ -16,139 +16,27 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from shmbridge.consumers.policy_server_parts.engine import Question, Reply
-from shmbridge.consumers.policy_server_parts.generation import Row, Sampling, TokenLogprobs
+from shmbridge.consumers.policy_server_parts.fields import (
+    Chat,
+    Completions,
+    Generate,
+    PromptTokens,
+    SamplingFields,
+    decoded,
+    prompt_list,
+)
+from shmbridge.consumers.policy_server_parts.generation import Row, TokenLogprobs
 from shmbridge.httpd.door import BadRequest
-from shmbridge.shown import kind_of, shown
-from shmbridge.wrong_value import wrong_value
 
 Json = dict[str, Any]
 
-# Fields that change nothing about an answer here, whatever their value.
-_HARMLESS = {
-    "cache_salt",
-    "metadata",
-    "model",
-    "priority",
-    "prompt_cache_key",
-    "request_id",
-    "return_token_ids",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream_options",
-    "user",
-}
-# Unsupported fields, with the values that have no effect; null never has one.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stream": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_k": (0, -1),
-    "truncate_prompt_tokens": (-1,),
-    "use_beam_search": (False,),
-}
 _VLLM_DEFAULT_TOKENS = 16  # of completions and /generate; a chat may fill its context
-_LEAST_TEMPERATURE = 1e-6  # above 0: below it, logits that are divided by it may leave float32
-_MOST_STOPS, _LONGEST_STOP = 16, 1024  # strings, characters: each token is compared with them
 _LEAST_CHARACTERS = 32  # of a token, at least: a tokenizer may have one token for any unknown word
 _ESCAPED = 6  # bytes of JSON for a character, at most: \uXXXX
 _LEAST_BODY, _MOST_BODY = 1 << 20, 64 << 20  # bytes
-
-Count = Annotated[int, Meta(ge=1)]
-Alternatives = Annotated[int, Meta(ge=0, le=20)]
-
-
-class _SamplingFields(msgspec.Struct):
-    """The common fields of the three request bodies; null means the default."""
-
-    n: Count | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    max_tokens: Count | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-
-    def sampling(self, max_tokens: int, top_logprobs: int) -> Sampling:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-            longest = max(map(len, stops))
-            raise BadRequest(
-                f"stop: {len(stops)} strings of up to {longest} characters -> "
-                f"at most {_MOST_STOPS} of at most {_LONGEST_STOP}"
-            )
-        if self.temperature and self.temperature < _LEAST_TEMPERATURE:
-            raise BadRequest(
-                f"temperature: {self.temperature:g} is above 0, below {_LEAST_TEMPERATURE:g} -> 0 for greedy"
-            )
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-            stop=tuple(filter(None, stops)),
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            top_logprobs=top_logprobs,
-        )
-
-
-class _Completions(_SamplingFields):
-    prompt: str | list[Any] = ""
-    logprobs: Alternatives | None = None
-
-
-class _Chat(_SamplingFields):
-    messages: list[Json] = []
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Alternatives | None = None
-    add_generation_prompt: bool = True
-
-
-class _PromptTokens(msgspec.Struct, forbid_unknown_fields=True):
-    prompt_token_ids: list[int]
-
-
-class _Generate(_SamplingFields):
-    prompt: str | _PromptTokens = ""
-    logprobs: Alternatives | None = None
-    prompt_logprobs: Alternatives | None = None
-
-
-Body = TypeVar("Body", bound=_SamplingFields)
 
 
 @dataclass(frozen=True)
@@ -185,15 +73,15 @@ class PolicyApi:
 
     def completions(self, raw: bytes) -> Question:
         """Returns the question of a `/v1/completions` body; raises BadRequest. Blocks, tokenising."""
-        body = _decoded(raw, _Completions)
-        given = _prompt_list(body.prompt)
+        body = decoded(raw, Completions)
+        given = prompt_list(body.prompt)
         self._require_rows(len(given), body)
         prompts = [self._encoded(prompt) for prompt in given]
         return self._question(body, prompts, body.max_tokens or _VLLM_DEFAULT_TOKENS, body.logprobs or 0)
 
     def chat(self, raw: bytes) -> Question:
         """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Blocks, tokenising."""
-        body = _decoded(raw, _Chat)
+        body = decoded(raw, Chat)
         self._require_rows(1, body)
         prompt = self._rendered(body)
         room = max(1, self.context - len(prompt))
@@ -202,16 +90,16 @@ class PolicyApi:
 
     def generate(self, raw: bytes) -> Question:
         """Returns the question of a `/generate` body; raises BadRequest. Blocks, tokenising."""
-        body = _decoded(raw, _Generate)
+        body = decoded(raw, Generate)
         self._require_rows(1, body)
         given = body.prompt
-        prompt = given.prompt_token_ids if isinstance(given, _PromptTokens) else self._encoded(given)
+        prompt = given.prompt_token_ids if isinstance(given, PromptTokens) else self._encoded(given)
         wanted = body.max_tokens or _VLLM_DEFAULT_TOKENS
         return self._question(body, [prompt], wanted, body.logprobs or 0, body.prompt_logprobs)
 
     def _question(
         self,
-        body: _SamplingFields,
+        body: SamplingFields,
         prompts: list[list[int]],
         wanted: int,
         top_logprobs: int,
@@ -221,7 +109,7 @@ class PolicyApi:
             self._check(prompt, wanted)
         return Question(prompts, body.sampling(wanted, top_logprobs), body.n or 1, prompt_logprobs)
 
-    def _require_rows(self, prompts: int, body: _SamplingFields) -> None:
+    def _require_rows(self, prompts: int, body: SamplingFields) -> None:
         if (rows := prompts * (body.n or 1)) > self.max_rows:
             raise BadRequest(f"{rows} answers at once, at most {self.max_rows} -> lower n")
 
@@ -253,7 +141,7 @@ class PolicyApi:
                 f"{most} -> shorten it"
             )
 
-    def _rendered(self, body: _Chat) -> list[int]:
+    def _rendered(self, body: Chat) -> list[int]:
         if not body.messages:
             raise BadRequest('messages is empty -> messages: [{"role": "user", "content": "..."}]')
         try:
@@ -368,40 +256,3 @@ def _per_token(row: Row) -> list[TokenLogprobs]:
     if row.alternatives:
         return row.alternatives
     return [{token: value} for token, value in zip(row.token_ids, row.logprobs, strict=True)]
-
-
-_FORM = 'such as {"prompt": "...", "max_tokens": 16}'
-
-
-def _decoded(raw: bytes | bytearray, kind: type[Body]) -> Body:
-    try:
-        fields = msgspec.json.decode(raw or b"null")
-    except RecursionError:
-        raise BadRequest(f"the body has brackets within brackets without end -> {_FORM}") from None
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise BadRequest(f"the body is no JSON: {str(error).partition(' - at ')[0]} -> {_FORM}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
-    for name in fields.keys() - _HARMLESS - {*kind.__struct_fields__}:
-        if name not in _NEUTRAL:
-            raise BadRequest(f"{shown(name)} is not a field of such a request -> leave it out")
-        if (value := fields[name]) is not None and value not in _NEUTRAL[name]:
-            raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from None
-
-
-def _prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
-    """OpenAI's four forms of a prompt: text, tokens, and a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if all(type(token) is int for token in prompt):  # true and false are no tokens
-        return [prompt]
-    for one in prompt:
-        if not isinstance(one, str) and not (
-            isinstance(one, list) and all(type(each) is int for each in one)
-        ):
-            raise BadRequest(f"prompt: {shown(one)} is neither text nor token ids -> prompt: [[1, 2, 3]]")
-    return prompt

@@ -64,6 +64,7 @@ class WeightsFollower:
             changed = None if self._loaded is None else weights.changed_since(self._loaded)
             self._loaded = None
             try:
+                weights.require_finite()
                 copy_into(self._module, weights.tensors, weights.dtypes, only=changed)
             except shmbridge.WeightsMismatch as error:
                 self._refused = weights.version, str(error)

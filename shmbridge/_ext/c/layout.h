@@ -222,7 +222,7 @@ typedef struct {
  *   table    PAGE            JSON, once; magic last                                     writer
  *   words    8-byte aligned  written[tensors]: bytes written in the filling under way  A, zeroed by writer
  *            per slot        stamp[tensors]: version + 1 that last changed it, 0: torn  writer
- *                            reserved[tensors]: 0                                       writer
+ *                            not_finite[tensors]: 1 where a value is NaN or infinite    writer and its parts
  *   slots    a page          tensors, 64-byte aligned                                   writer and its parts
  */
 #define WEIGHTS_MAGIC 0x3254485757424853ull /* "SHBWWHT2" */
