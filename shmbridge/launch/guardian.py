@@ -61,11 +61,12 @@ def command(
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), *map(str, words)]
 
 
-# Why a pipe: its limit holds at any speed, on any file system. A file that the program writes itself can only be
-# cut after a look: at 1 GB/s it grows by 50 MB within 50 ms. A punched hole reads as NUL bytes in a file of
-# growing length (NFS before 4.2 has none), a truncation loses what is written meanwhile, uncounted, RLIMIT_FSIZE
-# ends the program. A pipe that the supervisor reads would block or end programs with it; a guardian outlives its
-# program. Parts are renamed and never written anew, so that `tail -F` and our own reader go on where they were.
+# Why a pipe: its limit holds at any speed, on any file system. A file that the program writes itself can
+# only be cut after a look: at 1 GB/s it grows by 50 MB within 50 ms. A punched hole reads as NUL bytes in a
+# file of growing length (NFS before 4.2 has none), a truncation loses what is written meanwhile, uncounted,
+# RLIMIT_FSIZE ends the program. A pipe that the supervisor reads would block or end programs with it; a
+# guardian outlives its program. Parts are renamed and never written anew, so that `tail -F` and our own
+# reader go on where they were.
 class Log:
     """A log of at most so many bytes: the beginning and the newest lines, however much a program writes.
 
