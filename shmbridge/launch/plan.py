@@ -56,6 +56,7 @@ class Plan(Struct, kw_only=True):
     bridge: str
     run_dir: str
     stages: list[list[Service]]
+    log_bytes: int = 64 << 20  # of each service
     notes: list[str] = []
 
     @property
@@ -64,7 +65,7 @@ class Plan(Struct, kw_only=True):
         return [service for stage in self.stages for service in stage]
 
     def log(self, service: Service) -> Path:
-        """Returns the file with a service's output."""
+        """Returns the file with the newest output of a service."""
         return Path(self.run_dir) / "logs" / f"{service.name}.log"
 
     def save(self, path: Path) -> None:

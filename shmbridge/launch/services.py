@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shmbridge.config import parse_size
 from shmbridge.consumers.learner.config import flags as learner_flags
 from shmbridge.consumers.policy_server_parts import options
 from shmbridge.errors import BadConfig
@@ -56,6 +57,7 @@ def plan(config: Config, gateway_parser: Parser) -> Plan:
         bridge=config.bridge,
         run_dir=run_dir,
         stages=[*stages, environments] if environments else stages,
+        log_bytes=parse_size(config.log_bytes),
         notes=notes,
     )
 

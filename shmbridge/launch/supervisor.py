@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import shmbridge
+from shmbridge.config import format_size
 from shmbridge.errors import LaunchFailed, ShmBridgeError
 from shmbridge.launch import guardian
 from shmbridge.launch.config import Restart
@@ -49,7 +50,10 @@ class Supervisor:
     def __init__(self, plan: Plan, events: Events) -> None:
         self._plan = plan
         self._events = events
-        self._stages = [[Process(service, plan.log(service)) for service in stage] for stage in plan.stages]
+        self._stages = [
+            [Process(service, plan.log(service), plan.log_bytes) for service in stage]
+            for stage in plan.stages
+        ]
         self._done = False  # the hub has ended in order
         learner = next((service for service in plan.services if service.name == "learner"), None)
         self._steps = learner and NewSteps(Path(plan.run_dir) / "metrics.jsonl", steps_of(learner.command))
@@ -238,6 +242,7 @@ class Supervisor:
                 raise Stopped(signum)
             self._hurry |= time.monotonic() - self._stopping_since > _SAME_SIGNAL_S
         self._reap()
+        self._look_at_logs()
 
     def _reap(self) -> None:
         running = {process.pid: process for process in self._processes() if process.pid}
@@ -253,6 +258,19 @@ class Supervisor:
                 process.ended(code if code >= 0 else 128 - code)
                 if code < 0:  # its guardian was killed: its processes are ours now
                     guardian.sweep(running)
+
+    def _look_at_logs(self) -> None:
+        """Reports a log from which output is missing; its guardian has signalled us."""
+        for process in self._processes():
+            if missing := process.missing_now():
+                self._events.say(
+                    "log",
+                    f"{process.name}: its log has {format_size(self._plan.log_bytes)}, log_bytes: the "
+                    f"beginning and the newest lines are kept, {missing:,} bytes are missing so far",
+                    service=process.name,
+                    log=str(process.log),
+                    missing_bytes=missing,
+                )
 
     # --- stop -----------------------------------------------------------------------------------------------
 
