@@ -35,7 +35,7 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "environments[]": (config.Environment, "A list; each entry is one script, run in `count` processes."),
     "environments[].restart": (
         config.Restart,
-        "When a process of an environment that ended is started again.",
+        "When a process of an environment that ended is started again, and under `learner.restart` a learner that was killed.",
     ),
     "trainer.atropos": (
         config.Atropos,
@@ -67,6 +67,7 @@ _MEANINGS = {
     "vllm.args": "words for `vllm.entrypoints.openai.api_server`",
     "learner.steps": "optimizer steps of the run",
     "learner.options": "[flags of the learner](learner-options.md), without dashes, [in any shape](../how-to/launch.md#options)",
+    "learner.restart": "when it was killed, with its checkpoint or its published weights; the keys are those of `environments[].restart`",
     "gateway.host": "`trainer.atropos.api_url` if empty, or else 127.0.0.1",
     "gateway.port": "`trainer.atropos.api_url`, or else 8000, if absent; 0: a free one is chosen",
     "gateway.compat": "strict: the exact numbers and order of the Atropos server",
