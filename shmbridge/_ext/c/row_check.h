@@ -32,17 +32,19 @@ static inline int any_row_is_checked(uint64_t first, uint64_t rows, uint32_t eve
     return 0;
 }
 
-/* The checks of a list column's rows, one after another from `values` on;
- * 0 for a row that gets none, or is null. */
-static inline void row_checks_write(uint64_t *to, const uint8_t *values, const uint32_t *lengths,
-                                    const uint8_t *valid, uint64_t rows, uint32_t item, uint64_t seed,
-                                    uint64_t first, uint32_t every) {
+/* The checks of a list column's rows, one after another from `values` on; 0 for a row that gets none, or is
+ * null. Returns -1 if the lengths make more than the `count` values that there are: none behind is read. */
+static inline int row_checks_write(uint64_t *to, const uint8_t *values, uint64_t count,
+                                   const uint32_t *lengths, const uint8_t *valid, uint64_t rows,
+                                   uint32_t item, uint64_t seed, uint64_t first, uint32_t every) {
     for (uint64_t row = 0; row < rows; row++) {
         uint64_t bytes = lengths[row] * (uint64_t)item;
         int checked = row_is_checked(first + row, every) && (!valid || valid[row]);
+        if (lengths[row] > count) return -1;
         to[row] = checked ? checksum_seeded(values, bytes, seed) : 0;
-        values += bytes;
+        values += bytes, count -= lengths[row];
     }
+    return 0;
 }
 
 #endif
