@@ -19,7 +19,7 @@ from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES
 from shmbridge._ext.pack cimport check_column, fold_values, write_values
 from shmbridge._ext.lane_writer cimport Claim, LaneWriter
 
-from shmbridge._ext.column import BeyondLayout
+from shmbridge._ext.column import BeyondLayout, WrongLengths
 from shmbridge._ext.pack import BadValue
 
 cdef extern from "lane_copy.h" nogil:
@@ -27,8 +27,9 @@ cdef extern from "lane_copy.h" nogil:
 
 cdef extern from "row_check.h" nogil:
     uint64_t next_checked(uint64_t number, uint32_t every)
-    void row_checks_write(uint64_t* to, const uint8_t* values, const uint32_t* lengths, const uint8_t* valid,
-                          uint64_t rows, uint32_t item, uint64_t seed, uint64_t first, uint32_t every)
+    int row_checks_write(uint64_t* to, const uint8_t* values, uint64_t count, const uint32_t* lengths,
+                         const uint8_t* valid, uint64_t rows, uint32_t item, uint64_t seed, uint64_t first,
+                         uint32_t every)
 
 
 @cython.freelist(8)
@@ -72,11 +73,16 @@ cdef inline PackedColumn column_at(list columns, Py_ssize_t place):
 
 @cython.freelist(8)
 cdef class Plan:
-    """The layout of one record. Raises BeyondLayout for one too large for a directory."""
+    """The layout of one record. Raises BeyondLayout for one too large for a directory, WrongLengths."""
 
     def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens,
                  bint uneven, int32_t env_id, source=None, RowSampler sampler=None):
         check_columns(columns)
+        cdef PackedColumn column
+        for column in columns:
+            if column.tag == TAG_VALUES and column.entries != (1 if column.form.per_record else rows):
+                if column.form.per_record or column.form.role == IS_TOKENS or not uneven:
+                    raise WrongLengths(f"column {column.name!r} has {column.entries} entries for {rows} rows")
         self.lay_out(columns, stamp, rows, tokens, uneven, env_id, source, sampler)
 
     cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven,
@@ -248,11 +254,12 @@ cdef class Plan:
                 valid = NULL
                 if column.validity is not None:
                     valid = <const uint8_t*>PyBytes_AS_STRING(column.validity)
-                row_checks_write(
+                if row_checks_write(
                     <uint64_t*>(base + column.checks_at * ALIGNMENT), base + column.values_at * ALIGNMENT,
-                    <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries,
+                    column.count, <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries,
                     column.form.item_bytes, column.form.check_seed, self._first_row, self._check_every,
-                )
+                ):
+                    raise BadValue(column.name, 0, 0, column.count, "values, fewer than its lengths make")
         return 0
 
     cdef int check_steps(self, const uint8_t* base) except -1:

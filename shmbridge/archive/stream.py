@@ -171,6 +171,10 @@ class ReadStream(NamedTuple):
     damage: Callable[[], Damage | None]
 
 
+class _NoStamp(InvalidRecord):
+    """There is no message with checksums."""
+
+
 class _Message(NamedTuple):
     raw: bytes
     end: int
@@ -186,18 +190,18 @@ def read_stream(path: Path) -> ReadStream | None:
     source = pa.OSFile(str(path))
     found: list[Damage] = []
     try:
-        if not any(source.read_at(_PREFIX.size, 0)):
-            source.close()
-            return None
         try:
             first = _message(source, 0, 0)
             if first is None:
-                raise InvalidRecord("it ends where it begins")
+                source.close()
+                return None
             schema = pa.ipc.read_schema(pa.py_buffer(first.raw))
+        except _NoStamp as wrong:
+            return _without_stamps(path, source, wrong)
         except (InvalidRecord, pa.ArrowException, OSError) as wrong:
             if not _is_torn(wrong):
                 raise
-            return _without_stamps(path, source, wrong)
+            return _damaged_from_the_start(source, wrong)
     except BaseException:
         source.close()
         raise
@@ -229,13 +233,13 @@ def _message(source: pa.OSFile, at: int, chain: int) -> _Message | None:
     prefix = source.read_at(_PREFIX.size, at)  # again: the first look may have come between two of its bytes
     ones, head_bytes = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
     if ones != _ONES or not _STAMP_BYTES <= head_bytes <= _LONGEST_HEAD:
-        raise InvalidRecord("no message begins there")
+        raise _NoStamp("no message begins there")
     head = source.read_at(head_bytes, at + _PREFIX.size)
     if len(head) < head_bytes:
         raise InvalidRecord(f"the file ends in the {head_bytes} bytes of a message's head")
     mark, body_bytes, body_sum = _STAMP.unpack_from(head, head_bytes - _STAMP_BYTES)
     if mark != _MARK:
-        raise InvalidRecord("the message carries no checksum")
+        raise _NoStamp("the message carries no checksum")
     (said,) = _CHAIN.unpack_from(head, head_bytes - _CHAIN.size)
     if said != checksum([prefix, head[: -_CHAIN.size]], chain):
         raise InvalidRecord("the message's head is not what was written there, or not at this place")
@@ -252,7 +256,6 @@ def _message(source: pa.OSFile, at: int, chain: int) -> _Message | None:
 def _without_stamps(path: Path, source: pa.OSFile, wrong: BaseException) -> ReadStream:
     """Returns a stream of an earlier revision, whose messages have no stamps; else one that is damaged."""
     found: list[Damage] = []
-    damage: Callable[[], Damage | None] = lambda: found[0] if found else None  # noqa: E731
     source.seek(0)
     try:
         reader = pa.ipc.open_stream(source)
@@ -262,9 +265,7 @@ def _without_stamps(path: Path, source: pa.OSFile, wrong: BaseException) -> Read
             raise
         stamped = True
     if stamped:
-        found.append(_damage(source, 0, wrong))
-        source.close()
-        return ReadStream(None, iter(()), damage)
+        return _damaged_from_the_start(source, wrong)
     say_unchecked(path.parent)
     end = source.tell()
 
@@ -285,7 +286,13 @@ def _without_stamps(path: Path, source: pa.OSFile, wrong: BaseException) -> Read
                 if source.read_at(_PREFIX.size, end) not in _ENDS:
                     found.append(_damage(source, end, unread))
 
-    return ReadStream(reader.schema, batches(), damage)
+    return ReadStream(reader.schema, batches(), lambda: found[0] if found else None)
+
+
+def _damaged_from_the_start(source: pa.OSFile, wrong: BaseException) -> ReadStream:
+    damage = _damage(source, 0, wrong)
+    source.close()
+    return ReadStream(None, iter(()), lambda: damage)
 
 
 def _damage(source: pa.OSFile, at: int, wrong: BaseException) -> Damage:
