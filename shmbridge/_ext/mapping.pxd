@@ -12,8 +12,9 @@ cdef class Mapping:
     cdef object __weakref__
     cdef uint8_t* base
     cdef readonly size_t size
-    cdef Descriptor _file
+    cdef readonly Descriptor file
     cdef unsigned _born
     cdef bint _readonly
     cdef bint _protected
     cdef bint alive(self) noexcept nogil
+    cdef size_t segment_size(self) noexcept nogil
