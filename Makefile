@@ -199,11 +199,12 @@ fuzz: $(VENV)/.ready build/fuzz/seeds ## libFuzzer over the reader of lanes (nee
 	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/faults/hostile/fuzz_lane.c -o build/fuzz/lane
 	cd build/fuzz && ./lane -max_total_time=$(or $(SECONDS),300) -use_value_profile=1 corpus seeds
 
-kill-fuzz: $(VENV)/.ready ## kill and stop producers, consumers, ranks and both ends of the weights at random, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
+kill-fuzz: $(VENV)/.ready ## kill and stop producers, consumers, ranks and both ends of the weights at random and between any two system calls, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
 	$(RUN) tests/faults/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)
 	$(RUN) tests/faults/stress/ranks_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/interrupt_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/weights_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+	$(RUN) tests/faults/stress/step_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 mutations: $(VENV)/.ready ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/house/mutations/run.py

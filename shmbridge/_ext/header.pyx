@@ -84,9 +84,14 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
 
 
 def read_lane(Mapping lane not None):
-    """Copies a lane's header into a dict; None while it has no magic. Validates only sizes."""
+    """Copies a lane's header into a dict; None while it is not ready: to be mapped again. Validates only sizes.
+
+    A lane is not ready before its magic, nor in a mapping made while its producer reserved it: that one ends
+    before the lane does. LaneCorrupt if it is not a lane. One that says more bytes than its segment has is
+    garbage, which its readers find.
+    """
     cdef lane_header* header = <lane_header*>lane.base
-    cdef uint64_t magic
+    cdef uint64_t magic, total
     if lane.size < PAGE + MAX_COLUMNS * sizeof(column_def):
         return None
     magic = load_acquire64(&header.magic)  # SYNC(lane-ready)
@@ -94,6 +99,11 @@ def read_lane(Mapping lane not None):
         return None
     if magic != LANE_MAGIC:
         raise LaneCorrupt(f"magic {magic:#x}, not a lane")
+    if header.layout_version == LAYOUT_VERSION:
+        total = header.segment_bytes
+        # The magic is stored when the segment has its whole size: it has grown since, or says what is not true.
+        if lane.size < total <= lane.segment_size():
+            return None
     count = min(header.column_count, MAX_COLUMNS)
     return {
         "layout_version": header.layout_version, "pid": header.producer_pid,

@@ -15,11 +15,12 @@ cdef class Mapping:
     cdef object __weakref__
     cdef uint8_t* base
     cdef readonly size_t size
-    cdef Descriptor _file
+    cdef readonly Descriptor file
     cdef unsigned _born
     cdef const unsigned* _generation  # of this process; of another number in a child of fork
     cdef bint _readonly
     cdef bint _protected
+    cdef size_t segment_size(self) noexcept nogil
 
     cdef inline bint alive(self) noexcept nogil:
         return self.base != NULL and self._born == self._generation[0]

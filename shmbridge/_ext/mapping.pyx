@@ -13,6 +13,7 @@ from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ,
     PROT_WRITE, mlock, mmap, munmap,
 )
+from posix.stat cimport fstat, struct_stat
 from posix.types cimport off_t
 from posix.unistd cimport _SC_PAGESIZE, close, sysconf
 
@@ -163,11 +164,16 @@ cdef class Mapping:
         madvise(base, size, MADV_DONTDUMP)
         if size >= HUGE_PAGE:
             madvise(base, size, MADV_HUGEPAGE)
-        self._file = file
+        self.file = file
+
+    cdef size_t segment_size(self) noexcept nogil:
+        """The segment's size now, which is more than `size` if it has grown since; 0 if it cannot be told."""
+        cdef struct_stat about
+        return about.st_size if self.alive() and fstat(self.file._fd, &about) == 0 else 0
 
     @property
     def fd(self) -> int:
-        return self._file.number() if self.alive() else -1
+        return self.file.number() if self.alive() else -1
 
     @property
     def address(self) -> int:

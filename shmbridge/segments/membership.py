@@ -23,6 +23,7 @@ from shmbridge.segments.segment import (
     control_name,
     foreign_owner,
     lane_names,
+    map_now,
     map_segment,
     open_mapping,
     open_segment,
@@ -202,10 +203,9 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
     except ShmPermission as foreign:
         return False, foreign.message, 0
     try:
-        size = os.fstat(file.fd).st_size
-        mapping = map_segment(file, size, f"segment {name}", readonly=True) if size else None
         if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):
             return False, "its producer is alive", 0
+        mapping = map_now(file, name, readonly=True)  # not before: the producer may have made it larger since
         held = 0
         try:
             if mapping is not None:

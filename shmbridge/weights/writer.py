@@ -69,13 +69,17 @@ class WeightsWriter(WeightsEnd):
     def _attach(self) -> None:
         assert self._control is not None
         version_floor.floor(self._control, self.bridge)
-        mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
-        if mapping is None:
+        name = segment.weights_name(self.bridge)
+        early = segment.open_mapping(name, minimum=versions.header_bytes)
+        if early is None:
             return
-        if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, LockByte.WRITER):
-            raise self._taken(mapping)
-        if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
+        if not locks.lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):
+            raise self._taken(early)
+        if not segment.still_named(early.fd, name):
             return  # another writer has just removed it; our publish makes it again
+        # Again: its creator may have reserved the rest, and published, before it let the lock go.
+        mapping = segment.map_now(early.file, name)
+        assert mapping is not None
         found = Versions(mapping)
         try:
             if found.ready:

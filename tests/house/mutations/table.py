@@ -28,6 +28,53 @@ WEIGHTS, HEADER = "shmbridge/_ext/versions.pyx", "shmbridge/_ext/header.pyx"
 MUTATIONS = (
     # 1: nothing committed is lost, duplicated or torn
     Mutation(
+        "growing-lane-refused",
+        1,
+        "a lane that a consumer maps while its producer reserves it is refused for good",
+        HEADER,
+        "        if lane.size < total <= lane.segment_size():\n",
+        "        if False:\n",
+        "tests/transport/segments/test_growing.py",
+    ),
+    Mutation(
+        "lane-measured-before-its-lock",
+        1,
+        "a sweeper that was stopped removes a lane that has got records since it measured it",
+        "shmbridge/segments/membership.py",
+        "        if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):\n"
+        '            return False, "its producer is alive", 0\n'
+        "        mapping = map_now(file, name, readonly=True)",
+        "        mapping = map_now(file, name, readonly=True)\n"
+        "        if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):\n"
+        '            return False, "its producer is alive", 0\n'
+        "        mapping = mapping",
+        "tests/faults/stress/test_step_fuzz.py -k sweeper",
+    ),
+    Mutation(
+        "weights-measured-before-their-lock",
+        1,
+        "a version comes again, since who replaces weights measured them before they were published",
+        "shmbridge/weights/version_floor.py",
+        "            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):\n"
+        "                return\n"
+        "            # Not before: its writer may have reserved it, and published, since.\n"
+        "            if os.fstat(file.fd).st_size >= versions.header_bytes:\n",
+        "            size_before = os.fstat(file.fd).st_size\n"
+        "            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):\n"
+        "                return\n"
+        "            if size_before >= versions.header_bytes:\n",
+        "tests/faults/stress/test_step_fuzz.py -k replace",
+    ),
+    Mutation(
+        "weights-mapped-before-their-lock",
+        1,
+        "a writer takes good weights for remains, since it mapped them before they were whole",
+        "shmbridge/weights/writer.py",
+        "        mapping = segment.map_now(early.file, name)\n        assert mapping is not None\n",
+        "        mapping = early\n",
+        "tests/transport/segments/test_growing.py -k writer",
+    ),
+    Mutation(
         "origin-noted-in-one-word",
         1,
         "what a lane has of another node is noted where the next record's number goes",
@@ -346,7 +393,7 @@ MUTATIONS = (
         1,
         "a second writer of the weights takes a living one's segment",
         "shmbridge/weights/writer.py",
-        "        if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, LockByte.WRITER):",
+        "        if not locks.lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):",
         "        if False:",
         "tests/transport/weights/test_weights.py",
     ),
@@ -373,9 +420,8 @@ MUTATIONS = (
         1,
         "a segment of weights is gone before its last version is noted",
         "shmbridge/weights/version_floor.py",
-        "            if mapping is not None:\n                keep(",
-        "            segment.unlink(file.fd, name)\n            if mapping is not None:\n"
-        "                keep(",
+        "                keep(control, Versions(mapping), bridge)\n",
+        "                segment.unlink(file.fd, name)\n                keep(control, Versions(mapping), bridge)\n",
         "tests/transport/weights/test_weights_floor.py",
     ),
     Mutation(
