@@ -111,7 +111,7 @@ def per_operation(benchmark):
             benchmark.extra_info[TOKENS] = tokens
         if benchmark.stats:  # none under --benchmark-disable
             rounds = benchmark.stats.stats.data
-            rounds[:] = [each / operations for each in rounds] if seconds is None else seconds
+            rounds[:] = seconds or [each / operations for each in rounds]
             benchmark.stats.iterations = operations
 
     return note
