@@ -101,4 +101,4 @@ class Process:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_begins, size - _LAST_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line[:300]}" for line in lines[-_LAST_LINES:])
+        return "\n".join(f"    {line[:800]}" for line in lines[-_LAST_LINES:])
