@@ -60,7 +60,7 @@ _MEANINGS = {
     "The file.gateway": "exactly one of this and `learner`",
     "The file.environments": "the environments",
     "The file.trainer": "only its key `atropos` is used",
-    "policy_server.options": "[flags](../how-to/launch.md#options) of `python -m shmbridge.consumers.policy_server`, without dashes",
+    "policy_server.options": "[flags](../how-to/launch.md#options) of `shmbridge serve`, without dashes",
     "vllm.python": "the interpreter that has vLLM and shmbridge; the launcher's own if empty",
     "vllm.follow": "load each new version of the bridge's weights",
     "vllm.pause": "what happens to requests in flight while weights are loaded",

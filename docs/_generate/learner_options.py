@@ -11,7 +11,7 @@ from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, S
 
 _HEAD = """# Options of the learner
 
-Each option is a flag of `python -m shmbridge.consumers.grpo`, and a key of the YAML file that `--config` names; a flag overrides the file. A key is its flag
+Each option is a flag of `shmbridge train`, and a key of the YAML file that `--config` names; a flag overrides the file. A key is its flag
 with `_` for `-`; a flag that begins with `--no-` turns off its key, which is on by default. The sections below are those of the file. In a [launch file](launch-file.md) options stand under `learner.options`, without sections. Every run writes all of them into
 `config.yaml` of its run directory. What they are for: [train for long](../how-to/train.md).
 

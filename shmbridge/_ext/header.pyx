@@ -391,8 +391,8 @@ cdef class Control:
     def begin_run(self, uint64_t run_id, int64_t version, int64_t same_as):
         """Stores a learner's run and start, before it publishes that version."""
         store_release64(&self.words().start_version, 0)  # SYNC(flags)
-        fault_hit(b"hub.start_forgotten")
         store_release64(&self.words().start_same_as, same_as + 1)  # SYNC(flags)
+        fault_hit(b"hub.start_changing")
         store_release64(&self.words().run_id, run_id)  # SYNC(flags)
         store_release64(&self.words().run_open, 1)  # SYNC(flags)
         store_release64(&self.words().start_version, version + 1)  # SYNC(flags)

@@ -104,7 +104,7 @@ class Process:
         """Returns the end of its log, of this start alone."""
         text = b"".join(map(_end_of, log_parts(self.log)[-2:]))[-_LAST_BYTES:].rpartition(self._begins)[2]
         lines = text.decode(errors="replace").splitlines()
-        return "\n".join(f"    {line[:300]}" for line in lines[-_LAST_LINES:])
+        return "\n".join(f"    {line[:800]}" for line in lines[-_LAST_LINES:])
 
     def missing_now(self) -> int:
         """Returns how many bytes its log lacks, once: when that number grew in this launch; else 0."""

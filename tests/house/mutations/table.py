@@ -12,7 +12,7 @@ class Mutation:
     """`before` becomes `after` in `path`; at least one test of `tests` must fail then."""
 
     name: str
-    guarantee: int  # of README.md, 1 to 8
+    guarantee: int  # of README.md
     breaks: str
     path: str
     before: str
@@ -863,10 +863,56 @@ MUTATIONS = (
         "        if False and index_check(<const uint8_t*>entry,",
         "tests/transport/put/test_relayed.py",
     ),
-    # 8: owner-only
+    # 9: a learner is not thrown back in silence
+    Mutation(
+        "thrown-back",
+        9,
+        "a learner without its checkpoint begins anew on a bridge with trained weights",
+        "consumers/learner/train/starting_point.py",
+        '    raise _ahead(config, bridge, trained, "holds no checkpoint")\n',
+        "    return Start(None, secrets.token_hex(8), seen)\n",
+        "tests/adapters/learner/test_starting_point.py -k without_its_checkpoint",
+    ),
+    Mutation(
+        "run-not-compared",
+        9,
+        "a checkpoint of another run is taken for one of the bridge's",
+        "consumers/learner/train/starting_point.py",
+        "        if bridge.run_id != run_id and (progress.run_id or bridge.run_id):\n",
+        "        if False:\n",
+        "tests/adapters/learner/test_starting_point.py -k of_another",
+    ),
+    Mutation(
+        "trained-weights-swept",
+        9,
+        "the last participant that leaves removes what a killed learner has trained",
+        "shmbridge/segments/membership.py",
+        "            if not reason and (trained := _unsaved(bridge)) is not None:\n",
+        "            if not reason and (trained := None) is not None:\n",
+        "tests/transport/segments/test_inventory.py -k killed_learner",
+    ),
+    Mutation(
+        "start-not-forgotten",
+        9,
+        "a learner that dies as it starts anew leaves the trained version as an untrained one",
+        HEADER,
+        "        store_release64(&self.words().start_version, 0)  # SYNC(flags)\n",
+        "",
+        "tests/faults/crash/test_hub_killed.py -k starts_anew",
+    ),
+    Mutation(
+        "option-not-reported",
+        9,
+        "a resumed run trains with another option, and no line says so",
+        "consumers/learner/config/checks.py",
+        '        if kind != "free" and name in earlier and not _same(name, earlier[name], config.value(name))\n',
+        '        if kind == "refused" and name in earlier and not _same(name, earlier[name], config.value(name))\n',
+        "tests/adapters/learner/test_starting_point.py -k what_a_resume_changes",
+    ),
+    # 12: owner-only
     Mutation(
         "mode-open",
-        8,
+        12,
         "segments can be read by others",
         "shmbridge/segments/segment.py",
         "mode=0o600",

@@ -129,7 +129,9 @@ def test_what_a_killed_learner_has_trained_goes_with_a_word(bridge, child, capsy
     assert info(bridge) is None
 
 
-def test_a_bridge_is_ready_while_it_has_a_living_consumer(bridge, make_producer, make_consumer, capsys) -> None:
+def test_a_bridge_is_ready_while_it_has_a_living_consumer(
+    bridge, make_producer, make_consumer, capsys
+) -> None:
     producer = make_producer()
     assert main(["inspect", bridge, "--ready"]) == 4
     consumer = make_consumer()
