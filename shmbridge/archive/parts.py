@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from shmbridge.archive.keys import SeenKeys
 from shmbridge.archive.layout import KEYS, Layout, checked_keys, marked
 from shmbridge.archive.refusals import reading
-from shmbridge.archive.seal import CheckedFile, seal
+from shmbridge.archive.seal import CheckedFile, SealedFile
 from shmbridge.archive.stream import Damage, ReadStream, read_stream
 from shmbridge.errors import ArchiveTaken, ArchiveUnreadable
 
@@ -210,10 +210,12 @@ class FinishedFile:
         self._path, self._schema = path, marked(schema)
         self._held: list[pa.RecordBatch] = []
         self._bytes = 0
+        self._file = SealedFile(path)
+        sink = pa.PythonFile(self._file, mode="w")
         self._writer: _Writer = (
-            pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=_dictionaries(schema))
+            pq.ParquetWriter(sink, self._schema, compression="zstd", use_dictionary=_dictionaries(schema))
             if kind == "parquet"
-            else pa.ipc.new_file(path, self._schema)
+            else pa.ipc.new_file(sink, self._schema)
         )
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -237,12 +239,17 @@ class FinishedFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            try:
+                if kind is None:
+                    self._flush()
+                    self._file.hold()
+            finally:
+                self._writer.close()
             if kind is None:
-                self._flush()
+                self._file.seal()
         finally:
-            self._writer.close()
+            self._file.close()
         if kind is None:
-            seal(self._path)
             _sync(self._path)
 
 

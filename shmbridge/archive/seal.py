@@ -8,6 +8,7 @@ before the footer, which other readers pass over:
 The seal has a checksum of each block, one of all that stands behind it, and one of itself.
 """
 
+import io
 import logging
 import os
 import struct
@@ -31,21 +32,79 @@ _FIXED = _COUNTS.size + _SUM.size + len(MARK)
 _ENDS = {b"PAR1": struct.Struct("<I4s"), b"ROW1": struct.Struct("<I6s")}  # Parquet; Arrow's "ARROW1"
 
 
-def seal(path: Path) -> None:
-    """Puts the seal into a finished file that has none. Blocks for the disk. Raises OSError."""
-    with path.open("r+b") as file:
-        begin = _footer(file)
-        file.seek(begin)
-        footer = file.read()
-        file.seek(0)
-        sums, room = [], memoryview(bytearray(BLOCK))
-        for at in range(0, begin, BLOCK):
-            block = room[: min(BLOCK, begin - at)]
-            file.readinto(block)
-            sums.append(checksum([block]))
-        said = struct.pack(f"<{len(sums)}Q", *sums) + _COUNTS.pack(begin, BLOCK, checksum([footer]))
-        file.seek(begin)
-        file.write(said + _SUM.pack(checksum([said])) + MARK + footer)
+class SealedFile:
+    """A file that Arrow's writers write into, one piece behind the other, and that gets its seal at the end.
+
+    One thread. Blocks for the disk. Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._sums: list[int] = []
+        self._begun: list[bytes] = []  # of the block that is not whole
+        self._begun_bytes = self._bytes = 0
+        self._last: list[bytes] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._file.closed
+
+    def write(self, piece: "bytes | pa.Buffer") -> int:
+        """Writes a piece; once `hold` was called, keeps it."""
+        whole = memoryview(piece).cast("B")
+        if self._last is not None:
+            self._last.append(bytes(whole))
+            return len(whole)
+        self._write(whole)
+        self._bytes += len(whole)
+        rest = whole
+        if self._begun_bytes:
+            rest = whole[BLOCK - self._begun_bytes :]
+            self._begin(whole[: BLOCK - self._begun_bytes])
+        for at in range(0, len(rest) - BLOCK + 1, BLOCK):
+            self._sums.append(checksum([rest[at : at + BLOCK]]))
+        self._begin(rest[len(rest) - len(rest) % BLOCK :])
+        return len(whole)
+
+    def _begin(self, some: memoryview) -> None:
+        """Adds to the block that is not whole; the memory is the writer's, so it is copied."""
+        if some:
+            self._begun.append(bytes(some))
+            self._begun_bytes += len(some)
+        if self._begun_bytes == BLOCK:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        self._sums.append(checksum(self._begun))
+        self._begun, self._begun_bytes = [], 0
+
+    def _write(self, whole: memoryview) -> None:
+        while whole:
+            whole = whole[self._file.write(whole) :]
+
+    def hold(self) -> None:
+        """From here on what comes is the file's end, which belongs behind the seal."""
+        self._last = []
+
+    def seal(self) -> None:
+        """Writes what was held, and the seal before the footer in it."""
+        last = b"".join(self._last or ())
+        footer = _footer(io.BytesIO(last))
+        self._last = None
+        self.write(last[:footer])  # data, if Arrow has kept some back
+        if self._begun_bytes:
+            self._end_block()
+        said = struct.pack(f"<{len(self._sums)}Q", *self._sums)
+        said += _COUNTS.pack(self._bytes, BLOCK, checksum([last[footer:]]))
+        self._write(memoryview(said + _SUM.pack(checksum([said])) + MARK + last[footer:]))
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Closes it, sealed or not. Idempotent."""
+        self._file.close()
 
 
 def _footer(file: BinaryIO) -> int:
@@ -121,15 +180,19 @@ class CheckedFile:
     def _checked(self, begin: int, end: int) -> memoryview:
         """Returns bytes before the seal."""
         if not self._sums:
-            return memoryview(self._source.read_at(end - begin, begin))
+            return self._read(begin, end)
         first = begin // self._block
         at = first * self._block
-        blocks = memoryview(self._source.read_at(min(-(-end // self._block) * self._block, self._data) - at, at))
+        blocks = self._read(at, min(-(-end // self._block) * self._block, self._data))
         for number, place in enumerate(range(0, len(blocks), self._block), first):
             if checksum([blocks[place : place + self._block]]) != self._sums[number]:
                 last = min((number + 1) * self._block, self._data)
                 raise self._damaged(f"bytes {number * self._block} to {last} are not what was written")
         return blocks[begin - at : end - at]
+
+    def _read(self, begin: int, end: int) -> memoryview:
+        self._source.seek(begin)
+        return memoryview(self._source.read_buffer(end - begin)).cast("B")  # in Arrow's memory, which is used again
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         """Goes to a place; returns it."""

@@ -176,7 +176,7 @@ class _NoStamp(InvalidRecord):
 
 
 class _Message(NamedTuple):
-    raw: bytes
+    raw: pa.Buffer
     end: int
     chain: int
 
@@ -195,7 +195,7 @@ def read_stream(path: Path) -> ReadStream | None:
             if first is None:
                 source.close()
                 return None
-            schema = pa.ipc.read_schema(pa.py_buffer(first.raw))
+            schema = pa.ipc.read_schema(first.raw)
         except _NoStamp as wrong:
             return _without_stamps(path, source, wrong)
         except (InvalidRecord, pa.ArrowException, OSError) as wrong:
@@ -211,7 +211,7 @@ def read_stream(path: Path) -> ReadStream | None:
         with source:
             try:
                 while (message := _message(source, end, chain)) is not None:
-                    batch = pa.ipc.read_record_batch(pa.py_buffer(message.raw), schema)
+                    batch = pa.ipc.read_record_batch(message.raw, schema)
                     batch.validate(full=True)
                     _, end, chain = message
                     yield batch
@@ -246,11 +246,13 @@ def _message(source: pa.OSFile, at: int, chain: int) -> _Message | None:
     body_at = at + _PREFIX.size + head_bytes
     if body_bytes > _size(source) - body_at:
         raise InvalidRecord(f"the file ends in the {body_bytes} bytes of a message's body")
-    raw = source.read_at(_PREFIX.size + head_bytes + body_bytes, at)
-    whole = memoryview(raw)
+    end = body_at + body_bytes
+    source.seek(at)
+    raw = source.read_buffer(end - at)  # in Arrow's memory, which is used again
+    whole = memoryview(raw).cast("B")
     if whole[: body_at - at] != prefix + head or checksum([whole[body_at - at :]]) != body_sum:
-        raise InvalidRecord(f"bytes {body_at} to {at + len(raw)} are not what was written")
-    return _Message(raw, at + len(raw), said)
+        raise InvalidRecord(f"bytes {body_at} to {end} are not what was written")
+    return _Message(raw, end, said)
 
 
 def _without_stamps(path: Path, source: pa.OSFile, wrong: BaseException) -> ReadStream:
