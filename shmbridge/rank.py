@@ -30,7 +30,7 @@ from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.helper_threads import in_another_thread
 from shmbridge.segments.locks import MOST_RANKS, LockByte
 from shmbridge.segments.one_process import OneProcess
-from shmbridge.watch.diagnosis import count
+from shmbridge.shown import counted
 from shmbridge.watch.long_wait import LongWait, Waits
 
 if TYPE_CHECKING:
@@ -254,13 +254,13 @@ class Rank(OneProcess):
         if not locks.is_locked(self._control.mapping.fd, LockByte.HUB):
             return "no consumer is alive -> start the process that calls Consumer.serve_ranks"
         if self._open:
-            return f"it holds {count(len(self._open), 'share')} of earlier batches itself -> release them"
+            return f"it holds {counted(len(self._open), 'share')} of earlier batches itself -> release them"
         fd, others = self._control.mapping.fd, [r for r in range(self.world_size) if r != self.rank]
         gone = [str(rank) for rank in others if not locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
         if gone:
             who, them = ("rank", "it") if len(gone) == 1 else ("ranks", "them")
             return f"it waits for {who} {', '.join(gone)}, not alive -> start {them}"
-        return f"it waits for {count(len(others), 'other rank')} to finish shares of earlier batches"
+        return f"it waits for {counted(len(others), 'other rank')} to finish shares of earlier batches"
 
     def take_back_dropped(self) -> int:
         """Makes next_share hand out again, as `redelivered`, shares that were read and dropped without

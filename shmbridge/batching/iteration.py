@@ -146,8 +146,8 @@ class Iterations:
         if stop_s < until_s:
             return _NOT_YET
         raise ConsumerEmpty(
-            f"no batch of {request.size} within {request.timeout_s} s; {self._lanes.live} of "
-            f"{len(self._lanes)} lanes have a living producer, {self._queue.groups()} groups are queued",
+            f"no batch of {request.size} within {request.timeout_s} s; {self._lanes.producers_words()}, "
+            f"{self._queue.groups()} groups are queued",
             hint=self._waiting.hint_when_empty(),
         )
 
