@@ -9,7 +9,8 @@ import logging
 import os
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Self
+from inspect import signature
+from typing import TYPE_CHECKING, Never, Self
 
 from shmbridge._ext import header
 from shmbridge._ext.lane_reader import Drops
@@ -19,6 +20,7 @@ from shmbridge.batching.iterator import Batches, Steps
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
+from shmbridge.other_names import unknown_argument
 from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
 from shmbridge.ranks.held_share import RankShare as RankShare
 from shmbridge.record.groups import Group
@@ -116,6 +118,7 @@ class Rank(OneProcess):
         timeout_s: float | None = None,
         hold: Hold = "step",
         whole_rows: bool = False,
+        **unknown: Never,
     ) -> Batches:
         """Yields this rank's share of every batch, in the form of Consumer.batches, until the bridge is
         drained.
@@ -137,6 +140,8 @@ class Rank(OneProcess):
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
             ValueError: layout or hold has an unknown value; raised at once.
         """
+        for name in unknown:
+            raise unknown_argument("batches", name, signature(self.batches).parameters)
         check_choice("layout", layout, ("padded", "packed"))
         check_choice("hold", hold, ("step", "gather", "caller"))
         begin = functools.partial(self._iterate, layout, timeout_s, hold, whole_rows)
