@@ -12,7 +12,8 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Self
+from inspect import signature
+from typing import TYPE_CHECKING, Literal, Never, Self
 
 from shmbridge import batch
 from shmbridge._ext import header
@@ -46,6 +47,7 @@ from shmbridge.hub.promises import Admission
 from shmbridge.hub.state import HubState
 from shmbridge.hub.tap import Tap, check_tap
 from shmbridge.hub.waiting import Waiting
+from shmbridge.other_names import unknown_argument
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
@@ -311,6 +313,7 @@ class Consumer(OneProcess):
         rows: int | None = None,
         make: "MakeBatch | None" = None,
         whole_rows: bool = False,
+        **unknown: Never,
     ) -> "Batches":
         """Yields batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
@@ -341,6 +344,8 @@ class Consumer(OneProcess):
                 filled.
             IterationOver: a later iteration, or take_groups, took the batches gathered ahead by this one.
         """
+        for name in unknown:
+            raise unknown_argument("batches", name, signature(self.batches).parameters)
         self._check_mine()
         request = BatchRequest(
             self._former.want(groups if rows is None else None, rows),

@@ -9,7 +9,8 @@ import logging
 import os
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Self
+from inspect import signature
+from typing import TYPE_CHECKING, Never, Self
 
 from shmbridge._ext import header
 from shmbridge._ext.lane_reader import Drops
@@ -19,6 +20,7 @@ from shmbridge.batching.iterator import Batches, Steps
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
+from shmbridge.other_names import unknown_argument
 from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
 from shmbridge.ranks.held_share import RankShare as RankShare
 from shmbridge.record.groups import Group
@@ -30,7 +32,7 @@ from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.helper_threads import in_another_thread
 from shmbridge.segments.locks import MOST_RANKS, LockByte
 from shmbridge.segments.one_process import OneProcess
-from shmbridge.watch.diagnosis import count
+from shmbridge.shown import counted
 from shmbridge.watch.long_wait import LongWait, Waits
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ class Rank(OneProcess):
         timeout_s: float | None = None,
         hold: Hold = "step",
         whole_rows: bool = False,
+        **unknown: Never,
     ) -> Batches:
         """Yields this rank's share of every batch, in the form of Consumer.batches, until the bridge is
         drained.
@@ -137,6 +140,8 @@ class Rank(OneProcess):
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
             ValueError: layout or hold has an unknown value; raised at once.
         """
+        for name in unknown:
+            raise unknown_argument("batches", name, signature(self.batches).parameters)
         check_choice("layout", layout, ("padded", "packed"))
         check_choice("hold", hold, ("step", "gather", "caller"))
         begin = functools.partial(self._iterate, layout, timeout_s, hold, whole_rows)
@@ -254,13 +259,13 @@ class Rank(OneProcess):
         if not locks.is_locked(self._control.mapping.fd, LockByte.HUB):
             return "no consumer is alive -> start the process that calls Consumer.serve_ranks"
         if self._open:
-            return f"it holds {count(len(self._open), 'share')} of earlier batches itself -> release them"
+            return f"it holds {counted(len(self._open), 'share')} of earlier batches itself -> release them"
         fd, others = self._control.mapping.fd, [r for r in range(self.world_size) if r != self.rank]
         gone = [str(rank) for rank in others if not locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
         if gone:
             who, them = ("rank", "it") if len(gone) == 1 else ("ranks", "them")
             return f"it waits for {who} {', '.join(gone)}, not alive -> start {them}"
-        return f"it waits for {count(len(others), 'other rank')} to finish shares of earlier batches"
+        return f"it waits for {counted(len(others), 'other rank')} to finish shares of earlier batches"
 
     def take_back_dropped(self) -> int:
         """Makes next_share hand out again, as `redelivered`, shares that were read and dropped without

@@ -92,13 +92,15 @@ def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[R
 
 
 def _not_shown(observer: "Observer") -> "Iterator[str]":
+    from shmbridge.shown import counted
     from shmbridge.watch.text import printable
 
     if observer.missed:
-        yield f"{observer.missed} records were released before they could be shown"
-    if lanes := observer.missed_lanes:
-        said = "1 lane" if lanes == 1 else f"{lanes} lanes"
-        yield f"{said} came and went unseen, with an unknown count of records"
+        were = "was" if observer.missed == 1 else "were"
+        yield f"{counted(observer.missed, 'record')} {were} released before they could be shown"
+    if observer.missed_lanes:
+        lanes = counted(observer.missed_lanes, "lane")
+        yield f"{lanes} came and went unseen, with an unknown count of records"
     for name, why in observer.unreadable.items():
         yield f"lane {name} cannot be read: {printable(why)}"
 

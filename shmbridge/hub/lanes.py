@@ -25,6 +25,7 @@ from shmbridge.segments import locks, membership, os_limits, segment
 from shmbridge.segments.closing import Closing
 from shmbridge.segments.death_watch import DeathWatch
 from shmbridge.segments.locks import LockByte
+from shmbridge.shown import counted
 from shmbridge.watch.long_wait import LongWait
 
 log = logging.getLogger(__name__)
@@ -434,12 +435,16 @@ class LaneSet:
 
     def dropped_words(self) -> str:
         """Returns an error message's words about dropped records that occupy room; "" for none."""
-        count = sum(lane.dropped for lane in self)
-        return (
-            f"; {count} records were dropped without release and keep their room: take_back_dropped()"
-            if count
-            else ""
-        )
+        if not (dropped := sum(lane.dropped for lane in self)):
+            return ""
+        were, keep = ("was", "keeps its") if dropped == 1 else ("were", "keep their")
+        records = counted(dropped, "record")
+        return f"; {records} {were} dropped without release and {keep} room: take_back_dropped()"
+
+    def producers_words(self) -> str:
+        """Returns an error message's words about how many lanes have a living producer."""
+        live = self.live
+        return f"{live} of {counted(len(self), 'lane')} {'has' if live == 1 else 'have'} a living producer"
 
     def stuck(self, held_here: int) -> Stuck | None:
         """Returns the full lanes if only a release of the caller's `held_here` makes room; else None."""

@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from shmbridge.config import format_size
 from shmbridge.metrics import waiting_shares
+from shmbridge.shown import counted
 from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook
 
@@ -122,11 +123,6 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def count(number: int, thing: str) -> str:
-    """Returns a number of things: 1 lane, 2 lanes."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
 def _living(now: BridgeLook) -> list[LaneLook]:
     return [lane for lane in now.lanes if lane.state is not State.DEAD]
 
@@ -147,8 +143,8 @@ def _consumer(now: BridgeLook) -> Iterable[Finding]:
         return
     living = _living(now)
     if now.consumer is None:
-        held = f"{count(now.held, 'record')} {'waits' if now.held == 1 else 'wait'}"
-        text = f"no consumer: {held}, and {count(len(living), 'environment')} {_live(len(living))}"
+        held = f"{counted(now.held, 'record')} {'waits' if now.held == 1 else 'wait'}"
+        text = f"no consumer: {held}, and {counted(len(living), 'environment')} {_live(len(living))}"
         if not now.held and not living:
             yield Finding(Severity.NOTE, text, f"shmbridge clean {now.name} --yes")
         else:
@@ -262,7 +258,7 @@ def _stale(now: BridgeLook) -> Iterable[Finding]:
         yield Finding(
             Severity.TROUBLE,
             f"{len(late)} of {len(running)} environments {_are(len(late))} up to "
-            f"{count(now.lag(late[0]) or 0, 'version')} behind, {allowed}: {_names(late)}",
+            f"{counted(now.lag(late[0]) or 0, 'version')} behind, {allowed}: {_names(late)}",
             "let fewer groups wait: --tickets of the environments, or smaller lanes"
             + ("; set max_staleness" if limit is None else "; or raise max_staleness"),
         )
@@ -284,7 +280,7 @@ def _full(now: BridgeLook) -> Iterable[Finding]:
     limit = "slots and bytes" if by_slots and by_bytes else "slots" if by_slots else "bytes"
     yield Finding(
         Severity.NOTE,
-        f"{len(full)} of {count(len(living), 'lane')} {_are(len(full))} full of {limit} "
+        f"{len(full)} of {counted(len(living), 'lane')} {_are(len(full))} full of {limit} "
         f"(slots {fullest.fill_slots:.0%}, bytes {fullest.fill_bytes:.0%}): {_names(full)}",
         "make the learner's step quicker; a larger lane_bytes has more of both",
     )
@@ -328,7 +324,7 @@ def _lanes_given_up(now: BridgeLook) -> Iterable[Finding]:
     if given_up := [lane for lane in now.lanes if lane.quarantined]:
         yield Finding(
             Severity.TROUBLE,
-            f"{count(len(given_up), 'lane')} {_are(len(given_up))} quarantined, memory was overwritten: "
+            f"{counted(len(given_up), 'lane')} {_are(len(given_up))} quarantined, memory was overwritten: "
             f"{_names(given_up)}",
             "end these environments and look for what writes into their memory",
         )
@@ -341,7 +337,7 @@ def _unreadable(now: BridgeLook) -> Iterable[Finding]:
     more = len(now.unreadable) - 1
     yield Finding(
         Severity.TROUBLE,
-        f"{count(more + 1, 'segment')} cannot be read from here: {name}, {why}"
+        f"{counted(more + 1, 'segment')} cannot be read from here: {name}, {why}"
         + (f", and {more} more" if more else ""),
         "install one version of shmbridge everywhere"
         if "layout" in why
@@ -361,7 +357,7 @@ def _healthy(now: BridgeLook, before: BridgeLook | None) -> str:
             if not now.lanes
             else "healthy: no environment is alive any more"
         )
-    return f"healthy: {count(living, 'environment')}{speed}, {count(now.held, 'record')} held"
+    return f"healthy: {counted(living, 'environment')}{speed}, {counted(now.held, 'record')} held"
 
 
 def _since_batch(consumer: ConsumerLook) -> str:
@@ -378,13 +374,13 @@ def _names(lanes: list[LaneLook]) -> str:
     return named + (f" and {len(lanes) - _NAMED} more" if len(lanes) > _NAMED else "")
 
 
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
-def _live(count: int) -> str:
-    return "lives" if count == 1 else "live"
+def _live(number: int) -> str:
+    return "lives" if number == 1 else "live"
 
 
-def _wait(count: int) -> str:
-    return "waits" if count == 1 else "wait"
+def _wait(number: int) -> str:
+    return "waits" if number == 1 else "wait"

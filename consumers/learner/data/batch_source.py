@@ -12,6 +12,7 @@ from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, patience_of
 from shmbridge.consumers.learner.stopping import StopSignals
 from shmbridge.consumers.learner.world import device_kind, say
+from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     from shmbridge.archive.recorder import Recorder
@@ -148,7 +149,7 @@ def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
     stats = consumer.stats()
     live, dead = int(stats["lanes_live"]), int(stats["lanes_dead"])
     lanes = (
-        f"{live} of {live + dead} lanes have a living producer"
+        f"{live} of {counted(live + dead, 'lane')} {'has' if live == 1 else 'have'} a living producer"
         if live + dead
         else "no environment has a lane"
     )

@@ -434,7 +434,7 @@ def test_ranks_give_up_together(start, bridge, tmp_path):
             2, "--steps", "5", "--max-wait-time", "1.5", "--parallel", "fsdp2", "--precision", "bfloat16"
         )
         assert set(job.wait().values()) == {3}
-        assert "1 of 1 lanes have a living producer, 1 of 4 groups are there" in job.said(0, "err")
+        assert "1 of 1 lane has a living producer, 1 of 4 groups are there" in job.said(0, "err")
         assert job.said(1, "err") + job.said(1) == ""
         assert saved(tmp_path) == ["step-00000001"]
         assert left_over(bridge) == [GROUPS]
