@@ -92,9 +92,9 @@ class PolicyServer:
             "/generate": (api.generate, api.generate_response),
         }
         self._says: dict[str, Callable[[], Response]] = {"/health": self._health, "/v1/models": self._models}
-        largest = f"prompts of {api.max_rows} x {api.context} tokens take less"
+        largest = f"send less at once: the context has {api.context} tokens"
         self._posts = Takes(
-            api.most_body, HeldBytes(_HELD_BYTES, in_line=False), in_memory=_IN_MEMORY, smaller=largest
+            api.most_body, HeldBytes(_HELD_BYTES, in_line=False), self.bounds.room_s, _IN_MEMORY, largest
         )
         self._gate = Gate(
             self._answer,

@@ -35,8 +35,10 @@ Json = dict[str, Any]
 
 _VLLM_DEFAULT_TOKENS = 16  # of completions and /generate; a chat may fill its context
 _LEAST_CHARACTERS = 32  # of a token, at least: a tokenizer may have one token for any unknown word
+_BEGINNING = 8  # characters for a token of the context: so much is tokenised first
+_AT_THE_CUT = 64  # tokens
 _ESCAPED = 6  # bytes of JSON for a character, at most: \uXXXX
-_LEAST_BODY, _MOST_BODY = 1 << 20, 64 << 20  # bytes
+_LEAST_BODY, _LARGE_BODY, _MOST_BODY = 1 << 20, 16 << 20, 64 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,23 @@ class PolicyApi:
 
     @cached_property
     def most_body(self) -> int:
-        """Bytes that a request's body has at most: prompts that fill the context, for all rows."""
-        prompts = self.max_rows * self.context * self.longest_token * _ESCAPED
-        return min(_MOST_BODY, _LEAST_BODY + prompts)
+        """Bytes that a request's body has at most: a prompt that fills the context, or many short ones."""
+        prompt = self.context * self.longest_token * _ESCAPED
+        return _LEAST_BODY + min(_MOST_BODY, self.max_rows * prompt, max(_LARGE_BODY, prompt))
 
     # --- requests ------------------------------------------------------------------------------------------
 
     def completions(self, raw: bytes) -> Question:
         """Returns the question of a `/v1/completions` body; raises BadRequest. Blocks, tokenising."""
-        body = decoded(raw, Completions)
+        body = decoded(raw, Completions, self.context)
         given = prompt_list(body.prompt)
         self._require_rows(len(given), body)
-        prompts = [self._encoded(prompt) for prompt in given]
+        prompts = [each if isinstance(each, list) else self._encoded(each) for each in given]
         return self._question(body, prompts, body.max_tokens or _VLLM_DEFAULT_TOKENS, body.logprobs or 0)
 
     def chat(self, raw: bytes) -> Question:
         """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Blocks, tokenising."""
-        body = decoded(raw, Chat)
+        body = decoded(raw, Chat, self.context)
         self._require_rows(1, body)
         prompt = self._rendered(body)
         room = max(1, self.context - len(prompt))
@@ -90,7 +92,7 @@ class PolicyApi:
 
     def generate(self, raw: bytes) -> Question:
         """Returns the question of a `/generate` body; raises BadRequest. Blocks, tokenising."""
-        body = decoded(raw, Generate)
+        body = decoded(raw, Generate, self.context)
         self._require_rows(1, body)
         given = body.prompt
         prompt = given.prompt_token_ids if isinstance(given, PromptTokens) else self._encoded(given)
@@ -127,19 +129,26 @@ class PolicyApi:
                 f"{self.context} -> lower max_tokens to {max(self.context - len(prompt), 0)}"
             )
 
-    def _encoded(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        self._require_room(prompt)
-        return list(self.tokenizer.encode(prompt))
-
-    def _require_room(self, text: str) -> None:
-        """Raises BadRequest for a text that no context holds, before it is tokenised."""
+    def _encoded(self, text: str, **how: Any) -> list[int]:
+        """Returns the tokens of a text. Raises BadRequest for one that no context holds, by its length or by the
+        tokens of its beginning: time and memory are those of a few contexts.
+        """
         if len(text) > (most := self.context * self.longest_token):
             raise BadRequest(
                 f"the prompt has {len(text)} characters, a context of {self.context} tokens holds at most "
                 f"{most} -> shorten it"
             )
+        part = _BEGINNING * self.context
+        while part < len(text):  # a few tokens at the cut may be others than in the whole
+            if (
+                tokens := len(self.tokenizer.encode(text[:part], **how))
+            ) > self.context * 9 // 8 + _AT_THE_CUT:
+                raise BadRequest(
+                    f"the first {part} of {len(text)} characters are {tokens} tokens, a context has "
+                    f"{self.context} -> shorten it"
+                )
+            part *= 2
+        return list(self.tokenizer.encode(text, **how))
 
     def _rendered(self, body: Chat) -> list[int]:
         if not body.messages:
@@ -152,9 +161,8 @@ class PolicyApi:
             raise BadRequest(
                 f"the chat template refused the messages: {error} -> each has role and content"
             ) from error
-        self._require_room(text)
         # As text first: what apply_chat_template(tokenize=True) returns differs between transformers 4 and 5.
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._encoded(text, add_special_tokens=False)
 
     # --- responses -----------------------------------------------------------------------------------------
 

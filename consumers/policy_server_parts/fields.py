@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from shmbridge.consumers.policy_server_parts.generation import Sampling
 from shmbridge.httpd.door import BadRequest
-from shmbridge.shown import kind_of, shown
+from shmbridge.shown import counted, kind_of, shown
 from shmbridge.wrong_value import wrong_value
 
 Json = dict[str, Any]
@@ -145,9 +145,10 @@ class Generate(SamplingFields):
 Body = TypeVar("Body", bound=SamplingFields)
 
 
-def decoded(raw: bytes | bytearray, kind: type[Body]) -> Body:
+def decoded(raw: bytes | bytearray, kind: type[Body], context: int) -> Body:
     """Returns the fields of a body. Raises BadRequest, which names the first that is wrong."""
     try:
+        _require_few_tokens(raw, context)
         fields = msgspec.json.decode(raw or b"null")
     except RecursionError:
         raise BadRequest(f"the body has brackets within brackets without end -> {_FORM}") from None
@@ -164,6 +165,26 @@ def decoded(raw: bytes | bytearray, kind: type[Body]) -> Body:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from None
+
+
+_PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _require_few_tokens(raw: bytes | bytearray, context: int) -> None:
+    """Raises BadRequest for lists of more token ids than fit into the context, before they become objects."""
+    try:
+        prompt = bytes(_PARTS.decode(raw or b"null").get("prompt", b""))
+    except msgspec.ValidationError:
+        return  # not an object, which is said elsewhere
+    keys = {b"[": 0, b"{": 2}.get(prompt[:1], -1)  # quotes: `{"prompt_token_ids": [...]}` has one key
+    if prompt.count(b'"') != keys:
+        return  # text, or a list of texts
+    lists, tokens = prompt.count(b"["), prompt.count(b",") + 1
+    if tokens > lists * (context + 1):
+        where = counted(lists, "list")
+        raise BadRequest(
+            f"{tokens} token ids in {where} do not fit into a context of {context} -> send fewer"
+        )
 
 
 def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:

@@ -184,8 +184,55 @@ def test_a_text_that_no_context_holds_is_not_tokenised(door, longest):
     body = {"completions": {"prompt": text[1:]}, "chat": {"messages": []}, "generate": {"prompt": text[1:]}}[
         door
     ]
-    with pytest.raises(BadRequest, match=r"do not fit|messages is empty"):
+    with pytest.raises(BadRequest, match=r"characters are 5\d\d tokens|messages is empty"):
         getattr(translates, door)(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("context", [1, 64, 1000])
+def test_tokens_that_no_context_holds_are_not_made_numbers(context, monkeypatch):
+    """Flat or in lists, also with texts that look like them; what fits is taken."""
+    translates = api(context + 16)
+    many = [5] * (context + 20)
+    for door, prompt in (
+        ("completions", many),
+        ("completions", [many, many]),
+        ("completions", [[5], many, many, many]),
+        ("generate", {"prompt_token_ids": many}),
+    ):
+        with pytest.raises(BadRequest, match=r"do not fit into a context of"):
+            getattr(translates, door)(json.dumps({"prompt": prompt}).encode())
+    fits = [5] * context
+    for door, prompt in (
+        ("completions", fits),
+        ("completions", [fits, fits, [5]]),
+        ("generate", {"prompt_token_ids": fits}),
+        ("completions", ["[,,,,,,,,,,,,,,,", "{,,,"] * (context > 1)),
+        ("generate", "[,,,,,,,,,,,,,,,,"[: context + 1]),
+    ):
+        if prompt:
+            getattr(translates, door)(
+                json.dumps({"prompt": prompt, "max_tokens": 16 if prompt is fits else 1}).encode()
+            )
+
+
+def test_no_more_of_a_text_is_tokenised_than_shows_that_it_is_too_long():
+    """A text of few tokens for its length is taken; one of many is not tokenised to its end."""
+    translates = api(context=256, longest=400)
+    with pytest.raises(
+        BadRequest, match="the first 2048 of 90000 characters are 2048 tokens, a context has 256"
+    ):
+        translates.generate(json.dumps({"prompt": "a" * 90_000}).encode())
+    assert translates.tokenizer.seen == [2048]
+
+    class Sparse(Letters):
+        def encode(self, text: str, **_: object) -> list[int]:
+            self.seen.append(len(text))
+            return [1] * (len(text) // 400)
+
+    sparse = PolicyApi(Sparse(400), "m", 256, 28)
+    question = sparse.generate(json.dumps({"prompt": "a" * 80_000, "max_tokens": 56}).encode())
+    assert len(question.prompts[0]) == 200
+    assert sparse.tokenizer.seen[-1] == 80_000
 
 
 def test_messages_that_the_template_cuts_may_be_long():
