@@ -258,9 +258,7 @@ def _dictionaries(schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if pa.types.is_string(field.type)]
 
 
-def _read_finished(
-    path: Path, names: list[str] | None = None
-) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+def _read_finished(path: Path, names: list[str] | None = None) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     """Returns the schema of a finished part, and its batches; of Parquet only the columns `names`, if given."""
     file = CheckedFile(path)
     opened = _open_parquet(file, names) if path.suffix == ".parquet" else _open_arrow(file)

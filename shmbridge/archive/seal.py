@@ -192,7 +192,9 @@ class CheckedFile:
 
     def _read(self, begin: int, end: int) -> memoryview:
         self._source.seek(begin)
-        return memoryview(self._source.read_buffer(end - begin)).cast("B")  # in Arrow's memory, which is used again
+        return memoryview(self._source.read_buffer(end - begin)).cast(
+            "B"
+        )  # in Arrow's memory, which is used again
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         """Goes to a place; returns it."""

@@ -70,7 +70,11 @@ def test_blocks_that_change_places_or_come_twice_are_refused(part):
     one, other = (slice(at * seal.BLOCK, (at + 1) * seal.BLOCK) for at in (2, 5))
     swapped = bytearray(whole)
     swapped[one], swapped[other] = whole[other], whole[one]
-    for raw in (swapped, whole[: one.stop] + whole[one] + whole[one.stop :], whole[: one.start] + whole[one.stop :]):
+    for raw in (
+        swapped,
+        whole[: one.stop] + whole[one] + whole[one.stop :],
+        whole[: one.start] + whole[one.stop :],
+    ):
         part.write_bytes(raw)
         assert str(part) in refused(part.parent)
 
@@ -184,7 +188,9 @@ def test_what_a_killed_recorder_leaves_is_checked_as_far_as_it_goes(tmp_path, br
     path.write_bytes(raw)
     records = read_archive(tmp_path)
     assert [next(records).group_id for _ in range(3)] == ["0", "1", "2"]
-    with pytest.raises(shmbridge.ArchiveUnreadable, match=f"{path.name} is damaged: .*bytes .* to {end} are not"):
+    with pytest.raises(
+        shmbridge.ArchiveUnreadable, match=f"{path.name} is damaged: .*bytes .* to {end} are not"
+    ):
         next(records)
     raw = bytearray(whole)
     raw[60] ^= 1
@@ -226,7 +232,11 @@ def test_a_copy_of_earlier_parts_carries_checksums(tmp_path):
     with seal.CheckedFile(tmp_path / "old" / "part-000000.arrow") as file:
         assert file.sealed
     old, new = (list(read_archive(tmp_path / name)) for name in ("old", "new"))
-    assert [record.group_id for record in old] == [record.group_id for record in new] == ["first", "uneven", "last"]
+    assert (
+        [record.group_id for record in old]
+        == [record.group_id for record in new]
+        == ["first", "uneven", "last"]
+    )
 
 
 def test_a_damaged_stream_of_an_earlier_build_is_refused_where_it_cannot_be_read(tmp_path):
