@@ -915,8 +915,8 @@ MUTATIONS = (
         12,
         "segments can be read by others",
         "shmbridge/segments/segment.py",
-        "mode=0o600",
-        "mode=0o666",
+        "_MODE = 0o600",
+        "_MODE = 0o666",
         "tests/faults/limits/test_owner.py",
     ),
 )
