@@ -429,6 +429,8 @@ cdef class Control:
     def note_asking(self, bint waits):
         """Notes that somebody begins to wait for a batch or record, or no longer does; adds up the time."""
         cdef control_header* words = self.words()
+        if waits:
+            store_relaxed64(&words.batch_wants, 0)  # of an earlier wait
         cdef uint64_t now = monotonic_ns(), since = load_relaxed64(&words.asking_ns)
         store_relaxed64(&words.asking_ns, now if waits else 0)
         if since:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STUCK_AFTER_S = 1.0
-_NOTED_AFTER_S = 1.0  # of a wait for a batch
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
 
@@ -58,13 +57,8 @@ class BatchFormer:
         closing: Closing,
         scheduling: Scheduling,
     ) -> None:
-        self._state, self._lanes, self._waiting, self._control_plane, self._closing = (
-            state,
-            lanes,
-            waiting,
-            control_plane,
-            closing,
-        )
+        self._state, self._lanes, self._waiting = state, lanes, waiting
+        self._control_plane, self._closing = control_plane, closing
         self._policy, self._lock = scheduling.policy, closing.lock()
         self._partial = GroupAssembler(check_seconds("group_timeout_s", scheduling.group_timeout_s))
         self._complete = scheduler_of(
@@ -76,8 +70,6 @@ class BatchFormer:
         # Set while the queues change. After an exception it stays set, and the next change corrects the
         # counts.
         self._changing = False
-        self._wanted_since = 0.0  # since when the next batch is formed, over several calls; 0: it is not
-        self._is_noted = False  # whether observers are shown that batch
         # Batches handed out under hold="caller", possibly still held. Guarded by the lock.
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()
         # True while a thread waits for the next batch: it releases no earlier batch during the wait.
@@ -180,10 +172,7 @@ class BatchFormer:
     # -- the request
 
     def most_stale(self, max_staleness: int | None) -> int | None:
-        """Returns the staleness that a batch may have: the off-policy limit, if there is one, by default.
-
-        Shows it to observers. Raises BadArgument.
-        """
+        """Returns the staleness that a batch may have, the off-policy limit by default; observers see it."""
         limit, given = self._state.limit, check_staleness(max_staleness)
         most = limit.max_off_policy_steps if given is None and limit is not None else given
         self._state.note_most_stale(most)
@@ -221,7 +210,6 @@ class BatchFormer:
         None when stopped, closed, past the deadline, or drained with too few groups left.
         """
         idle_since = time.monotonic()
-        wanted_since = self._wanted_since = self._wanted_since or idle_since
         while True:
             with self._lock:
                 if self._closing.ending or stop.is_set():
@@ -231,10 +219,6 @@ class BatchFormer:
                 chosen, took = self._try(request.size, request.max_staleness)
                 self._changing = False
             if chosen is not None:
-                self._wanted_since = 0.0
-                if self._is_noted:
-                    self._is_noted = False
-                    self._state.note_batch(0, False, 0, 0)
                 return chosen
             now = time.monotonic()
             if took:
@@ -245,8 +229,7 @@ class BatchFormer:
             if self._waiting.drained():
                 with self._lock:
                     self._begin_change()
-                    # Cut groups put back in between too: else a stale one would be formed again, only to be
-                    # withdrawn again.
+                    # Cut what was put back in between, too: a stale group would only be withdrawn again.
                     self._cut_stale(request.max_staleness)
                     chosen = self._take(request.size, now, last=True)
                     self._changing = False
@@ -254,17 +237,15 @@ class BatchFormer:
             until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(request.size)
-            if now - wanted_since > _NOTED_AFTER_S:
-                self._note(request.size)
+            if now - idle_since > _LOOK_EVERY_S:
+                with self._lock:
+                    self._note(request.size)
             self._waiting.wait(max(until_s - now, 0.0))
 
     def _note(self, size: Want) -> None:
         """Shows observers how much of the batch is there."""
-        with self._lock:
-            there = sum(group.rows for group in self._complete) if size.by_rows else len(self._complete)
-            in_part = len(self._partial)
-        self._is_noted = True
-        self._state.note_batch(size.size, size.by_rows, there, in_part)
+        there = sum(group.rows for group in self._complete) if size.by_rows else len(self._complete)
+        self._state.note_batch(size.size, size.by_rows, there, len(self._partial))
 
     def _begin_change(self) -> None:
         """Starts a change of the queues, under the lock; first repairs an interrupted change."""

@@ -4,7 +4,6 @@ by signals.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import queue
@@ -33,13 +32,7 @@ class Lanes:
         for batch in batches:
             self.queue.put(batch)
         self.asked = []
-        self.waits = 0
         self.closed = 0
-
-    @contextlib.contextmanager
-    def one_wait(self):
-        self.waits += 1
-        yield
 
     def batches(self, *, timeout_s, **_):
         self.asked.append(timeout_s)
@@ -139,11 +132,11 @@ def test_an_attempt_for_the_next_batch_is_as_long_as_any(monkeypatch):
     assert max(lanes.asked) == 0.05
 
 
-def test_a_wait_without_limits_is_one_wait_of_the_consumer_which_says_what_it_is_for(said):
+def test_a_wait_without_limits_is_one_call_which_says_itself_what_it_is_for(said):
     lanes = Lanes()
     threading.Timer(0.1, lanes.queue.put, ["at last"]).start()
     assert next(waited_for(lanes)) == "at last"
-    assert lanes.waits == 1
+    assert lanes.asked == [3600.0]
     assert not said
 
 

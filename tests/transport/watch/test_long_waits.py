@@ -15,7 +15,7 @@ from shmbridge.watch import diagnosis
 from shmbridge.watch.diagnosis import headline
 from shmbridge.watch.snapshot import look
 
-LONG_S, EVERY_S = 0.4, 60.0
+LONG_S, EVERY_S = 0.6, 60.0  # what a batch has is known after a quarter of a second
 ENVIRONMENT = """
 import shmbridge, sys
 producer = shmbridge.Producer(bridge, env_name=NAME, lane_bytes="64K")
@@ -44,9 +44,8 @@ with consumer.one_wait():
 }
 LEARNER = """
 import asyncio, shmbridge
-from shmbridge.batching import former
 from shmbridge.watch import diagnosis, long_wait
-diagnosis.LONG_S, long_wait.EVERY_S, former._NOTED_AFTER_S = <LONG>, <EVERY>, 0.0
+diagnosis.LONG_S, long_wait.EVERY_S = <LONG>, <EVERY>
 async def several(call):
     return [await call() for _ in range(9)]
 async def over(items):
