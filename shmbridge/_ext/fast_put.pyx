@@ -243,7 +243,10 @@ cdef class FastPut:
         number = self.groups
         try:
             plan = self._forms.make_plan(group, given, None, True, NO_CONVERTER)
-            if plan.has_nulls or plan.extent_bytes > self._most_bytes or not plan.claim_and_write(self._writer):
+            if plan.has_nulls or plan.extent_bytes > self._most_bytes:
+                return self.never_was(number)
+            self._writer.keep_pace(plan.extent_bytes)
+            if not plan.claim_and_write(self._writer):
                 return self.never_was(number)
         except (Uncommon, BadValue, LossyMasks, ClaimLost, OverflowError):
             return self.never_was(number)

@@ -105,6 +105,11 @@ cdef class LaneWriter:
             return True
         return load_acquire64(&hub.draining) or load_acquire64(&hub.paused)  # SYNC(flags)
 
+    cdef void keep_pace(self, uint64_t size) noexcept:
+        """Before a claim by who may wait a moment: see lane_keep_pace."""
+        if self._lane.alive():
+            lane_keep_pace(&self._writer, size)
+
     cdef int64_t policy_version(self) noexcept:
         """The newest the hub has announced, -1 before the first; the lane must be alive."""
         # SYNC(flags)
