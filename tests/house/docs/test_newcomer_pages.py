@@ -72,7 +72,7 @@ def test_the_pod_shares_memory_and_user() -> None:
     yaml = pytest.importorskip("yaml")
     (text,) = blocks("kubernetes.md", "yaml")
     spec = yaml.safe_load(text)["spec"]
-    assert [container["name"] for container in spec["containers"]] == ["learner", "inference", "environments"]
+    assert [container["name"] for container in spec["containers"]] == ["learner", "policy", "environments"]
     assert isinstance(spec["securityContext"]["runAsUser"], int)
     for container in spec["containers"]:
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
