@@ -83,7 +83,8 @@ class Layout:
             )
         if revision_of(schema) not in (None, REVISION):
             raise ArchiveUnreadable(
-                f"{where} has revision {revision_of(schema)}, this build reads files without one, and {REVISION}",
+                f"{where} has revision {revision_of(schema)}, this build reads files without one, and "
+                f"{REVISION}",
                 hint="read it with the release of shmbridge that wrote it",
             )
         said = msgspec.json.decode(metadata[_COLUMNS], type=list[tuple[str, str]])

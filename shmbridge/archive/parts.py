@@ -65,7 +65,7 @@ class Part:
         return layout, self._checked(layout.checked, batches)
 
     def keys(self) -> Iterator[tuple[str, int]]:
-        """Yields the key of each record; reads three columns, where the format allows it. Raises as opened."""
+        """Yields each record's key; reads three columns, where the format allows it. Raises as opened."""
         if self.path.suffix == ".parquet":
             with reading(self.path):
                 _, batches = _read_finished(self.path, list(KEYS))
@@ -98,7 +98,8 @@ class Part:
     def _damaged(self, damage: Damage | None) -> ArchiveUnreadable:
         return ArchiveUnreadable(
             f"{self.path} is damaged: {damage}",
-            hint=f"`shmbridge export {self.path.parent}` keeps what stands before that, once its recorder is gone",
+            hint=f"`shmbridge export {self.path.parent}` keeps what stands before that, once its recorder "
+            "is gone",
         )
 
 
@@ -191,7 +192,7 @@ def keys_of(folder: Path) -> SeenKeys:
     """Returns the keys of all records of a folder; reads two columns of each part."""
     seen = SeenKeys()
     for part in parts_of(folder):
-        for producer_id, sequence in part.keys():
+        for producer_id, sequence in part.keys():  # noqa: SIM118 (a Part is not a mapping)
             seen.add(producer_id, sequence)
     return seen
 
@@ -259,7 +260,7 @@ def _dictionaries(schema: pa.Schema) -> list[str]:
 
 
 def _read_finished(path: Path, names: list[str] | None = None) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Returns the schema of a finished part, and its batches; of Parquet only the columns `names`, if given."""
+    """Returns a finished part's schema and its batches; of Parquet only the columns `names`, if given."""
     file = CheckedFile(path)
     opened = _open_parquet(file, names) if path.suffix == ".parquet" else _open_arrow(file)
     file.check_schema(opened[0])

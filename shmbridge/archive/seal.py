@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 64 << 10
 MARK = b"shmbridge-seal-1"
-# Bytes before the seal, bytes of a block, checksum of what is behind the seal; checksum of the seal; its mark.
+# Bytes before the seal, bytes of a block, checksum of what is behind the seal; the seal's checksum; its mark.
 _COUNTS, _SUM = struct.Struct("<QQQ"), struct.Struct("<Q")
 _FIXED = _COUNTS.size + _SUM.size + len(MARK)
 _ENDS = {b"PAR1": struct.Struct("<I4s"), b"ROW1": struct.Struct("<I6s")}  # Parquet; Arrow's "ARROW1"
@@ -115,7 +115,7 @@ def _footer(file: BinaryIO) -> int:
     form = _ENDS.get(last[-4:])
     if form is None or len(last) < form.size:
         return size
-    length, _ = form.unpack(last[-form.size :])
+    length: int = form.unpack(last[-form.size :])[0]
     return max(size - form.size - length, 0)
 
 
@@ -231,8 +231,8 @@ class CheckedFile:
 def say_unchecked(folder: Path) -> None:
     """Logs, once for each folder, that it has parts without checksums."""
     log.warning(
-        "%s has parts without checksums: an earlier revision wrote them, and damage to their values cannot be "
-        "seen -> `shmbridge export %s --out FILE` writes a copy that carries them",
+        "%s has parts without checksums: an earlier revision wrote them, and damage to their values cannot "
+        "be seen -> `shmbridge export %s --out FILE` writes a copy that carries them",
         folder,
         folder,
     )

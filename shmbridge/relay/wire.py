@@ -1,7 +1,7 @@
 """What relays say to each other: an ask of the destination, and the parcel of records that answers it.
 
-A parcel is a list of arrays of bytes: a head, which is an Arrow stream with one row a record and its checksum,
-and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by us; large
+A parcel is a list of arrays of bytes: a head, which is an Arrow stream with one row a record and its
+checksum, and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by us; large
 records are arrays over the lane's own memory, so that they are copied once, by what sends them.
 """
 
@@ -190,7 +190,7 @@ def decode(arrays: Sequence[Array]) -> Parcel:
         InvalidRecord: it is no parcel, or not as it was sent.
     """
     try:
-        raw = [memoryview(each).cast("B") for each in arrays]
+        raw = [memoryview(each).cast("B") for each in arrays]  # type: ignore[arg-type]
         head, parts = raw[0][: -_SUM.size], raw[1:]
         if raw[0][-_SUM.size :] != _SUM.pack(checksum([head])):
             raise ValueError("its head is not what was sent")
@@ -238,7 +238,7 @@ def _record(row: tuple[int, ...], lanes: Sequence[SourceLane], parts: Sequence[m
 
 def _check_of(record: SentRecord) -> int:
     """Returns the checksum of a record's bytes, as those of that sequence."""
-    return checksum([record.extent], record.sequence)
+    return checksum([memoryview(record.extent)], record.sequence)  # type: ignore[arg-type]
 
 
 def _joined(records: Iterable[SentRecord]) -> Array:

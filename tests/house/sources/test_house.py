@@ -14,7 +14,6 @@ MOST_LINES = {".py": 400, ".pyx": 600}
 LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
     "shmbridge/atropos/queue.py": "upstream's queue, as it is",
-    "shmbridge/batching/former.py": "each step of a batch's making leaves the groups in one place only",
     "shmbridge/consumer.py": "which of its calls releases what is told in one place",
     "shmbridge/hub/lanes.py": "adopting, removing and counting share one table of lanes and its locks",
     "shmbridge/producer.py": "put, put_async and claim are three doors to one claim-commit sequence",

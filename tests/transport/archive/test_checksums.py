@@ -25,15 +25,18 @@ KINDS = ("parquet", "arrow", "arrows")
 @pytest.fixture(params=["parquet", "arrow"])
 def part(request, tmp_path, bridge) -> Path:
     """A finished part of several blocks, whose values no two blocks share."""
-    with Recorder(tmp_path / "records", format=request.param) as recorder:
-        with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, "env", "8M") as producer:
-            random = np.random.default_rng(3)
-            for number in range(6):
-                tokens = random.integers(0, 1 << 30, 40_000).astype(np.int32)
-                producer.put({"tokens": [tokens], "loss_mask": [tokens > 0]}, group_id=number)
-            for record in consumer.poll():
-                with record:
-                    recorder.take([record])
+    with (
+        Recorder(tmp_path / "records", format=request.param) as recorder,
+        shmbridge.Consumer(bridge) as consumer,
+        shmbridge.Producer(bridge, "env", "8M") as producer,
+    ):
+        random = np.random.default_rng(3)
+        for number in range(6):
+            tokens = random.integers(0, 1 << 30, 40_000).astype(np.int32)
+            producer.put({"tokens": [tokens], "loss_mask": [tokens > 0]}, group_id=number)
+        for record in consumer.poll():
+            with record:
+                recorder.take([record])
     (found,) = (tmp_path / "records").glob("part-*")
     assert found.stat().st_size > 10 * seal.BLOCK
     return found
@@ -216,8 +219,8 @@ def test_a_part_of_an_earlier_build_is_read_with_one_line(tmp_path, caplog, kind
     assert uneven.group.values["distill_token_ids"].values.tolist() == [1, 2, 3]
     lines = [line for line in caplog.records if line.levelno == logging.WARNING]
     assert [line.getMessage() for line in lines if "without checksums" in line.getMessage()] == [
-        f"{path.parent} has parts without checksums: an earlier revision wrote them, and damage to their values "
-        f"cannot be seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries them"
+        f"{path.parent} has parts without checksums: an earlier revision wrote them, and damage to their "
+        f"values cannot be seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries them"
     ]
 
 
