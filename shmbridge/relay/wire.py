@@ -1,8 +1,8 @@
 """What relays say to each other: an ask of the destination, and the parcel of records that answers it.
 
 A parcel is a list of arrays of bytes: a head, which is an Arrow stream with one row a record and its
-checksum, and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by us; large
-records are arrays over the lane's own memory, so that they are copied once, by what sends them.
+checksum, and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by
+us; large records are arrays over the lane's own memory, so that they are copied once, by what sends them.
 """
 
 import base64

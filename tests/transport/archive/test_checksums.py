@@ -220,7 +220,8 @@ def test_a_part_of_an_earlier_build_is_read_with_one_line(tmp_path, caplog, kind
     lines = [line for line in caplog.records if line.levelno == logging.WARNING]
     assert [line.getMessage() for line in lines if "without checksums" in line.getMessage()] == [
         f"{path.parent} has parts without checksums: an earlier revision wrote them, and damage to their "
-        f"values cannot be seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries them"
+        f"values cannot be seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries "
+        "them"
     ]
 
 
