@@ -138,9 +138,11 @@ def _continued(run_dir: str, steps: int) -> list[str]:
     if done >= steps:
         raise BadConfig(
             f"learner.steps: {run_dir} holds a run of {done} steps, and {steps} are asked for",
-            hint="raise learner.steps to train it further, or set another run_dir for a new run",
+            hint="raise learner.steps to train it further, or set another run_dir and bridge for a new run",
         )
-    return [f"{run_dir} holds a run up to step {done}, which goes on; another run_dir begins a new one"]
+    return [
+        f"{run_dir} holds a run up to step {done}, which goes on; another run_dir and bridge begin a new one"
+    ]
 
 
 def recipe_flags(atropos: Atropos) -> list[str]:

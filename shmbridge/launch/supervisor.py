@@ -76,9 +76,7 @@ class Supervisor:
         for left in shmbridge.list_bridges():
             held = sum(lane.held for lane in left.lanes)
             if left.name == self._plan.bridge and held:
-                clean = (
-                    f"another run of this bridge takes them, shmbridge clean {left.name} --yes removes them"
-                )
+                clean = f"a run that goes on takes them, shmbridge clean {left.name} --yes removes them"
                 self._events.say(
                     "left", f"{held} groups that reached no batch are in shared memory: {clean}", records=held
                 )

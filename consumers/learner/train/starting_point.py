@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -198,7 +199,8 @@ def _resumed(
             )
             say(
                 f"{path.name} has policy version {progress.policy_version}, bridge {config.run.bridge} "
-                f"{trained}: up to {behind} steps after that checkpoint are trained again, {groups}"
+                f"{trained}: up to {behind} {'step' if behind == 1 else 'steps'} after that checkpoint are "
+                f"trained again, {groups}"
             )
     earlier = file.read_earlier(config.run_dir / file.NAME)
     if earlier is None:
@@ -236,16 +238,28 @@ def _from_bridge(config: LearnerConfig, bridge: shmbridge.BridgeInfo, seen: tupl
                 hint="give the model that the bridge's run trained",
             ) from None
         rounded = {dtype for dtype in lease.dtypes.values() if dtype != "float32"}
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise StartupError(
+                f"--from-bridge: tensor {name} of version {version} of bridge {bridge.name} has values that "
+                "are not finite -> --from-scratch, or --resume with the --run-dir of that run"
+            )
     _begin_run_dir(config, None)
-    for first in checkpoint.complete(folder):
-        shutil.rmtree(first)
-    path = checkpoint.save(
-        folder,
-        Progress(step=0, policy_version=version, run_id=run_id),
-        model,
-        load_tokenizer(config.run.model),
-        torch.optim.AdamW(model.parameters()),
-    )
+    try:
+        for first in checkpoint.complete(folder):
+            shutil.rmtree(first)
+        path = checkpoint.save(
+            folder,
+            Progress(step=0, policy_version=version, run_id=run_id),
+            model,
+            load_tokenizer(config.run.model),
+            torch.optim.AdamW(model.parameters()),
+        )
+    except (OSError, SafetensorError) as error:
+        raise StartupError(
+            f"--from-bridge: version {version} of bridge {bridge.name} cannot be saved in {folder}: {error} "
+            "-> make room there, or give another --run-dir"
+        ) from error
     start = Start(str(path), run_id, seen)
     write_options(config, start)
     say(

@@ -182,7 +182,7 @@ def test_an_older_checkpoint_of_the_run_is_allowed_and_what_is_trained_again_is_
     status, out, err = learn("a", 4, "--resume")
     assert status == 0, err
     assert "step-00000002 has policy version 2, bridge" in out
-    assert " 3: up to 1 steps after that checkpoint are trained again, on other groups" in out
+    assert " 3: up to 1 step after that checkpoint are trained again, on other groups" in out
 
 
 def test_a_start_without_a_step_is_no_step_to_lose(learn, trained, bridge, tmp_path):
@@ -272,6 +272,25 @@ def test_adapters_cannot_be_split_from_published_weights(learn, trained, bridge)
     status, _, err = learn("b", 2, "--from-bridge", "--lora-rank", "2")
     assert (status, "have their adapters merged" in err) == (1, True), err
     assert weights(bridge)[0] == STEPS
+
+
+def test_weights_that_are_not_finite_are_not_taken(learn, trained, bridge, tmp_path, tiny_model):
+    broken = tiny_model(5)
+    broken.lm_head.weight.data[3, 4] = float("nan")
+    with WeightsWriter(bridge) as writer:
+        writer.publish(9, broken.state_dict().items())
+    status, _, err = learn("b", 2, "--from-bridge")
+    assert status == 1
+    assert f"tensor lm_head.weight of version 9 of bridge {bridge} has values that are not finite" in err
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_run_directory_that_takes_no_weights_is_named(learn, trained, tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "checkpoints").write_text("")
+    status, _, err = learn("b", 2, "--from-bridge")
+    assert status == 1
+    assert f"cannot be saved in {tmp_path / 'b' / 'checkpoints'}: " in err
 
 
 def test_both_beginnings_at_once_are_refused(learn):

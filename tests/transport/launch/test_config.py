@@ -464,7 +464,10 @@ def test_the_next_launch_goes_on_and_a_finished_run_is_no_run_to_launch(tmp_path
         (checkpoints / name).mkdir(parents=True)
     text = RIGHT.replace("script: SCRIPT", f"script: {__file__}")
     (note,) = planned(text).notes
-    assert note == "runs/run1 holds a run up to step 9, which goes on; another run_dir begins a new one"
+    assert (
+        note
+        == "runs/run1 holds a run up to step 9, which goes on; another run_dir and bridge begin a new one"
+    )
     assert planned(learner("options: {resume: false}")).notes == []
     (checkpoints / "step-00000010").mkdir()
     with pytest.raises(
