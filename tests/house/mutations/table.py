@@ -12,7 +12,7 @@ class Mutation:
     """`before` becomes `after` in `path`; at least one test of `tests` must fail then."""
 
     name: str
-    guarantee: int  # of README.md, 1 to 8
+    guarantee: int  # of README.md
     breaks: str
     path: str
     before: str
@@ -826,5 +826,88 @@ MUTATIONS = (
         "mode=0o600",
         "mode=0o666",
         "tests/faults/limits/test_owner.py",
+    ),
+    # 11: bytes from outside are bounded and checked before use
+    Mutation(
+        "head-without-an-end",
+        11,
+        "a connection that sends half a head is kept for ever",
+        "shmbridge/httpd/server.py",
+        'limit_s = self._bounds.head_s if what == "head" else',
+        'limit_s = 1e6 if what == "head" else',
+        "tests/faults/hostile/test_http_doors.py -k 'drips and gateway'",
+    ),
+    Mutation(
+        "body-without-an-end",
+        11,
+        "a body that stops half-way is waited for as long as its peer likes",
+        "shmbridge/httpd/gate.py",
+        "asyncio.timeout(min(pause_s, left))",
+        "asyncio.timeout(None)",
+        "tests/faults/hostile/test_http_doors.py -k 'half_way and gateway' "
+        "tests/adapters/gateway/test_stalled.py",
+    ),
+    Mutation(
+        "bodies-without-room",
+        11,
+        "all bodies at once are read into memory",
+        "shmbridge/httpd/threads.py",
+        "        with self.server.room.of(size):\n",
+        "        with self.server.room.of(0):\n",
+        "tests/faults/hostile/test_http_doors.py -k 'half_way and environments'",
+    ),
+    Mutation(
+        "length-believed",
+        11,
+        "a body's length may be anything that Python calls a number",
+        "shmbridge/httpd/door.py",
+        "not _LENGTH.fullmatch(text)",
+        "not text",
+        "tests/faults/hostile/test_http_doors.py -k 'hostile_head and environments'",
+    ),
+    Mutation(
+        "any-site",
+        11,
+        "a name that another site led here is answered",
+        "shmbridge/httpd/door.py",
+        "if host and not self._is_ours(host):",
+        "if False:",
+        "tests/faults/hostile/test_http_doors.py -k 'another_sites and scrapes'",
+    ),
+    Mutation(
+        "tokenised-first",
+        11,
+        "a text is tokenised before it is known to be too long",
+        "consumers/policy_server_parts/api.py",
+        "if len(text) > (most :=",
+        "if 0 > (most :=",
+        "tests/adapters/policy_server/test_refused_requests.py",
+    ),
+    Mutation(
+        "fields-ignored",
+        11,
+        "a constraint that is not implemented is ignored",
+        "consumers/policy_server_parts/fields.py",
+        "        if name not in _NEUTRAL:\n",
+        "        if False:\n",
+        "tests/adapters/policy_server/test_refused_requests.py",
+    ),
+    Mutation(
+        "not-finite-loaded",
+        11,
+        "weights with NaN among them are loaded",
+        "consumers/policy_server_parts/follow_weights.py",
+        "                weights.require_finite()\n",
+        "",
+        "tests/adapters/policy_server/test_policy_engine.py -k finite",
+    ),
+    Mutation(
+        "pieces-not-looked-at",
+        11,
+        "only the first piece of a tensor is looked at for NaN",
+        "shmbridge/_ext/tensor_bytes.pyx",
+        "                    looked += count * width\n",
+        "                    looked += size\n",
+        "tests/transport/weights/test_not_finite.py",
     ),
 )
