@@ -130,8 +130,8 @@ class PolicyApi:
             )
 
     def _encoded(self, text: str, **how: Any) -> list[int]:
-        """Returns the tokens of a text. Raises BadRequest for one that no context holds, by its length or by
-        the tokens of its beginning: time and memory are those of a few contexts.
+        """Returns the tokens of a text. Raises BadRequest for one that no context holds, by its length or the
+        tokens of its beginning: time and memory are those of a few contexts.
         """
         if len(text) > (most := self.context * self.longest_token):
             raise BadRequest(

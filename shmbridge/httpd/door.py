@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Headers = Callable[[str], str]  # the value of a header by its name in lower case; "" if there is none
 
 _LENGTH = re.compile(r"[0-9]{1,18}")
-_FORMS = ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded")
+_FORMS = ("text/plain", "multipart/form-data")  # not what curl and urllib call a body that has no type
 _FIRST_HANDED_OVER = 3
 _BACKLOG = 2048
 
