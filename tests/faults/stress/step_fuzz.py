@@ -20,6 +20,7 @@ import logging
 import os
 import random
 import secrets
+import signal
 import sys
 import time
 from collections import Counter
@@ -360,8 +361,10 @@ def play(
         wrong.append(f"hangs: {stuck}")
     finally:
         stage.kill_all()
+        left = segments_of(bridge)
+        shmbridge.clean(bridge, dry_run=False)
     wrong += judge(stage, tally)
-    wrong += [f"{name} is left" for name in segments_of(bridge)]
+    wrong += [f"{name} is left" for name in left]
     tally["plays"] += 1
     tally["calls"] += sum(actor.calls for actor in stage.actors.values())
     tally["kills"] += sum(actor.killed for actor in stage.actors.values())
@@ -448,27 +451,29 @@ def main() -> int:
     parser.add_argument("--turns", type=turns_of, help="one play with these first turns; with --scene")
     wanted = parser.parse_args()
     prepare()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without cleaning up
     tally: Counter[str] = Counter()
     wrong: list[str] = []
     played: list[str] = []
     number, end_s = wanted.play, time.monotonic() + wanted.seconds
     scenes = ["births"] if wanted.births else [wanted.scene] if wanted.scene else list(SCENES)
-    while not wrong and (tally["births"] < wanted.births if wanted.births else time.monotonic() < end_s):
-        name = scenes[number % len(scenes)]
-        rng = random.Random(f"{wanted.seed}/{number}")
-
-        bridge = f"step-fuzz-{os.getpid()}-{number}"
-        wrong, played = play(SCENES[name], number, bridge, wanted.turns, rng, tally)
-        tally[f"plays of {name}"] += 1
-        if wrong:
-            again = " ".join(each.split("  ")[0] for each in played)
-            print(f'seed {wanted.seed}: --play {number} --scene {name} --turns "{again}"')
-            print("\n".join([*played, *wrong]))
-        number += 1
-        if wanted.turns:
-            break
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{segment.MOUNT}/{segment._TURN_PREFIX}{os.geteuid()}")
+    try:
+        while not wrong and (tally["births"] < wanted.births if wanted.births else time.monotonic() < end_s):
+            name = scenes[number % len(scenes)]
+            rng = random.Random(f"{wanted.seed}/{number}")
+            bridge = f"step-fuzz-{os.getpid()}-{number}"
+            wrong, played = play(SCENES[name], number, bridge, wanted.turns, rng, tally)
+            tally[f"plays of {name}"] += 1
+            if wrong:
+                again = " ".join(each.split("  ")[0] for each in played)
+                print(f'seed {wanted.seed}: --play {number} --scene "{name}" --turns "{again}"')
+                print("\n".join([*played, *wrong]))
+            number += 1
+            if wanted.turns:
+                break
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{segment.MOUNT}/{segment._TURN_PREFIX}{os.geteuid()}")
     about = {"played": played} if wanted.turns else {}
     print(json.dumps({"seed": wanted.seed, "wrong": wrong, **tally, **about}), flush=True)
     return 1 if wrong else 0

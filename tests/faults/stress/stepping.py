@@ -386,6 +386,7 @@ def _be_actor(
     try:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         for end in others:
             os.close(end)
