@@ -225,7 +225,9 @@ BODIES = {
 @pytest.mark.parametrize("what", HEADS)
 def test_a_hostile_head(server: Running, what: str) -> None:
     found = server.sent(server.head(*HEADS[what]), b"{}")
-    assert set(found) <= (REFUSALS if "length" in what else HARMLESS), found
+    if "length" in what:
+        assert found[0] in (400, 411, 413), found
+    assert set(found) <= HARMLESS, found
 
 
 PATHS = {
@@ -354,7 +356,7 @@ def test_bodies_that_stop_half_way(server: Running) -> None:
     before, part = server.resident, b" " * (length * 3 // 4)
     clients = [server.connect() for _ in range(24)]
     head = server.head(f"Content-Length: {length}", "Content-Type: application/json")
-    answers: list[list[int]] = [[] for _ in clients]
+    answers: list[list[int] | None] = [None] * len(clients)
 
     def post(number: int) -> None:
         with contextlib.suppress(OSError):
@@ -372,6 +374,7 @@ def test_bodies_that_stop_half_way(server: Running) -> None:
     finally:
         for client in clients:
             client.close()
+    assert None not in answers, "neither answered nor closed"
     found = Counter(each for answer in answers for each in answer)
     grown, took_s = (most - before) >> 20, time.monotonic() - began
     print(f"{server.kind}: 24 x {length >> 20} MiB, +{grown} MiB in {took_s:.1f} s, {dict(found)}")
