@@ -47,7 +47,7 @@ from shmbridge.watch import snapshot
 from shmbridge.watch.observer import Observer
 from shmbridge.weights import WeightsReader, WeightsWriter
 
-LIMIT_S = 60.0  # of one play, beside other work
+LIMIT_S = 60.0  # of one play
 LANE_BYTES = 64 << 10
 LANE_SIZE = header.lane_geometry(LANE_BYTES, sizing.slots_of(LANE_BYTES))[-1]
 STEP_BYTES = 24 << 10  # of a reservation: a small lane grows in as many steps as a large one

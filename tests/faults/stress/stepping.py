@@ -48,7 +48,7 @@ _THREADS_TOO = 0x40000000  # __WALL
 _SET_FILTER, _OF_ALL_THREADS, _NO_NEW_PRIVILEGES = 1, 1, 38
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # of a filter's instructions
 _ALLOW, _TRACE = 0x7FFF0000, 0x7FF00000
-_LOOK_S = 0.001
+_LOOK_S, _MOMENT_S = 0.001, 0.1
 _NOTES_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -204,7 +204,8 @@ class Actor:
 class Stage:
     """The actors of one play; the process that makes it has one thread, and no other children.
 
-    `played` are the turns so far, with the number of the actor's call before which each ended.
+    `played` are the turns so far, with the number of the actor's call before which each ended. Actors that have
+    not ended after `limit_s` seconds are stuck; time in which this process was stopped itself does not count.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -212,7 +213,7 @@ class Stage:
         gc.freeze()  # children share these pages
         self.actors: dict[str, Actor] = {}
         self.played: list[str] = []
-        self._end_s, self._limit_s = time.monotonic() + limit_s, limit_s
+        self._left_s, self._looked_s = limit_s, time.monotonic()
         self._of_thread: dict[int, Actor] = {}
 
     def enter(self, name: str, body: Callable[[Callable[[], None], Notes], None]) -> None:
@@ -227,8 +228,8 @@ class Stage:
         os.close(heard)
         actor = self.actors[name] = Actor(name, pid, notes)
         self._of_thread[pid] = actor
-        if not select.select([up], [], [], self._limit_s)[0]:
-            raise Stuck(f"{name} has not begun after {self._limit_s:.0f} s")
+        while not select.select([up], [], [], _LOOK_S)[0]:
+            self._check_time()
         if os.read(up, 1):
             while new := set(map(int, os.listdir(f"/proc/{pid}/task"))) - actor.threads:
                 for tid in new:  # a thread that another one begins meanwhile is in the next list
@@ -311,19 +312,21 @@ class Stage:
             self._next()
 
     def _check_time(self) -> None:
-        if time.monotonic() < self._end_s:
+        """Counts the time since the last look, but no more than a moment of it; raises Stuck after the last."""
+        now_s = time.monotonic()
+        self._left_s -= min(now_s - self._looked_s, _MOMENT_S)
+        self._looked_s = now_s
+        if self._left_s > 0:
             return
-        left = [actor for actor in self.actors.values() if not actor.ended]
-        for actor in left:
+        stuck = [actor for actor in self.actors.values() if not actor.ended]
+        for actor in stuck:
             os.kill(actor.pid, signal.SIGUSR1)  # it prints where its threads are
             for tid in list(actor.held):
                 self._let_go(actor, tid)
-        until_s = time.monotonic() + 0.5
-        while time.monotonic() < until_s:
+        while time.monotonic() < now_s + 0.5:
             if (at := self._next()) is not None:
                 self._let_go(*at)
-        where = ", ".join(f"{actor.name} after {actor.calls} calls" for actor in left)
-        raise Stuck(f"not at their ends after {self._limit_s:.0f} s: {where}")
+        raise Stuck(", ".join(f"{actor.name} after {actor.calls} calls" for actor in stuck))
 
     def _let_go(self, actor: Actor, tid: int) -> None:
         del actor.held[tid]
