@@ -92,6 +92,7 @@ def test_it_answers_beside_four_processes_that_never_sleep(
         assert answer in done.stdout
         if took[-1] < 2.0:
             break
+    print(name, took)
     assert took[-1] < 2.0, took
 
 
@@ -138,7 +139,7 @@ def test_a_command_that_copies_records_lets_others_go_first(bridge, two_records,
                 assert "group 1" in observing.stdout.readline()
                 assert "group 2" in observing.stdout.readline()
             else:  # and the one that ends the recording does not
-                assert nice_of_threads(observing.pid)[observing.pid] == 0
+                assert nice_of_threads(observing.pid)[observing.pid] == os.getpriority(os.PRIO_PROCESS, 0)
                 observing.send_signal(signal.SIGTERM)
                 assert "2 records in" in observing.stdout.readline()
         finally:
