@@ -42,7 +42,7 @@ def wrong_value(message: str, document: Any, name: str = "") -> str:
         return f"{where}: {text[:1].lower()}{text[1:]}".replace("`", "")
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in found[1].split(" | ") if kind != "null")
     limit = f", {_SIGNS[found[2]]} {found[3].removesuffix('.0')}" if found[2] else ""
-    return f"{where or 'it'}: {_shown(_at(document, inside))} is not {kinds}{limit}"
+    return f"{where or 'it'}: {shown_value(_at(document, inside))} is not {kinds}{limit}"
 
 
 def wrong_json(message: str, body: bytes | bytearray, name: str = "") -> str:
@@ -64,7 +64,8 @@ def _at(document: Any, path: str) -> Any:
     return document
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """Returns a value of a document as an error shows it: as it is written, cut if it is long or nested."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return repr(value) if isinstance(value, Written) else shown(value)
@@ -76,6 +77,7 @@ _MOST_DEEP = 50
 _MOST_SHOWN = 40
 _MOST_DIGITS = 4000  # Python's int() refuses 4,300
 _NOTHING = re.compile(r"(?!)")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _PREFIX = "tag:yaml.org,2002:"
 _EXPONENTS = (  # YAML 1.1 parses 1e-6 as text
     f"{_PREFIX}float",
@@ -179,7 +181,7 @@ def _written(loader: Any, node: Any) -> Written:
         value = loader.bool_values.get(text.lower(), text)
     elif kind == "int" and len(digits) < _MOST_DIGITS and re.fullmatch(r"[-+]?\d+", digits):
         value = int(digits)
-    elif kind == "float" and ":" not in text:
+    elif kind == "float" and _NUMBER.fullmatch(digits):
         value = float(re.sub(r"\.(inf|nan)$", r"\1", digits.lower()))
     return Written(value, text)
 

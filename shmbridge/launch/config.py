@@ -346,8 +346,8 @@ def _check_environment(environment: Environment, path: str, names: set[str]) -> 
 
 def _check_size(path: str, given: str, least: int) -> None:
     try:
-        if parse_size(given) < least:
-            raise ValueError(f"{given} is below {format_size(least)}")
+        if (size := parse_size(given)) < least or size >= 1 << 62:
+            raise ValueError(f"{given} is {f'below {format_size(least)}' if size < least else 'too much'}")
     except (ValueError, OverflowError) as error:
         raise BadConfig(f"{path}: {error}", hint=f"{path.rpartition('.')[2]}: 64M") from error
 

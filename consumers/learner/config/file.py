@@ -9,7 +9,7 @@ from typing import Any
 
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
 from shmbridge.shown import kind_of
-from shmbridge.wrong_value import plain, read_yaml, write_yaml
+from shmbridge.wrong_value import plain, read_yaml, shown_value, write_yaml
 
 NAME = "config.yaml"  # in the run directory
 _CHANGED = "# changed: "
@@ -84,7 +84,7 @@ def _take(document: object, values: dict[str, Any]) -> Iterator[str]:
         if section not in SECTIONS:
             yield _unknown("", str(section))
         elif not isinstance(inner, Mapping) and plain(inner) is not None:
-            yield f"{section}: {inner!r} is not a mapping of options"
+            yield f"{section}: {shown_value(inner)} is not a mapping of options"
         else:
             for name, value in inner.items() if isinstance(inner, Mapping) else ():
                 if name not in OPTIONS or OPTIONS[name].section != section:

@@ -234,6 +234,9 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
     assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == config
 
 
+TENFOLD = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(15))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -276,6 +279,16 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
         ),
         ("batch: {groups: 1, groups: 2}", "groups is given twice"),
         ("batch: [1", "is not YAML: "),
+        ("run: {bridge: 0123}", "run.bridge: 0123 is not a text"),
+        ("batch: {groups: 0x10}", "batch.groups: 0x10 is not a whole number above 0"),
+        ("batch: {groups: 1:30}", "batch.groups: 1:30 is not a whole number above 0"),
+        (f"run: {{seed: {'7' * 5000}}}", f"run.seed: {'7' * 40}... is not a whole number"),
+        ("batch: " + "{groups: " * 3000 + "1" + "}" * 3000, "nested deeper than 50 levels"),
+        ("batch: &b {groups: *b}", "line 1: batch.groups contains itself"),
+        (
+            f"a0: &a0 [x]\n{TENFOLD}batch: {{groups: *a15}}",
+            "batch.groups: [[[...], [...], [...], [...], ...]",
+        ),
         ("- 1", "it holds a list, not sections such as run: and optimizer:"),
         ("", "it holds None, not sections"),
     ],

@@ -283,6 +283,8 @@ HOSTILE = {
     "a file to run in": (RIGHT + "run_dir: SCRIPT", "larger_digit_env.py is not a folder -> set another"),
     "below a file": (RIGHT + "run_dir: SCRIPT/a/b", "larger_digit_env.py is not a folder -> set another"),
     "little logs": (RIGHT + "log_bytes: 63K", "log_bytes: 63K is below 64 KiB -> log_bytes: 64M"),
+    "large logs": (RIGHT + "log_bytes: 99999999T", "log_bytes: 99999999T is too much"),
+    "endless logs": (RIGHT + f"log_bytes: {'9' * 400}", "log_bytes: "),
     "logs of any size": (RIGHT + "log_bytes: little", "log_bytes: 'little' is not a size"),
 }
 
