@@ -54,7 +54,7 @@ typedef struct {
     interval *free_extents;
     uint32_t free_extent_count;
     uint64_t cursor, window; /* extents.h */
-    uint64_t warm_bytes;    /* of un-released records: a quarter of the cache that cores share */
+    uint64_t shared_cache;  /* bytes of the cache that cores share */
     int was_released;       /* since it last waited for a release to keep pace */
     uint32_t waits_in_vain; /* one after another */
     uint32_t unpaced_puts;  /* without a further such wait */
@@ -95,7 +95,7 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
     writer->free_extents[0] = (interval){0, geometry->data_bytes};
     writer->free_extent_count = 1;
     writer->window = OWN_CACHES_ROUND * cache_bytes(2, 1 << 20);
-    writer->warm_bytes = cache_bytes(3, 32 << 20) / 4;
+    writer->shared_cache = cache_bytes(3, 32 << 20);
     return 0;
 }
 
@@ -143,27 +143,29 @@ static inline void lane_reclaim(lane_writer *writer, int thoroughly) {
 
 /* Before a claim, for a thread that may wait a moment: a writer that is far ahead waits for its reader, whose every
  * record would otherwise come from memory instead of the cache that both share. The reader is the slower one then,
- * and sets the pace anyway: what the wait costs, a full lane would cost later. Ends with enough releases, and soon
- * in any case; waits in vain make further ones twice as rare, and none follows before something was released.
+ * and sets the pace anyway: what the wait costs, a full lane would cost later. It ends with enough releases, and
+ * soon in any case; each in vain makes the next one twice as rare, and none follows before something was released.
  *
- * Only looks: whoever dies here has touched nothing. docs/adr/0018-pace.md. */
+ * Only looks: whoever dies here has touched nothing that another process uses. docs/adr/0018-pace.md. */
 static inline void lane_keep_pace(lane_writer *writer, uint64_t bytes) {
-    uint64_t warm = RECORDS_IN_CACHE * bytes > writer->warm_bytes ? RECORDS_IN_CACHE * bytes : writer->warm_bytes;
-    int64_t until;
+    uint64_t several = RECORDS_IN_CACHE * bytes, warm = several > writer->window ? several : writer->window;
+    lane_header *header = writer->header;
+    int64_t began, now, longest = LONGEST_SPIN_NS + (int64_t)(bytes / PATIENT_BYTES_PER_NS);
     if (writer->outstanding_bytes + bytes <= warm) return;
     lane_reclaim(writer, 0);
-    if (!writer->was_released || warm > 2 * writer->warm_bytes || writer->unpaced_puts) {
+    if (!writer->was_released || several > writer->shared_cache / 2 || writer->unpaced_puts) {
         writer->unpaced_puts -= writer->unpaced_puts > 0;
         return;
     }
-    until = monotonic_ns() + LONGEST_SPIN_NS + (int64_t)(bytes / PATIENT_BYTES_PER_NS);
     writer->was_released = 0; /* until lane_reclaim takes something back */
-    while (writer->outstanding_bytes + bytes > warm && monotonic_ns() < until) {
+    for (began = now = monotonic_ns(); writer->outstanding_bytes + bytes > warm && now - began < longest;) {
         cpu_relax();
         lane_reclaim(writer, 0);
+        now = monotonic_ns();
     }
-    writer->waits_in_vain = writer->was_released ? 0 : writer->waits_in_vain + (writer->waits_in_vain < 10);
-    if (!writer->was_released) writer->unpaced_puts = 1u << writer->waits_in_vain;
+    store_relaxed64(&header->wait_ns_total, load_relaxed64(&header->wait_ns_total) + (uint64_t)(now - began));
+    if (writer->was_released) writer->waits_in_vain = 0;
+    else writer->unpaced_puts = 1u << (writer->waits_in_vain += writer->waits_in_vain < 10);
 }
 
 /* Reserves a slot and `bytes` of the data area, whole lines. 1, or 0 if there is no room now;
