@@ -78,8 +78,8 @@ cdef class PackedColumn:
 
     def __init__(self, Form form not None, *, int tag=TAG_VALUES, entries=0, count=0,
                  lengths=None, inner=None, bytes keys=None, validity=None, rows=None):
-        if entries > 0xFFFFFFFF:
-            raise BeyondLayout(f"{entries} rows, allowed are 2**32 - 1")
+        if not 0 <= entries <= 0xFFFFFFFF:
+            raise BeyondLayout(f"{entries} rows, allowed are 0 to 2**32 - 1")
         self.form, self.tag, self.entries, self.count = form, tag, entries, count
         self.row_lengths = None if lengths is None else lengths.tobytes()
         self.inner_lengths = None if inner is None else inner.tobytes()

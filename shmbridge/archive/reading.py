@@ -194,7 +194,7 @@ def _odd(raw: bytes, said: dict[str, str], layout: Layout) -> dict[str, pa.Array
         try:
             batch = only_batch(stream, types, nullable=types)
             if len(batch.schema.names) != 1 or batch.schema.names[0] in odd:
-                raise InvalidRecord(f"columns {shown(batch.schema.names)}, not one that is not there yet")
+                raise InvalidRecord(f"columns {shown(batch.schema.names)}, where one new column belongs")
         except InvalidRecord as wrong:
             raise InvalidRecord(
                 f"record_odd, stream {number}: {wrong.message}", column=wrong.column

@@ -29,10 +29,16 @@ _DAMAGE = (
 def reading(path: object) -> Iterator[None]:
     """Turns what goes wrong while a part is read into ArchiveUnreadable.
 
-    A part that is gone (FileNotFoundError) and want of memory stay as they are.
+    A part that is gone (FileNotFoundError) and want of memory stay as they are; not what Arrow cannot get for
+    a size that the file states.
     """
     try:
         yield
+    except pa.ArrowMemoryError as wrong:
+        raise ArchiveUnreadable(
+            f"{path} cannot be read: {_said(wrong)}",
+            hint="it is damaged, or this process may use too little memory for it",
+        ) from wrong
     except (ArchiveUnreadable, FileNotFoundError, MemoryError):
         raise
     except _DAMAGE as wrong:

@@ -6,7 +6,8 @@ out has the declared columns in the declared types, offsets that rise and lie in
 text, and no null where none may be: lengths made of it add up.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import pyarrow as pa
 
@@ -28,17 +29,19 @@ def checked_batch(
 
     Raises InvalidRecord, which names the column, and the row where one is to blame.
     """
-    if batch.num_rows > MOST_ROWS:
-        raise InvalidRecord(f"{batch.num_rows} rows in one batch, allowed are {MOST_ROWS}")
-    numbers = []
-    for name, declared in types.items():
-        found = batch.schema.get_all_field_indices(name)
-        if len(found) != 1:
-            has = f"{len(found)} columns" if found else "no column"
-            raise InvalidRecord(f"it has {has} {shown(name)}", column=name)
-        _check_column(name, batch.column(found[0]), declared, name in nullable)
-        numbers += found
-    return batch.select(numbers)
+    with _arrow_errors():
+        if batch.num_rows > MOST_ROWS:
+            raise InvalidRecord(f"{batch.num_rows} rows in one batch, allowed are {MOST_ROWS}")
+        numbers = []
+        for name, declared in types.items():
+            found = batch.schema.get_all_field_indices(name)
+            if len(found) != 1:
+                has = f"{len(found)} columns" if found else "no column"
+                raise InvalidRecord(f"it has {has} {shown(name)}", column=name)
+            with _arrow_errors(name):
+                _check_column(name, batch.column(found[0]), declared, name in nullable)
+            numbers += found
+        return batch.select(numbers)
 
 
 def only_batch(
@@ -49,17 +52,27 @@ def only_batch(
     Its columns are some of `types`. Never blocks. Raises InvalidRecord for anything else: a stream that is
     cut, that has several batches or none, or other columns.
     """
-    try:
+    with _arrow_errors():
         with pa.ipc.open_stream(pa.py_buffer(raw)) as stream:
             batches = [*stream]
-    except (pa.ArrowException, OSError, ValueError, TypeError) as wrong:
-        raise InvalidRecord(f"not an Arrow stream: {first_line(wrong)}") from None
-    if len(batches) != 1:
-        raise InvalidRecord(f"a stream of {len(batches)} batches, not of one")
-    (batch,) = batches
-    if other := next((name for name in batch.schema.names if name not in types), None):
-        raise InvalidRecord(f"column {shown(other)} does not belong there", column=other)
-    return checked_batch(batch, {name: types[name] for name in batch.schema.names}, nullable)
+        if len(batches) != 1:
+            raise InvalidRecord(f"a stream of {len(batches)} batches, not of one")
+        (batch,) = batches
+        if other := next((name for name in batch.schema.names if name not in types), None):
+            raise InvalidRecord(f"column {shown(other)} does not belong there", column=other)
+        return checked_batch(batch, {name: types[name] for name in batch.schema.names}, nullable)
+
+
+@contextmanager
+def _arrow_errors(column: str = "") -> Iterator[None]:
+    """Turns whatever Arrow makes of bytes that are not Arrow, also names that are not text, into InvalidRecord."""
+    try:
+        yield
+    except InvalidRecord:
+        raise
+    except (pa.ArrowException, OSError, ValueError, TypeError, LookupError) as wrong:
+        said = first_line(wrong)
+        raise InvalidRecord(f"column {shown(column)}: {said}" if column else said, column=column) from None
 
 
 def first_line(wrong: BaseException) -> str:
@@ -70,11 +83,8 @@ def first_line(wrong: BaseException) -> str:
 def _check_column(name: str, array: pa.Array, declared: pa.DataType, nullable: bool) -> None:
     """Raises InvalidRecord unless an array is what its column is declared to be."""
     if array.type != declared:
-        raise InvalidRecord(f"column {shown(name)} is {array.type}, declared is {declared}", column=name)
-    try:
-        array.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError) as wrong:
-        raise InvalidRecord(f"column {shown(name)}: {first_line(wrong)}", column=name) from None
+        raise InvalidRecord(f"column {shown(name)} is {array.type}, and declared as {declared}", column=name)
+    array.validate(full=True)
     if array.null_count and not nullable:
         row = array.is_null().index(True).as_py()
         raise InvalidRecord(f"column {shown(name)}, row {row}: null", column=name, row=row)
