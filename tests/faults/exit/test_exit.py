@@ -241,7 +241,7 @@ UNCLOSED = {
         for _ in range(3): producer.put(group)
         class Loop: pass
         loop = Loop(); loop.itself = loop
-        loop.batches = iter(consumer.batches(groups=1)); next(loop.batches); next(loop.batches)
+        loop.batches = iter(consumer.batches(groups=1, prefetch=0)); next(loop.batches); next(loop.batches)
         producer.close(); consumer.close()
         """,
         [(1, True), (2, False)],
