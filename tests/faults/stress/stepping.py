@@ -204,8 +204,8 @@ class Actor:
 class Stage:
     """The actors of one play; the process that makes it has one thread, and no other children.
 
-    `played` are the turns so far, with the number of the actor's call before which each ended. Actors that have
-    not ended after `limit_s` seconds are stuck; time in which this process was stopped itself does not count.
+    `played` are the turns so far, with the number of the actor's call before which each ended. Actors that
+    have not ended after `limit_s` seconds are stuck; time in which this process was stopped does not count.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -312,7 +312,7 @@ class Stage:
             self._next()
 
     def _check_time(self) -> None:
-        """Counts the time since the last look, but no more than a moment of it; raises Stuck after the last."""
+        """Counts the time since the last look, a moment of it at most; raises Stuck when none is left."""
         now_s = time.monotonic()
         self._left_s -= min(now_s - self._looked_s, _MOMENT_S)
         self._looked_s = now_s
