@@ -12,7 +12,7 @@ class Mutation:
     """`before` becomes `after` in `path`; at least one test of `tests` must fail then."""
 
     name: str
-    guarantee: int  # of README.md, 1 to 8
+    guarantee: int  # of README.md
     breaks: str
     path: str
     before: str
@@ -826,5 +826,51 @@ MUTATIONS = (
         "mode=0o600",
         "mode=0o666",
         "tests/faults/limits/test_owner.py",
+    ),
+    # 11: bytes from outside are bounded and checked before use
+    Mutation(
+        "changed-block-read",
+        11,
+        "bytes of a recording are read that are not what was written",
+        "shmbridge/archive/seal.py",
+        "!= self._sums[number]:",
+        "== 0:",
+        "tests/transport/archive/test_checksums.py",
+    ),
+    Mutation(
+        "message-anywhere",
+        11,
+        "a message of a recording is taken wherever it stands",
+        "shmbridge/archive/stream.py",
+        "    if said != checksum([prefix, head[: -_CHAIN.size]], chain):\n",
+        "    if not said:\n",
+        "tests/transport/archive/test_checksums.py",
+    ),
+    Mutation(
+        "arrow-unchecked",
+        11,
+        "what Arrow reads from a file or a parcel is used as it is",
+        "shmbridge/record/checked.py",
+        "    array.validate(full=True)\n",
+        "    pass\n",
+        "tests/faults/hostile/test_decoder.py -k lie",
+    ),
+    Mutation(
+        "lengths-believed",
+        11,
+        "a column comes into C with lengths that do not add up",
+        "shmbridge/_ext/column.pyx",
+        "        check_lengths(self)\n",
+        "        pass\n",
+        "tests/faults/hostile/test_decoder.py -k lie",
+    ),
+    Mutation(
+        "parcel-believed",
+        11,
+        "a record of another node is committed that has changed on its way",
+        "shmbridge/relay/wire.py",
+        "    if _check_of(record) != check:\n",
+        "    if False:\n",
+        "tests/transport/relay/test_wire.py",
     ),
 )
