@@ -1,4 +1,4 @@
-"""Reads an archive: every record once, in the order in which it was recorded, in the form that `put` takes back.
+"""Reads an archive: every record once, in recorded order, in the form that `put` takes back.
 
 Every batch comes checked (`Part.opened`), and so does what a record holds inside.
 """
@@ -134,7 +134,9 @@ def _records_of(batch: pa.RecordBatch, layout: Layout) -> Iterator[ArchivedRecor
     wanted = np.arange(batch.num_rows) - (np.repeat(starts, ends - starts) if len(starts) else 1)
     if not np.array_equal(rows_said, wanted):
         row = int(np.flatnonzero(rows_said != wanted)[0])
-        raise InvalidRecord(f"record_row is {rows_said[row]} in row {row}, where {max(wanted[row], 0)} follows")
+        raise InvalidRecord(
+            f"record_row is {rows_said[row]} in row {row}, where {max(wanted[row], 0)} follows"
+        )
     there = [name for name in OF_RECORD if name != ORIGIN or has_origin(batch.schema, layout.names)]
     firsts = batch.select(there).take(pa.array(starts)).to_pylist()
     arrays = {name: batch.column(file_name) for name, file_name in layout.names.items()}
@@ -194,7 +196,9 @@ def _odd(raw: bytes, said: dict[str, str], layout: Layout) -> dict[str, pa.Array
             if len(batch.schema.names) != 1 or batch.schema.names[0] in odd:
                 raise InvalidRecord(f"columns {shown(batch.schema.names)}, where one new column belongs")
         except InvalidRecord as wrong:
-            raise InvalidRecord(f"record_odd, stream {number}: {wrong.message}", column=wrong.column) from None
+            raise InvalidRecord(
+                f"record_odd, stream {number}: {wrong.message}", column=wrong.column
+            ) from None
         odd[batch.schema.names[0]] = batch.column(0)
     return odd
 

@@ -100,7 +100,9 @@ class RecordedGroup:
             )
         form = table.forms[name]
         try:
-            return PackedColumn(form, tag=value) if isinstance(value, Tag) else value.packed(form, column.kind)
+            return (
+                PackedColumn(form, tag=value) if isinstance(value, Tag) else value.packed(form, column.kind)
+            )
         except WrongLengths as wrong:
             raise _unfit(name, wrong) from None
 

@@ -1,5 +1,6 @@
-"""Recordings and parcels that are damaged, or that lie: refused with the place, or harmless. The programs run as
-processes of their own, so that one that ends is a finding.
+"""Recordings and parcels that are damaged, or that lie: refused with the place, or harmless.
+
+The programs run as processes of their own, so that one that ends is a finding.
 """
 
 import json
@@ -33,7 +34,9 @@ int main(void) {
 """
 
 
-def run(folder: Path, program: str, *arguments: str, every: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, program: str, *arguments: str, every: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs a program of this folder; `every`: which rows carry checks."""
     variables = {name: value for name, value in os.environ.items() if name != "SHMBRIDGE_CHECK_ROWS"}
     if every is not None:
@@ -80,7 +83,9 @@ def test_no_lie_ends_a_process_or_quarantines_a_lane(tmp_path: Path, every: str 
     assert {lie for where, lie in accepted if where == "record_odd"} == HARMLESS_ODD
     for where, least in (("record_odd", 40), ("column", 20), ("group", 30), ("parcel", 100)):
         assert sum(line["lie"].startswith(where) and bool(line["refused"]) for line in found) >= least, where
-    assert {"group", "parcel"} <= {where for where, lie in accepted if lie.startswith("good")}, "nothing gets in"
+    assert {"group", "parcel"} <= {where for where, lie in accepted if lie.startswith("good")}, (
+        "nothing gets in"
+    )
 
 
 def test_row_checks_read_no_byte_behind_the_values(tmp_path: Path) -> None:
@@ -95,7 +100,9 @@ def test_row_checks_read_no_byte_behind_the_values(tmp_path: Path) -> None:
         pytest.skip(f"{compiler} has no sanitizers here")
     assert built.returncode == 0, built.stderr
     ended = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-    assert (ended.stdout.split(), ended.returncode) == (["0", "-1", "-1", "-1", "-1"], 0), ended.stderr[-2000:]
+    assert (ended.stdout.split(), ended.returncode) == (["0", "-1", "-1", "-1", "-1"], 0), ended.stderr[
+        -2000:
+    ]
 
 
 @pytest.mark.long

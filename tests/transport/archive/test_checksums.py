@@ -25,15 +25,18 @@ KINDS = ("parquet", "arrow", "arrows")
 @pytest.fixture(params=["parquet", "arrow"])
 def part(request, tmp_path, bridge) -> Path:
     """A finished part of several blocks, whose values no two blocks share."""
-    with Recorder(tmp_path / "records", format=request.param) as recorder:
-        with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, "env", "8M") as producer:
-            random = np.random.default_rng(3)
-            for number in range(6):
-                tokens = random.integers(0, 1 << 30, 40_000).astype(np.int32)
-                producer.put({"tokens": [tokens], "loss_mask": [tokens > 0]}, group_id=number)
-            for record in consumer.poll():
-                with record:
-                    recorder.take([record])
+    random = np.random.default_rng(3)
+    with (
+        Recorder(tmp_path / "records", format=request.param) as recorder,
+        shmbridge.Consumer(bridge) as consumer,
+        shmbridge.Producer(bridge, "env", "8M") as producer,
+    ):
+        for number in range(6):
+            tokens = random.integers(0, 1 << 30, 40_000).astype(np.int32)
+            producer.put({"tokens": [tokens], "loss_mask": [tokens > 0]}, group_id=number)
+        for record in consumer.poll():
+            with record:
+                recorder.take([record])
     (found,) = (tmp_path / "records").glob("part-*")
     assert found.stat().st_size > 10 * seal.BLOCK
     return found
@@ -70,7 +73,11 @@ def test_blocks_that_change_places_or_come_twice_are_refused(part):
     one, other = (slice(at * seal.BLOCK, (at + 1) * seal.BLOCK) for at in (2, 5))
     swapped = bytearray(whole)
     swapped[one], swapped[other] = whole[other], whole[one]
-    for raw in (swapped, whole[: one.stop] + whole[one] + whole[one.stop :], whole[: one.start] + whole[one.stop :]):
+    for raw in (
+        swapped,
+        whole[: one.stop] + whole[one] + whole[one.stop :],
+        whole[: one.start] + whole[one.stop :],
+    ):
         part.write_bytes(raw)
         assert str(part) in refused(part.parent)
 
@@ -184,7 +191,9 @@ def test_what_a_killed_recorder_leaves_is_checked_as_far_as_it_goes(tmp_path, br
     path.write_bytes(raw)
     records = read_archive(tmp_path)
     assert [next(records).group_id for _ in range(3)] == ["0", "1", "2"]
-    with pytest.raises(shmbridge.ArchiveUnreadable, match=f"{path.name} is damaged: .*bytes .* to {end} are not"):
+    with pytest.raises(
+        shmbridge.ArchiveUnreadable, match=f"{path.name} is damaged: .*bytes .* to {end} are not"
+    ):
         next(records)
     raw = bytearray(whole)
     raw[60] ^= 1
@@ -208,10 +217,11 @@ def test_a_part_of_an_earlier_build_is_read_with_one_line(tmp_path, caplog, kind
     assert (first.group_id, first.min_policy_version, last.split) == ("first", 3, "eval")
     assert (uneven.group.uneven, uneven.group.values["advantages"].entries) == (True, 3)
     assert uneven.group.values["distill_token_ids"].values.tolist() == [1, 2, 3]
-    lines = [line for line in caplog.records if line.levelno == logging.WARNING]
-    assert [line.getMessage() for line in lines if "without checksums" in line.getMessage()] == [
-        f"{path.parent} has parts without checksums: an earlier revision wrote them, and damage to their values "
-        f"cannot be seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries them"
+    lines = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    assert [line for line in lines if "without checksums" in line] == [
+        f"{path.parent} has parts without checksums: an earlier revision wrote them, and damage to their "
+        "values cannot be "
+        f"seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries them"
     ]
 
 
@@ -226,7 +236,11 @@ def test_a_copy_of_earlier_parts_carries_checksums(tmp_path):
     with seal.CheckedFile(tmp_path / "old" / "part-000000.arrow") as file:
         assert file.sealed
     old, new = (list(read_archive(tmp_path / name)) for name in ("old", "new"))
-    assert [record.group_id for record in old] == [record.group_id for record in new] == ["first", "uneven", "last"]
+    assert (
+        [record.group_id for record in old]
+        == [record.group_id for record in new]
+        == ["first", "uneven", "last"]
+    )
 
 
 def test_a_damaged_stream_of_an_earlier_build_is_refused_where_it_cannot_be_read(tmp_path):
