@@ -195,9 +195,17 @@ build/fuzz/seeds: $(VENV)/.ready tests/faults/hostile/seeds.py
 	rm -rf $@ && mkdir -p build/fuzz/corpus
 	$(RUN) tests/faults/hostile/seeds.py $@
 
-fuzz: $(VENV)/.ready build/fuzz/seeds ## libFuzzer over the reader of lanes (needs clang): SECONDS=300
+fuzz: $(VENV)/.ready build/fuzz/seeds build/fuzz/python/.installed ## libFuzzer over the reader of lanes (needs clang), Atheris over recordings and parcels: SECONDS=300
 	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/faults/hostile/fuzz_lane.c -o build/fuzz/lane
 	cd build/fuzz && ./lane -max_total_time=$(or $(SECONDS),300) -use_value_profile=1 corpus seeds
+	$(RUN) tests/faults/hostile/flipped_bits.py --flips 1000
+	cd build/fuzz && $(abspath $(RUN)) $(CURDIR)/tests/faults/hostile/fuzz_decoder.py --seconds $(or $(SECONDS),300)
+	cd build/fuzz && PYTHONPATH=python $(abspath $(RUN)) $(CURDIR)/tests/faults/hostile/fuzz_decoder.py --atheris -max_total_time=$(or $(SECONDS),300) -rss_limit_mb=4096 decoder
+
+# A fuzzer guided by coverage, for `make fuzz` alone: the tests have a seeded one of their own.
+build/fuzz/python/.installed: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps --target build/fuzz/python 'atheris>=3'
+	touch $@
 
 kill-fuzz: $(VENV)/.ready ## kill and stop producers, consumers, ranks and both ends of the weights at random and between any two system calls, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
 	$(RUN) tests/faults/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)

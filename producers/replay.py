@@ -88,8 +88,9 @@ def replay(
                     timeout_s=timeout_s,
                 )
             except shmbridge.InvalidRecord as wrong:
+                key = f"record {record.sequence} of {record.producer_id}"
                 raise shmbridge.ArchiveUnreadable(
-                    f"record {record.sequence} of {record.producer_id} in {folder} cannot be put: {wrong.message}",
+                    f"{key} in {folder} cannot be put: {wrong.message}",
                     hint="take another copy of the folder, or record again",
                 ) from wrong
             last = producer

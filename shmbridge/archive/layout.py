@@ -81,10 +81,9 @@ class Layout:
                 f"this build reads {VERSION!r}",
                 hint="name a folder that `shmbridge record` or a Recorder wrote",
             )
-        if revision_of(schema) not in (None, REVISION):
+        if (revision := revision_of(schema)) not in (None, REVISION):
             raise ArchiveUnreadable(
-                f"{where} has revision {revision_of(schema)}, this build reads files without one, and "
-                f"{REVISION}",
+                f"{where} has revision {revision}, and this build reads files of none, and of {REVISION}",
                 hint="read it with the release of shmbridge that wrote it",
             )
         said = msgspec.json.decode(metadata[_COLUMNS], type=list[tuple[str, str]])

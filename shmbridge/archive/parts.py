@@ -64,8 +64,11 @@ class Part:
             layout = Layout.of_schema(schema, self.path)
         return layout, self._checked(layout.checked, batches)
 
-    def keys(self) -> Iterator[tuple[str, int]]:
-        """Yields each record's key; reads three columns, where the format allows it. Raises as opened."""
+    def record_keys(self) -> Iterator[tuple[str, int]]:
+        """Yields the key of each record; reads three columns, where the format allows it.
+
+        Raises as opened.
+        """
         if self.path.suffix == ".parquet":
             with reading(self.path):
                 _, batches = _read_finished(self.path, list(KEYS))
@@ -98,8 +101,7 @@ class Part:
     def _damaged(self, damage: Damage | None) -> ArchiveUnreadable:
         return ArchiveUnreadable(
             f"{self.path} is damaged: {damage}",
-            hint=f"`shmbridge export {self.path.parent}` keeps what stands before that, once its recorder "
-            "is gone",
+            hint=f"once its recorder is gone, `shmbridge export {self.path.parent}` keeps what stands before",
         )
 
 
@@ -192,7 +194,7 @@ def keys_of(folder: Path) -> SeenKeys:
     """Returns the keys of all records of a folder; reads two columns of each part."""
     seen = SeenKeys()
     for part in parts_of(folder):
-        for producer_id, sequence in part.keys():  # noqa: SIM118 (a Part is not a mapping)
+        for producer_id, sequence in part.record_keys():
             seen.add(producer_id, sequence)
     return seen
 
@@ -260,9 +262,10 @@ def _dictionaries(schema: pa.Schema) -> list[str]:
 
 
 def _read_finished(path: Path, names: list[str] | None = None) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Returns a finished part's schema and its batches; of Parquet only the columns `names`, if given."""
+    """Returns the schema of a finished part, and its batches; of Parquet only the columns `names`, if any."""
     file = CheckedFile(path)
-    opened = _open_parquet(file, names) if path.suffix == ".parquet" else _open_arrow(file)
+    with file.opening():
+        opened = _open_parquet(file, names) if path.suffix == ".parquet" else _open_arrow(file)
     file.check_schema(opened[0])
     return opened
 

@@ -1,4 +1,4 @@
-"""Reads an archive: every record once, in the order in which it was recorded, in the form that `put` takes.
+"""Reads an archive: every record once, in recorded order, in the form that `put` takes back.
 
 Every batch comes checked (`Part.opened`), and so does what a record holds inside.
 """

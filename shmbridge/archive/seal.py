@@ -12,6 +12,8 @@ import io
 import logging
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -21,12 +23,13 @@ import pyarrow as pa
 from shmbridge._ext.checksum import checksum
 from shmbridge.archive.layout import revision_of
 from shmbridge.errors import ArchiveUnreadable
+from shmbridge.record.checked import first_line
 
 log = logging.getLogger(__name__)
 
 BLOCK = 64 << 10
 MARK = b"shmbridge-seal-1"
-# Bytes before the seal, bytes of a block, checksum of what is behind the seal; the seal's checksum; its mark.
+# Bytes before the seal, bytes of a block, checksum of what is behind the seal; that of the seal; its mark.
 _COUNTS, _SUM = struct.Struct("<QQQ"), struct.Struct("<Q")
 _FIXED = _COUNTS.size + _SUM.size + len(MARK)
 _ENDS = {b"PAR1": struct.Struct("<I4s"), b"ROW1": struct.Struct("<I6s")}  # Parquet; Arrow's "ARROW1"
@@ -109,7 +112,7 @@ class SealedFile:
 
 def _footer(file: BinaryIO) -> int:
     """Returns where the footer of a Parquet or Arrow file begins; the file's size if it has none."""
-    size = file.seek(0, os.SEEK_END)
+    size: int = file.seek(0, os.SEEK_END)
     file.seek(max(size - 16, 0))
     last = file.read()
     form = _ENDS.get(last[-4:])
@@ -134,10 +137,11 @@ class CheckedFile:
         self._sums: tuple[int, ...] = ()
         self._data, self._block = self._size, BLOCK  # bytes before the seal
         self._tail = b""  # from the seal on
+        self._footer = _footer(self._source)
         self.sealed = self._read_seal()
 
     def _read_seal(self) -> bool:
-        footer = _footer(self._source)
+        footer = self._footer
         fixed = self._source.read_at(_FIXED, footer - _FIXED) if footer >= _FIXED else b""
         if fixed[-len(MARK) :] != MARK:
             return False
@@ -154,6 +158,19 @@ class CheckedFile:
         self._sums = struct.unpack_from(f"<{count}Q", tail)
         self._data, self._block, self._tail = data, block, tail
         return True
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Names the footer in what Arrow makes of one that it cannot read."""
+        try:
+            yield
+        except pa.ArrowMemoryError:
+            raise
+        except (pa.ArrowException, OSError) as wrong:
+            where = f"bytes {self._footer} to {self._size}"
+            raise self._damaged(
+                f"its footer, {where} by its length, cannot be read: {first_line(wrong)}"
+            ) from wrong
 
     def check_schema(self, schema: pa.Schema) -> None:
         """Raises ArchiveUnreadable if the file's schema promises checksums, and there are none.

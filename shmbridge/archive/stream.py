@@ -153,11 +153,11 @@ class Damage(NamedTuple):
     """What of a stream cannot be read: so many bytes from `at` on, and why."""
 
     at: int
-    size: int
+    left: int
     why: str
 
     def __str__(self) -> str:
-        return f"{self.size} bytes behind byte {self.at} cannot be read: {self.why}"
+        return f"{self.left} bytes behind byte {self.at} cannot be read: {self.why}"
 
 
 class ReadStream(NamedTuple):

@@ -65,7 +65,7 @@ def only_batch(
 
 @contextmanager
 def _arrow_errors(column: str = "") -> Iterator[None]:
-    """Turns whatever Arrow makes of bytes that are not Arrow, also names that are not text, into InvalidRecord."""
+    """Turns whatever Arrow makes of bytes that are not its own, or of names that are not text."""
     try:
         yield
     except InvalidRecord:

@@ -1,8 +1,8 @@
 """What relays say to each other: an ask of the destination, and the parcel of records that answers it.
 
-A parcel is a list of arrays of bytes: a head, which is an Arrow stream with one row a record and its
-checksum, and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by
-us; large records are arrays over the lane's own memory, so that they are copied once, by what sends them.
+A parcel is a list of arrays of bytes: a head, which is an Arrow stream of one row a record with its checksum,
+and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by us; large
+records are arrays over the lane's own memory, so that they are copied once, by what sends them.
 """
 
 import base64
@@ -190,9 +190,9 @@ def decode(arrays: Sequence[Array]) -> Parcel:
         InvalidRecord: it is no parcel, or not as it was sent.
     """
     try:
-        raw = [memoryview(each).cast("B") for each in arrays]  # type: ignore[arg-type]
-        head, parts = raw[0][: -_SUM.size], raw[1:]
-        if raw[0][-_SUM.size :] != _SUM.pack(checksum([head])):
+        whole, *parts = [np.frombuffer(each, np.uint8) for each in arrays]
+        head = whole[: -_SUM.size]
+        if whole[-_SUM.size :].tobytes() != _SUM.pack(checksum([head])):
             raise ValueError("its head is not what was sent")
         said = pa.ipc.read_schema(pa.py_buffer(head)).metadata or {}
         theirs = int(said[_LAYOUT])
@@ -203,7 +203,7 @@ def decode(arrays: Sequence[Array]) -> Parcel:
             )
         state = msgspec.json.decode(said[_STATE], type=State)
         lanes = [_lane(*words) for words in msgspec.json.decode(said[_LANES], type=list[_LaneWords])]
-        batch = only_batch(head, dict(zip(PARCEL_SCHEMA.names, PARCEL_SCHEMA.types, strict=True)))
+        batch = only_batch(pa.py_buffer(head), {each.name: each.type for each in PARCEL_SCHEMA})
         if batch.schema.names != PARCEL_SCHEMA.names:
             raise ValueError(f"its columns are {batch.schema.names}")
         rows = zip(*(column.to_pylist() for column in batch.columns), strict=True)
@@ -225,12 +225,11 @@ def decode(arrays: Sequence[Array]) -> Parcel:
         raise InvalidRecord(f"what a relay sent is no parcel: {why}", hint=_ONE_RELEASE) from None
 
 
-def _record(row: tuple[int, ...], lanes: Sequence[SourceLane], parts: Sequence[memoryview]) -> SentRecord:
+def _record(row: tuple[int, ...], lanes: Sequence[SourceLane], parts: Sequence[Array]) -> SentRecord:
     words, own, (part, at, size, check) = row[1:8], row[8:12], row[12:]
     if min(row[0], part, at, size) < 0 or at + size > len(parts[part]):
         raise ValueError(f"a record of {size} bytes at {at} of part {part}")
-    extent = np.frombuffer(parts[part], np.uint8)[at : at + size]
-    record = SentRecord(lanes[row[0]], extent, words, *own)  # type: ignore[arg-type]
+    record = SentRecord(lanes[row[0]], parts[part][at : at + size], words, *own)  # type: ignore[arg-type]
     if _check_of(record) != check:
         raise ValueError(f"record {record.sequence} of {record.lane.producer_id} is not what was sent")
     return record

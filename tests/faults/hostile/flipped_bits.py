@@ -46,7 +46,9 @@ def outcome(path: Path, wanted: object) -> str:
     except shmbridge.ArchiveUnreadable as wrong:
         if str(path) not in str(wrong):
             return f"without its file: {wrong}"
-        return "refused" if _PLACE.search(str(wrong).replace(str(path), "")) else f"refused, no place: {wrong}"
+        return (
+            "refused" if _PLACE.search(str(wrong).replace(str(path), "")) else f"refused, no place: {wrong}"
+        )
     except BaseException as wrong:
         return f"{type(wrong).__name__}: {wrong}"
     return "equal" if found == wanted and sum(keys.values()) == len(found) else "CHANGED"

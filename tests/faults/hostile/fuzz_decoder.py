@@ -1,9 +1,8 @@
-"""Fuzzes what reads recordings and parcels, down to the lane: whatever comes, an error with a code, or records
-that a hub takes.
+"""Fuzzes what reads recordings and parcels, down to the lane: an error with a code, or records for a hub.
 
-    python tests/faults/hostile/fuzz_decoder.py --seconds 60 --seed 1        flips, sizes, copies, cuts, splices
-    python tests/faults/hostile/fuzz_decoder.py --atheris -max_total_time=60 corpus    guided by coverage
-    python tests/faults/hostile/fuzz_decoder.py FILE                         one input again
+    python fuzz_decoder.py --seconds 60 --seed 1                  flips, sizes, copies, cuts, splices
+    python fuzz_decoder.py --atheris -max_total_time=60 corpus    guided by coverage, with Atheris
+    python fuzz_decoder.py FILE                                   one input again
 
 An input is a byte that says what it is, and its bytes. Checksums do not stop the fuzzer: parts of revision 1
 have none, and those of parcels are made right. Those of later parts are fuzzed as they are, too.
@@ -19,24 +18,16 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-GUIDED = "--atheris" in sys.argv
-if GUIDED:
-    import atheris
-
-    with atheris.instrument_imports(include=["shmbridge"]):
-        import shmbridge.archive.reading
-        import shmbridge.relay.wire
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
 import shmbridge
 from shmbridge.archive import layout, reading
 from shmbridge.archive.encode import flat_record
@@ -46,7 +37,7 @@ from shmbridge.relay import wire
 from tests.faults.hostile import recordings
 from tests.faults.hostile.lies import lies_in_odd
 
-EARLIER = ROOT / "tests/transport/archive/revision_1"
+EARLIER = Path(__file__).parents[2] / "transport/archive/revision_1"
 FORMATS = ("parquet", "arrow", "arrows")
 KINDS = (*(f"{kind} of revision 1" for kind in FORMATS), *FORMATS, "record_odd", "parcel")
 ODD, PARCEL = KINDS.index("record_odd"), KINDS.index("parcel")
@@ -61,6 +52,7 @@ TYPED = (
 BOUNDARIES = [0, 1, 7, 0x7FFF, 0x8000, 0xFFFF, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32]
 BOUNDARIES += [(1 << 62) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, (1 << 64) - 4]
 MEMORY = 4 << 30
+GUIDED = "--atheris" in sys.argv
 
 
 class Target:
@@ -120,7 +112,9 @@ class Target:
             path.unlink()
 
     def _odd(self, raw: bytes) -> None:
-        said = dict.fromkeys(("advantages", "score", "messages", "distill_token_ids", "reward_components"), "values")
+        said = dict.fromkeys(
+            ("advantages", "score", "messages", "distill_token_ids", "reward_components"), "values"
+        )
         try:
             arrays = reading._odd(raw, said, self.layout)
         except msgspec.MsgspecError:  # which its caller turns into InvalidRecord
@@ -138,9 +132,13 @@ class Target:
         head += struct.pack("<Q", wire.checksum([head]))
         for came in wire.decode([np.frombuffer(each, np.uint8) for each in (head, *parts)]).records:
             oldest, newest = came.min_policy_version, came.max_policy_version
-            sequence = (self.relay._writer.newest_origin if self.relay._writer.newest_origin is not None else -1) + 1
+            sequence = (
+                self.relay._writer.newest_origin if self.relay._writer.newest_origin is not None else -1
+            ) + 1
             self.relay.put(
-                RelayedRecord(came.extent, came.lane.table, came.words, oldest, newest, sequence, came.waited_ns, 1)
+                RelayedRecord(
+                    came.extent, came.lane.table, came.words, oldest, newest, sequence, came.waited_ns, 1
+                )
             )
             self._taken()
 
@@ -234,7 +232,11 @@ def fuzz(seconds: float, seed: int) -> int:
                 raw = answer.read()
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             shmbridge.clean(f"fuzz-{pid}", dry_run=False)
-            said = msgspec.json.decode(raw) if raw else {"executions": 0, "wrong": f"ended with {code}", "outcomes": {}}
+            said = (
+                msgspec.json.decode(raw)
+                if raw
+                else {"executions": 0, "wrong": f"ended with {code}", "outcomes": {}}
+            )
             outcomes.update(said["outcomes"])
             executions += said["executions"] + 1
             if said["wrong"]:
@@ -267,8 +269,6 @@ def _in_child(
             target.run(data)
             executions += 1
     except BaseException as finding:
-        import traceback
-
         wrong = "".join(traceback.format_exception(finding))
     signal.alarm(0)
     target.close()
@@ -289,6 +289,9 @@ def main() -> int:
         (Path(root) / "part").mkdir()
         target = Target(Path(root) / "part", inputs)
         if GUIDED:
+            import atheris
+
+            atheris.instrument_all()
             sys.argv.remove("--atheris")
             for corpus in [Path(each) for each in sys.argv[1:] if not each.startswith("-")][:1]:
                 corpus.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,13 @@ NAMED = pa.array(
     [[{"key": "ab", "value": 1.0}], [{"key": "cde", "value": 2.0}, {"key": "f", "value": 3.0}]], PAIRS
 )
 TEXTS = pa.array(["ab", "cde", None], pa.utf8())
-FLOAT_ENDS, LIST_ENDS, INNER_ENDS, TEXT_ENDS, KEY_ENDS = [0, 1, 3, 4], [0, 2, 3], [0, 1, 3, 4], [0, 2, 5], [0, 2, 5, 6]
+FLOAT_ENDS, LIST_ENDS, INNER_ENDS, TEXT_ENDS, KEY_ENDS = (
+    [0, 1, 3, 4],
+    [0, 2, 3],
+    [0, 1, 3, 4],
+    [0, 2, 5],
+    [0, 2, 5, 6],
+)
 HUGE = (1 << 31) - 1
 
 
@@ -91,7 +97,9 @@ def lies_in_odd() -> dict[str, list[bytes] | bytes]:
         "a scalar for a list": [stream_of(a, pa.array([1.0, 2.0, 3.0], pa.float32()))],
         "64-bit offsets": [stream_of(a, FLOATS.cast(pa.large_list(pa.float32())))],
         "lengths above 2**31": [
-            with_offsets(a, FLOATS.cast(pa.large_list(pa.float32())), FLOAT_ENDS, [0, 1 << 32, 1 << 33, 4], "i8")
+            with_offsets(
+                a, FLOATS.cast(pa.large_list(pa.float32())), FLOAT_ENDS, [0, 1 << 32, 1 << 33, 4], "i8"
+            )
         ],
         "a list of fixed size": [stream_of(a, pa.array([[1.0]] * 3, pa.list_(pa.float32(), 1)))],
         "a null inside of a list": [stream_of(a, pa.array([[0.5], [None, 1.0]], pa.list_(pa.float32())))],
@@ -157,7 +165,9 @@ class Turned(NamedTuple):
 def lists(lie: list[int], values: pa.Array, rows: int) -> Turned:
     offsets = np.linspace(0, len(values), rows + 1).astype(np.int32)
     raw = pa.py_buffer(offsets)
-    return Turned(pa.Array.from_buffers(pa.list_(values.type), rows, [None, raw], children=[values]), offsets, lie)
+    return Turned(
+        pa.Array.from_buffers(pa.list_(values.type), rows, [None, raw], children=[values]), offsets, lie
+    )
 
 
 def lies_in_columns(good: pa.RecordBatch) -> dict[str, Arrays]:
@@ -228,11 +238,20 @@ def lies_in_groups() -> dict[str, dict[str, FlatColumn]]:
         "values of two dimensions": {"tokens": FlatColumn(2, five.reshape(5, 1), u4(3, 2))},
         "rows below 0": {"tokens": FlatColumn(-2, five, u4(3, 2))},
         "2**32 rows": {"tokens": FlatColumn(1 << 32, five, u4(3, 2))},
-        "a mask of other rows": {"tokens": good, "loss_mask": FlatColumn(3, np.ones(5, np.uint8), u4(3, 1, 1))},
-        "a mask of other lengths": {"tokens": good, "loss_mask": FlatColumn(2, np.ones(5, np.uint8), u4(1, 4))},
+        "a mask of other rows": {
+            "tokens": good,
+            "loss_mask": FlatColumn(3, np.ones(5, np.uint8), u4(3, 1, 1)),
+        },
+        "a mask of other lengths": {
+            "tokens": good,
+            "loss_mask": FlatColumn(2, np.ones(5, np.uint8), u4(1, 4)),
+        },
         "lengths for scalars": {"tokens": good, "score": FlatColumn(2, np.ones(2), u4(1, 1))},
         "a score too few": {"tokens": good, "score": FlatColumn(2, np.ones(1))},
-        "marks of null too few": {"tokens": good, "score": FlatColumn(2, np.ones(2), valid=np.ones(1, np.bool_))},
+        "marks of null too few": {
+            "tokens": good,
+            "score": FlatColumn(2, np.ones(2), valid=np.ones(1, np.bool_)),
+        },
         "inner lengths beyond": {
             "tokens": good,
             "distill_token_ids": FlatColumn(2, five, u4(3, 2), u4(1, 1, 1, 1, 1 << 30)),
@@ -265,7 +284,9 @@ def lies_in_parcels(extent: np.ndarray[Any, Any], words: wire.Words) -> dict[str
             changed = lengths.copy()
             changed[at] = lie
             found[f"word {at} of the index: {what}"] = (changed.tobytes(), words)
-    for at, name in enumerate(("rows", "columns", "index_bytes", "group_id_bytes", "flags", "tokens", "group_size")):
+    for at, name in enumerate(
+        ("rows", "columns", "index_bytes", "group_id_bytes", "flags", "tokens", "group_size")
+    ):
         for lie in (0, -1, words[at] + 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, -(1 << 63)):
             said = list(words)
             said[at] = lie
@@ -317,7 +338,11 @@ def replayed(bridge: Bridge, folder: Path) -> Callable[[], Any]:
 
     def put() -> Any:
         wanted = [
-            {name: recordings.bits(each) for name, each in record.group.values.items() if isinstance(each, FlatColumn)}
+            {
+                name: recordings.bits(each)
+                for name, each in record.group.values.items()
+                if isinstance(each, FlatColumn)
+            }
             for record in read_archive(folder)
         ]
         replay(str(folder), bridge.name, speed="max", lane_bytes="1M", any_order=True, timeout_s=20)
@@ -383,7 +408,9 @@ def grouped(bridge: Bridge, producer: shmbridge.Producer) -> Iterator[tuple[str,
 
 def parcelled(bridge: Bridge, producer: shmbridge.Producer) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The lies in parcels; each has its record's checksum."""
-    producer.put({"tokens": [[1, 2, 3], [4, 5]], "score": [1.0, 2.0], "distill_token_ids": [[[1]] * 3, [[2]] * 2]})
+    producer.put(
+        {"tokens": [[1, 2, 3], [4, 5]], "score": [1.0, 2.0], "distill_token_ids": [[[1]] * 3, [[2]] * 2]}
+    )
     (record,) = bridge.consumer.poll()
     sent, table = memory_of(record), table_of(record)
     extent, words = np.frombuffer(bytes(sent.memory), np.uint8), sent.words
@@ -414,7 +441,11 @@ def main() -> None:
         bridge = Bridge(name)
         try:
             with shmbridge.Producer(name, "env", "1M", schema=recordings.SCHEMA) as producer:
-                for lies in (archived(bridge, Path(folder)), grouped(bridge, producer), parcelled(bridge, producer)):
+                for lies in (
+                    archived(bridge, Path(folder)),
+                    grouped(bridge, producer),
+                    parcelled(bridge, producer),
+                ):
                     for lie, put in lies:
                         print(json.dumps({"begun": lie}), flush=True)
                         print(json.dumps({"lie": lie, **bridge.outcome(put)}), flush=True)

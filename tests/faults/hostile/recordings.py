@@ -19,8 +19,13 @@ from shmbridge.schema import Tag
 
 KINDS = ("parquet", "arrow", "arrows")
 SCHEMA = pa.schema(
-    [("own_bits", pa.list_(pa.bool_())), ("own_half", pa.float16()), ("own_raw", pa.binary())]
-    + [("own_big", pa.list_(pa.uint64())), ("own_names", pa.map_(pa.utf8(), pa.float32()))]
+    [
+        ("own_bits", pa.list_(pa.bool_())),
+        ("own_half", pa.float16()),
+        ("own_raw", pa.binary()),
+        ("own_big", pa.list_(pa.uint64())),
+        ("own_names", pa.map_(pa.utf8(), pa.float32())),
+    ]
 )
 _MEMORY, _PATIENCE_S = 6 << 30, 60
 _HALF_A_MESSAGE = bytes(8) + b"what a killed recorder was about to write" * 3

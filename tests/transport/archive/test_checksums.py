@@ -25,12 +25,12 @@ KINDS = ("parquet", "arrow", "arrows")
 @pytest.fixture(params=["parquet", "arrow"])
 def part(request, tmp_path, bridge) -> Path:
     """A finished part of several blocks, whose values no two blocks share."""
+    random = np.random.default_rng(3)
     with (
         Recorder(tmp_path / "records", format=request.param) as recorder,
         shmbridge.Consumer(bridge) as consumer,
         shmbridge.Producer(bridge, "env", "8M") as producer,
     ):
-        random = np.random.default_rng(3)
         for number in range(6):
             tokens = random.integers(0, 1 << 30, 40_000).astype(np.int32)
             producer.put({"tokens": [tokens], "loss_mask": [tokens > 0]}, group_id=number)
@@ -217,11 +217,11 @@ def test_a_part_of_an_earlier_build_is_read_with_one_line(tmp_path, caplog, kind
     assert (first.group_id, first.min_policy_version, last.split) == ("first", 3, "eval")
     assert (uneven.group.uneven, uneven.group.values["advantages"].entries) == (True, 3)
     assert uneven.group.values["distill_token_ids"].values.tolist() == [1, 2, 3]
-    lines = [line for line in caplog.records if line.levelno == logging.WARNING]
-    assert [line.getMessage() for line in lines if "without checksums" in line.getMessage()] == [
+    lines = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    assert [line for line in lines if "without checksums" in line] == [
         f"{path.parent} has parts without checksums: an earlier revision wrote them, and damage to their "
-        f"values cannot be seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries "
-        "them"
+        "values cannot be "
+        f"seen -> `shmbridge export {path.parent} --out FILE` writes a copy that carries them"
     ]
 
 
