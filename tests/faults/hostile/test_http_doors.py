@@ -191,7 +191,7 @@ HEADS = {
     "length of 30 digits": ["Content-Length: " + "9" * 30],
     "length of 5000 digits": ["Content-Length: " + "9" * 5000],
     "two lengths": ["Content-Length: 2", "Content-Length: 3"],
-    "length and chunks": ["Content-Length: 2", "Transfer-Encoding: chunked"],
+    "chunks beside a size": ["Content-Length: 2", "Transfer-Encoding: chunked"],
     "unknown encoding": ["Transfer-Encoding: gzip"],
     "encodings": ["Transfer-Encoding: chunked, identity"],
     "header without a colon": ["nonsense"],
