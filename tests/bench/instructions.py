@@ -30,8 +30,8 @@ FIGURES = HERE / "instructions.json"
 SHAPES = ((8, 16), (8, 256))
 LARGE = (8, 2048)  # whose bytes are counted
 COLUMNS = ("tokens", "loss_mask", "advantages", "inference_logprobs", "token_rewards")
-CALLS, ROUNDS = 64, 4
-LARGE_CALLS = 8
+CALLS, ROUNDS = 60, 4
+LARGE_CALLS = 10
 LINE, D1 = 64, 8192  # of the simulated cache of data
 
 # What decides which of libc's routines run: without this it would ask the processor.
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
-    """The figures of a built tree; `slower` has each call do that share more work. Blocks some 20 s.
+    """The figures of a built tree; `slower` has it do that share more than is counted. Blocks some 20 s.
 
     Raises CannotCount.
     """
@@ -198,55 +198,54 @@ def work(marks: str, slower: float) -> None:
 
     library = ctypes.CDLL(marks)
     bridge = f"count-{os.getpid():07}"
-    more = _more(slower)
     try:
         with (
             shmbridge.Consumer(bridge) as consumer,
             shmbridge.Producer(bridge, lane_bytes="64M") as producer,
         ):
-
-            def put(group: Any, calls: int) -> None:
-                for _ in range(calls):
-                    producer.put(group)
-                    more(group)
-
-            def get(records: list[Any], calls: int) -> None:
-                for _ in range(calls):
-                    records.append(consumer.get(timeout_s=1))
-                    more(records)
-
-            def views(records: list[Any]) -> None:
-                for record in records:
-                    for name in COLUMNS:
-                        record[name].values  # noqa: B018
-                    more(record)
-
-            def release(records: list[Any]) -> None:
-                for record in records:
-                    record.release()
-                    more(record)
-
             for rows, length in (*SHAPES, LARGE):
                 group = _group(rows, length)
                 size = sum(group[name][0].nbytes for name in COLUMNS) if (rows, length) == LARGE else 0
                 calls = LARGE_CALLS if size else CALLS
+                times = calls + round(calls * slower)
                 for number in range(ROUNDS + 1):
                     records: list[Any] = []
                     for what, do, arguments in (
-                        ("put", put, (group, calls)),
-                        ("get", get, (records, calls)),
-                        ("views", views, (records,)),
-                        ("release", release, (records,)),
+                        ("put", _put, (producer, group, times)),
+                        ("get", _get, (consumer, records, times)),
+                        ("views", _views, (records,)),
+                        ("release", _release, (records,)),
                     ):
                         counted = number > 0 and (what == "put" or not size)  # the first round warms up
                         if counted:
                             library.begin()
-                        do(*arguments)  # type: ignore[operator]
+                        do(*arguments)
                         if counted:
                             library.end(f"{what} {rows}x{length} {calls} {size}".encode())
                     records.clear()
     finally:
         shmbridge.clean(bridge, dry_run=False)
+
+
+def _put(producer: Any, group: Any, times: int) -> None:
+    for _ in range(times):
+        producer.put(group)
+
+
+def _get(consumer: Any, records: list[Any], times: int) -> None:
+    for _ in range(times):
+        records.append(consumer.get(timeout_s=1))
+
+
+def _views(records: list[Any]) -> None:
+    for record in records:
+        for name in COLUMNS:
+            record[name].values  # noqa: B018
+
+
+def _release(records: list[Any]) -> None:
+    for record in records:
+        record.release()
 
 
 def _group(rows: int, length: int) -> dict[str, Any]:
