@@ -1,13 +1,13 @@
-"""How much work `put`, `get`, five views and `release` are, counted by callgrind: a neighbour changes nothing of it.
+"""How much work `put`, `get`, five views and `release` are, counted by callgrind: no neighbour changes that.
 
     python tests/bench/instructions.py            # count this tree
     python tests/bench/instructions.py --write    # and make its figures the ones that it is held to
 
-Counts are per call: instructions; calls of the extensions into libc, and into Python; and, of records larger than the
-simulated cache, how often each byte of values is read and written. A few rounds are counted and the lowest one
-taken: once a second a put looks whether its lane still has a name. Counts depend on the builds of Python, NumPy,
-libc and this package, so the file names them. The part below `main` runs under valgrind and knows public names alone:
-it counts older trees, too.
+Counts are per call: instructions; calls of the extensions into libc, and into Python; and, of records larger
+than the simulated cache, how often each byte of values is read and written. A few rounds are counted and the
+lowest one taken: once a second a put looks whether its lane still has a name. Counts depend on the builds of
+Python, NumPy, libc and this package, so the file names them. The part below `main` runs under valgrind and
+knows public names alone: it counts older trees, too.
 """
 
 import argparse
@@ -173,7 +173,9 @@ def _read(dump: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help=f"write {FIGURES.name}")
     parser.add_argument("--tree", type=Path, default=ROOT, help="a built tree of shmbridge")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -199,10 +201,7 @@ def work(marks: str, slower: float) -> None:
     library = ctypes.CDLL(marks)
     bridge = f"count-{os.getpid():07}"
     try:
-        with (
-            shmbridge.Consumer(bridge) as consumer,
-            shmbridge.Producer(bridge, lane_bytes="64M") as producer,
-        ):
+        with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="64M") as producer:
             for rows, length in (*SHAPES, LARGE):
                 group = _group(rows, length)
                 size = sum(group[name][0].nbytes for name in COLUMNS) if (rows, length) == LARGE else 0

@@ -1,5 +1,5 @@
-"""A guard that sees speed go: `put`, `get`, views and `release` take no more instructions, calls and passes over the
-bytes than instructions.json says, which are counted and do not depend on what else runs.
+"""A guard that sees speed go: `put`, `get`, views and `release` take no more instructions, calls and passes over
+the bytes than instructions.json says. All of it is counted, and does not depend on what else runs.
 """
 
 import json
@@ -52,8 +52,8 @@ def found() -> Figures:
 
 @pytest.fixture(scope="module")
 def allowed(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    """What is committed; with other versions of Python, compiler, libc or valgrind than those it was counted with,
-    the counts of the commit that it was made for, which is built here.
+    """What is committed; with other versions of Python, compiler, libc or valgrind than it was counted with, the
+    counts of the commit that it was made for, which is built here.
     """
     committed = json.loads(FIGURES.read_text())
     if committed["versions"] == versions():
@@ -62,17 +62,20 @@ def allowed(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     base = git("log", "-1", "--format=%H", "--", str(FIGURES))
     if not base or git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip(
-            f"the figures were counted with {committed['versions']}, here are {versions()}, and this clone lacks the "
-            f"commit that made them, to count it here -> git fetch --unshallow, or {RENEW} on a known good tree"
+            f"the figures were counted with {committed['versions']}, here are {versions()}, and this clone "
+            f"lacks the commit that made them, to count it -> git fetch --unshallow, or {RENEW} on a good tree"
         )
     return counted_at(base, tmp_path_factory.mktemp("base") / "tree")
 
 
 def counted_at(commit: str, tree: Path) -> Figures:
     """The figures of another commit, which is built for that."""
-    assert subprocess.run(
-        ["git", "-C", str(ROOT), "worktree", "add", "--detach", str(tree), commit], check=False
-    ).returncode == 0, f"no tree of {commit}"
+    assert (
+        subprocess.run(
+            ["git", "-C", str(ROOT), "worktree", "add", "--detach", str(tree), commit], check=False
+        ).returncode
+        == 0
+    ), f"no tree of {commit}"
     try:
         build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         subprocess.run(build, cwd=tree, check=True)
@@ -96,7 +99,9 @@ def test_a_tenth_more_work_is_seen_in_each_call(found) -> None:
 
 
 def test_what_cannot_be_counted_is_said(monkeypatch) -> None:
-    monkeypatch.setattr(instructions.shutil, "which", lambda name: None if name == "valgrind" else "/usr/bin/cc")
+    monkeypatch.setattr(
+        instructions.shutil, "which", lambda name: None if name == "valgrind" else "/usr/bin/cc"
+    )
     assert "apt-get install valgrind" in str(missing())
     with pytest.raises(instructions.CannotCount, match="valgrind"):
         count()
