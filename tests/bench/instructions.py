@@ -5,13 +5,13 @@
 
 Counts are per call: instructions; calls of the extensions into libc, and into Python; and, of records larger
 than the simulated cache, how often each byte of values is read and written. A few rounds are counted and the
-lowest one taken: once a second a put looks whether its lane still has a name. Counts depend on the builds of
-Python, NumPy, libc and this package, so the file names them. The part below `main` runs under valgrind and
-knows public names alone: it counts older trees, too.
+lowest one taken. Counts depend on the builds of Python, NumPy, libc and this package, so the file names them.
+The part below `main` runs under valgrind and knows public names alone: it counts older trees, too.
 """
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ FIGURES = HERE / "instructions.json"
 SHAPES = ((8, 16), (8, 256))
 LARGE = (8, 2048)  # whose bytes are counted
 COLUMNS = ("tokens", "loss_mask", "advantages", "inference_logprobs", "token_rewards")
-CALLS, ROUNDS = 60, 4
+CALLS, ROUNDS = 60, 5
 LARGE_CALLS = 10
 LINE, D1 = 64, 8192  # of the simulated cache of data
 
@@ -102,6 +103,7 @@ def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
             f"--D1={D1},8,{LINE}",
             "--compress-strings=no",
             "--compress-pos=no",
+            "--separate-threads=yes",
             f"--callgrind-out-file={folder}/count",
             sys.executable,
             str(Path(__file__).resolve()),
@@ -115,6 +117,7 @@ def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
             "HOME": folder,
             "PYTHONPATH": str(tree),
             "PYTHONHASHSEED": "0",
+            "SHMBRIDGE_CHECK_ROWS": str(SHAPES[0][0]),
             "GLIBC_TUNABLES": LIBC,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -124,7 +127,7 @@ def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
         )
         if done.returncode:
             raise CannotCount(f"valgrind ended with {done.returncode}: {done.stderr[-2000:]}")
-        return _lowest(sorted(Path(folder).glob("count.*"), key=lambda each: int(each.suffix[1:])))
+        return _lowest(sorted(Path(folder).glob("count.*-01"), key=lambda each: int(each.suffix[1:-3])))
 
 
 def _lowest(dumps: list[Path]) -> Figures:
@@ -200,8 +203,11 @@ def work(marks: str, slower: float) -> None:
 
     library = ctypes.CDLL(marks)
     bridge = f"count-{os.getpid():07}"
+    # Which rows carry checks depends on the time of the producer's birth. Here it is one in each group.
+    clock, time.monotonic_ns = time.monotonic_ns, lambda: 0
     try:
         with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="64M") as producer:
+            time.monotonic_ns = clock
             for rows, length in (*SHAPES, LARGE):
                 group = _group(rows, length)
                 size = sum(group[name][0].nbytes for name in COLUMNS) if (rows, length) == LARGE else 0
@@ -209,6 +215,10 @@ def work(marks: str, slower: float) -> None:
                 times = calls + round(calls * slower)
                 for number in range(ROUNDS + 1):
                     records: list[Any] = []
+                    # What comes now and then comes here: a collection, a look whether the lane has its name.
+                    gc.collect()
+                    producer.put(group)
+                    consumer.get(timeout_s=1).release()
                     for what, do, arguments in (
                         ("put", _put, (producer, group, times)),
                         ("get", _get, (consumer, records, times)),

@@ -1,5 +1,5 @@
-"""A guard that sees speed go: `put`, `get`, views and `release` take no more instructions, calls and passes over
-the bytes than instructions.json says. All of it is counted, and does not depend on what else runs.
+"""A guard that sees speed go: `put`, `get`, views and `release` take no more instructions, calls and passes
+over the bytes than instructions.json says. All of it is counted, and does not depend on what else runs.
 """
 
 import json
@@ -23,13 +23,18 @@ def git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def most(name: str, allowed: float) -> float:
+    """What a figure may be; of calls, now and then one more, as where a list grows."""
+    return allowed * TOLERATED + (0.1 if name in ("libc", "python") else 0.0)
+
+
 def worse(found: Figures, allowed: Figures) -> list[str]:
     """Each figure that is higher than it may be, with both numbers."""
     return [
         f"{what}: {name} {value:,.2f}, allowed {allowed[what][name]:,.2f} and 3 % more"
         for what, counted in found.items()
         for name, value in counted.items()
-        if value > allowed[what][name] * TOLERATED
+        if value > most(name, allowed[what][name])
     ]
 
 
@@ -39,7 +44,7 @@ def better(found: Figures, allowed: Figures) -> list[str]:
         f"{what}: {name} {value:,.2f} of {allowed[what][name]:,.2f}"
         for what, counted in found.items()
         for name, value in counted.items()
-        if value * TOLERATED < allowed[what][name]
+        if most(name, value) < allowed[what][name]
     ]
 
 
@@ -52,8 +57,8 @@ def found() -> Figures:
 
 @pytest.fixture(scope="module")
 def allowed(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    """What is committed; with other versions of Python, compiler, libc or valgrind than it was counted with, the
-    counts of the commit that it was made for, which is built here.
+    """What is committed; with other versions of Python, compiler, libc or valgrind than it was counted with,
+    the counts of the commit that it was made for, which is built here.
     """
     committed = json.loads(FIGURES.read_text())
     if committed["versions"] == versions():
@@ -63,7 +68,7 @@ def allowed(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     if not base or git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip(
             f"the figures were counted with {committed['versions']}, here are {versions()}, and this clone "
-            f"lacks the commit that made them, to count it -> git fetch --unshallow, or {RENEW} on a good tree"
+            f"lacks the commit that made them -> git fetch --unshallow, or {RENEW} on a good tree"
         )
     return counted_at(base, tmp_path_factory.mktemp("base") / "tree")
 

@@ -1,5 +1,5 @@
-"""A writer far ahead of its reader keeps pace with it, so that records stay in the cache; what that may cost where
-it gains nothing is bounded. In a time that only moves when the writer looks at the clock: pace.c.
+"""A writer far ahead of its reader keeps pace with it, so that records stay in the cache; what that may cost
+where it gains nothing is bounded. In a time that only moves when the writer looks at the clock: pace.c.
 """
 
 import json
