@@ -1,17 +1,17 @@
-"""How much work `put`, `get`, five views and `release` are, counted by callgrind: a neighbour changes nothing of it.
+"""How much work `put`, `get`, five views and `release` are, counted by callgrind: no neighbour changes that.
 
     python tests/bench/instructions.py            # count this tree
     python tests/bench/instructions.py --write    # and make its figures the ones that it is held to
 
-Counts are per call: instructions; calls of the extensions into libc, and into Python; and, of records larger than the
-simulated cache, how often each byte of values is read and written. A few rounds are counted and the lowest one
-taken: once a second a put looks whether its lane still has a name. Counts depend on the builds of Python, NumPy,
-libc and this package, so the file names them. The part below `main` runs under valgrind and knows public names alone:
-it counts older trees, too.
+Counts are per call: instructions; calls of the extensions into libc, and into Python; and, of records larger
+than the simulated cache, how often each byte of values is read and written. A few rounds are counted and the
+lowest one taken. Counts depend on the builds of Python, NumPy, libc and this package, so the file names them.
+The part below `main` runs under valgrind and knows public names alone: it counts older trees, too.
 """
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ FIGURES = HERE / "instructions.json"
 SHAPES = ((8, 16), (8, 256))
 LARGE = (8, 2048)  # whose bytes are counted
 COLUMNS = ("tokens", "loss_mask", "advantages", "inference_logprobs", "token_rewards")
-CALLS, ROUNDS = 64, 4
-LARGE_CALLS = 8
+CALLS, ROUNDS = 60, 5
+LARGE_CALLS = 10
 LINE, D1 = 64, 8192  # of the simulated cache of data
 
 # What decides which of libc's routines run: without this it would ask the processor.
@@ -83,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
-    """The figures of a built tree; `slower` has each call do that share more work. Blocks some 20 s.
+    """The figures of a built tree; `slower` has it do that share more than is counted. Blocks some 20 s.
 
     Raises CannotCount.
     """
@@ -102,6 +103,7 @@ def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
             f"--D1={D1},8,{LINE}",
             "--compress-strings=no",
             "--compress-pos=no",
+            "--separate-threads=yes",
             f"--callgrind-out-file={folder}/count",
             sys.executable,
             str(Path(__file__).resolve()),
@@ -115,6 +117,7 @@ def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
             "HOME": folder,
             "PYTHONPATH": str(tree),
             "PYTHONHASHSEED": "0",
+            "SHMBRIDGE_CHECK_ROWS": str(SHAPES[0][0]),
             "GLIBC_TUNABLES": LIBC,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -124,7 +127,7 @@ def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
         )
         if done.returncode:
             raise CannotCount(f"valgrind ended with {done.returncode}: {done.stderr[-2000:]}")
-        return _lowest(sorted(Path(folder).glob("count.*"), key=lambda each: int(each.suffix[1:])))
+        return _lowest(sorted(Path(folder).glob("count.*-01"), key=lambda each: int(each.suffix[1:-3])))
 
 
 def _lowest(dumps: list[Path]) -> Figures:
@@ -173,7 +176,9 @@ def _read(dump: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help=f"write {FIGURES.name}")
     parser.add_argument("--tree", type=Path, default=ROOT, help="a built tree of shmbridge")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -198,55 +203,58 @@ def work(marks: str, slower: float) -> None:
 
     library = ctypes.CDLL(marks)
     bridge = f"count-{os.getpid():07}"
-    more = _more(slower)
+    # Which rows carry checks depends on the time of the producer's birth. Here it is one in each group.
+    clock, time.monotonic_ns = time.monotonic_ns, lambda: 0
     try:
-        with (
-            shmbridge.Consumer(bridge) as consumer,
-            shmbridge.Producer(bridge, lane_bytes="64M") as producer,
-        ):
-
-            def put(group: Any, calls: int) -> None:
-                for _ in range(calls):
-                    producer.put(group)
-                    more(group)
-
-            def get(records: list[Any], calls: int) -> None:
-                for _ in range(calls):
-                    records.append(consumer.get(timeout_s=1))
-                    more(records)
-
-            def views(records: list[Any]) -> None:
-                for record in records:
-                    for name in COLUMNS:
-                        record[name].values  # noqa: B018
-                    more(record)
-
-            def release(records: list[Any]) -> None:
-                for record in records:
-                    record.release()
-                    more(record)
-
+        with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="64M") as producer:
+            time.monotonic_ns = clock
             for rows, length in (*SHAPES, LARGE):
                 group = _group(rows, length)
                 size = sum(group[name][0].nbytes for name in COLUMNS) if (rows, length) == LARGE else 0
                 calls = LARGE_CALLS if size else CALLS
+                times = calls + round(calls * slower)
                 for number in range(ROUNDS + 1):
                     records: list[Any] = []
+                    # What comes now and then comes here: a collection, a look whether the lane has its name.
+                    gc.collect()
+                    producer.put(group)
+                    consumer.get(timeout_s=1).release()
                     for what, do, arguments in (
-                        ("put", put, (group, calls)),
-                        ("get", get, (records, calls)),
-                        ("views", views, (records,)),
-                        ("release", release, (records,)),
+                        ("put", _put, (producer, group, times)),
+                        ("get", _get, (consumer, records, times)),
+                        ("views", _views, (records,)),
+                        ("release", _release, (records,)),
                     ):
                         counted = number > 0 and (what == "put" or not size)  # the first round warms up
                         if counted:
                             library.begin()
-                        do(*arguments)  # type: ignore[operator]
+                        do(*arguments)
                         if counted:
                             library.end(f"{what} {rows}x{length} {calls} {size}".encode())
                     records.clear()
     finally:
         shmbridge.clean(bridge, dry_run=False)
+
+
+def _put(producer: Any, group: Any, times: int) -> None:
+    for _ in range(times):
+        producer.put(group)
+
+
+def _get(consumer: Any, records: list[Any], times: int) -> None:
+    for _ in range(times):
+        records.append(consumer.get(timeout_s=1))
+
+
+def _views(records: list[Any]) -> None:
+    for record in records:
+        for name in COLUMNS:
+            record[name].values  # noqa: B018
+
+
+def _release(records: list[Any]) -> None:
+    for record in records:
+        record.release()
 
 
 def _group(rows: int, length: int) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""A writer far ahead of its reader keeps pace with it, so that records stay in the cache; what that may cost where it
-gains nothing is bounded. In a time that only moves when the writer looks at the clock: pace.c.
+"""A writer far ahead of its reader keeps pace with it, so that records stay in the cache; what that may cost
+where it gains nothing is bounded. In a time that only moves when the writer looks at the clock: pace.c.
 """
 
 import json
@@ -37,7 +37,8 @@ def pace(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("size", "put_us", "period_us"), [(35 << 10, 4, 13), (35 << 10, 4, 45), (280 << 10, 10, 17), (2 << 20, 80, 300)]
+    ("size", "put_us", "period_us"),
+    [(35 << 10, 4, 13), (35 << 10, 4, 45), (280 << 10, 10, 17), (2 << 20, 80, 300)],
 )
 def test_a_faster_writer_is_as_fast_as_its_reader_and_its_records_stay_in_the_cache(
     pace, size, put_us, period_us
@@ -61,7 +62,9 @@ def test_records_too_large_for_the_cache_are_not_waited_for(pace) -> None:
     assert pace(8 << 20, 30, 400, period_us=500)["waits"] == 0
 
 
-@pytest.mark.parametrize(("size", "put_us", "batch"), [(35 << 10, 4, 200), (280 << 10, 10, 32), (2 << 20, 80, 8)])
+@pytest.mark.parametrize(
+    ("size", "put_us", "batch"), [(35 << 10, 4, 200), (280 << 10, 10, 32), (2 << 20, 80, 8)]
+)
 def test_a_reader_that_releases_many_at_once_costs_few_waits(pace, size, put_us, batch) -> None:
     done = pace(size, 10_000, put_us, batch=batch)
     assert done["puts"] == 10_000
