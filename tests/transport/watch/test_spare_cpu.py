@@ -92,7 +92,6 @@ def test_it_answers_beside_four_processes_that_never_sleep(
         assert answer in done.stdout
         if took[-1] < 2.0:
             break
-    print(name, took)
     assert took[-1] < 2.0, took
 
 
