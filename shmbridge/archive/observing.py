@@ -72,12 +72,12 @@ def observe(
                     recorder.take(records)
                     for record in records:
                         record.release()
-                    del records
+                else:
+                    observer.wait(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
+                del records
                 if not has_given_way:
                     has_given_way = True
                     spare_cpu.give_way()
-                elif not records:
-                    observer.wait(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
 
         with Observer(bridge) as observer, ThreadPoolExecutor(1, "shmbridge-record") as apart:
             try:
