@@ -10,7 +10,8 @@ FROM python:3.12-slim-bookworm
 ARG EXTRAS=launch
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir "shmbridge[$EXTRAS] @ file://$(ls /wheels/shmbridge-*.whl)" && rm -r /wheels \
-    && useradd --uid 1000 --create-home shmbridge
+    && useradd --uid 1000 --create-home shmbridge \
+    && install --directory --owner=1000 --group=1000 /runs
 USER 1000
 WORKDIR /home/shmbridge
 CMD ["shmbridge", "doctor"]

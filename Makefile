@@ -35,9 +35,14 @@ TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer datase
 
 TRAINERS := trl transferqueue verl skyrl roll
 
-MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
+TABLE   := --benchmark-disable-gc --benchmark-columns=min,median,iqr,rounds,iterations
+MEASURE = mkdir -p build && $(BIN)/pytest bench -q $(TABLE) --benchmark-json=build/bench.json
 
-.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
+BASE  ?= HEAD^
+BENCH ?= bench/test_bench_ring.py bench/test_bench_batch.py bench/test_bench_packing.py --quick
+MORE  ?= 10%
+
+.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -190,15 +195,24 @@ build/fuzz/seeds: $(VENV)/.ready tests/faults/hostile/seeds.py
 	rm -rf $@ && mkdir -p build/fuzz/corpus
 	$(RUN) tests/faults/hostile/seeds.py $@
 
-fuzz: $(VENV)/.ready build/fuzz/seeds ## libFuzzer over the reader of lanes (needs clang): SECONDS=300
+fuzz: $(VENV)/.ready build/fuzz/seeds build/fuzz/python/.installed ## libFuzzer over the reader of lanes (needs clang), Atheris over recordings and parcels: SECONDS=300
 	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/faults/hostile/fuzz_lane.c -o build/fuzz/lane
 	cd build/fuzz && ./lane -max_total_time=$(or $(SECONDS),300) -use_value_profile=1 corpus seeds
+	$(RUN) tests/faults/hostile/flipped_bits.py --flips 1000
+	cd build/fuzz && $(abspath $(RUN)) $(CURDIR)/tests/faults/hostile/fuzz_decoder.py --seconds $(or $(SECONDS),300)
+	cd build/fuzz && PYTHONPATH=python $(abspath $(RUN)) $(CURDIR)/tests/faults/hostile/fuzz_decoder.py --atheris -max_total_time=$(or $(SECONDS),300) -rss_limit_mb=4096 decoder
 
-kill-fuzz: $(VENV)/.ready ## kill and stop producers, consumers, ranks and both ends of the weights at random, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
+# A fuzzer guided by coverage, for `make fuzz` alone: the tests have a seeded one of their own.
+build/fuzz/python/.installed: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps --target build/fuzz/python 'atheris>=3'
+	touch $@
+
+kill-fuzz: $(VENV)/.ready ## kill and stop producers, consumers, ranks and both ends of the weights at random and between any two system calls, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
 	$(RUN) tests/faults/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)
 	$(RUN) tests/faults/stress/ranks_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/interrupt_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/weights_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+	$(RUN) tests/faults/stress/step_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 mutations: $(VENV)/.ready ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/house/mutations/run.py
@@ -211,6 +225,13 @@ bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/r
 
 bench-quick: $(VENV)/.bench$(BENCH_RAY) ## the same, shorter: a look in three minutes, into build/
 	$(MEASURE) --quick; ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench && exit $$ran
+
+bench-compare: $(VENV)/.built ## this commit against another, red where it takes 10 % longer: BASE=main BENCH="bench/test_bench_ring.py -k forms" MORE=20%
+	git worktree prune && { test -e build/base/.git || git worktree add --quiet --force --detach build/base; }
+	git -C build/base checkout --quiet --detach $$(git rev-parse --verify $(BASE)^{commit})
+	cd build/base && $(abspath $(RUN)) setup.py --quiet build_ext --inplace > /dev/null
+	cd build/base && PYTHONPATH=$(CURDIR)/build/base $(abspath $(RUN)) -m pytest -q $(BENCH) $(TABLE) --benchmark-autosave --benchmark-storage=$(CURDIR)/.benchmarks
+	$(RUN) -m pytest -q $(BENCH) $(TABLE) --benchmark-autosave --benchmark-compare --benchmark-compare-fail=min:$(MORE)
 
 bench-vllm: $(VLLM)/.installed ## time of one weights update in a live vLLM, beside its other ways and the copy
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest bench/test_bench_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-weights.json

@@ -70,7 +70,7 @@ EXTENSIONS = [
     extension("mapping", f"{EXT}/c/fork.c"),
     *map(extension, ("header", "lane_writer", "lane_reader", "rank_reader", "lane_observer", "record")),
     *map(extension, ("lane_poller", "wait")),
-    *map(extension, ("column", "pack", "plan", "fast_put", "row_check", "relayed")),
+    *map(extension, ("column", "pack", "plan", "fast_put", "checksum", "relayed")),
     *map(extension, ("blocks", "gather", "versions", "tensor_bytes")),
     extension("memcpy_baseline", package="shmbridge.bench.baselines", folder=BASELINES),
 ]

@@ -29,7 +29,7 @@ class Plan:
 
     `take`, `look` and `checksum` are for the ring: which of its doors, whether the consumer reads the values,
     and a check over the bytes that the application makes on both sides. `stores` is for the limit: how its
-    writer copies.
+    writer copies. `reads`: how often who reads in place reads every byte; several times, it is slower.
     """
 
     contender: str
@@ -42,6 +42,7 @@ class Plan:
     look: Look = "every byte"
     checksum: Checksum = "none"
     stores: Stores = "plain"
+    reads: int = 1
 
     @property
     def in_flight(self) -> int:

@@ -78,6 +78,7 @@ def figures(plan: Plan, rounds: Sequence[Round], limit: Sequence[Round]) -> Figu
         "stores": plan.stores,
         "rounds": len(rounds),
         "groups_per_round": rounds[0].count,
+        "seconds_per_group": [1 / each for each in rates],
         "groups_per_s": rate,
         "groups_per_s_range": [min(rates), max(rates)],
         "tokens_per_s": rate * tokens,

@@ -58,24 +58,26 @@ CORES = _choose()  # when this is first imported: before any process pins itself
 
 
 def about() -> dict[str, Any]:
-    """Processor, cores, load, kernel, versions, revision, seed, lane size."""
+    """Processor, cores, kernel, versions, seed, lane size: the same for each run on one machine."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "caches": _caches(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_before": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
-        "shmbridge": __version__,
         "versions": versions(),
         "seed": SEED,
         "sources": SOURCES,
         "pinned": {"producers": list(CORES.producers), "consumer": CORES.consumer},
         "lane_bytes": LANE_BYTES,
-        **revision(),
     }
+
+
+def this_run() -> dict[str, Any]:
+    """The load at this moment, the version of shmbridge, and its revision: what differs from run to run."""
+    return {"load_before": round(os.getloadavg()[0], 2), "shmbridge": __version__, **revision()}
 
 
 def versions() -> dict[str, str]:

@@ -58,7 +58,7 @@ def write(source: Path, into: Path = INTO) -> list[Path]:
     Plots are left out where matplotlib is not installed.
     """
     ran = json.loads(source.read_text())
-    about = ran["machine_info"]
+    about = ran["machine_info"] | ran.get("commit_info", {})
     rows = [row for each in ran["benchmarks"] for row in _rows(each)]
     name = machine.slug()
     into.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _facts(row: Figures) -> dict[str, Any]:
     for key, value in row.items():
         if isinstance(value, dict):
             flat |= {f"{key}: {inner}": each for inner, each in _facts(value).items()}
-        elif key not in ("label", "group"):
+        elif key not in ("label", "group", "tokens_per_operation"):
             flat[key] = value
     return flat
 

@@ -35,6 +35,11 @@ class Cost:
         self.put_s += other.put_s
         self.take_s += other.take_s
 
+    @property
+    def seconds_per_group(self) -> float:
+        """Of a put and a take."""
+        return (self.put_s + self.take_s) / self.groups
+
     def figures(self, shape: Shape) -> dict[str, float]:
         """By the group, by the token, by the byte of values."""
         put, take = (1e9 * each / self.groups for each in (self.put_s, self.take_s))

@@ -132,6 +132,7 @@ def limit_of(plan: Plan) -> Plan:
         look="every byte",
         checksum="none",
         stores="plain",
+        reads=1,
     )
 
 

@@ -180,6 +180,7 @@ def measure(
         label=label,
         bytes=size_of(arrays),
         tokens=case.tokens,
+        tokens_per_operation=case.tokens,
         rows=len(case.lengths),
         groups=len(case.groups),
     )

@@ -62,13 +62,20 @@ def today():
     return Today()
 
 
-def measure(benchmark: Any, flow: Flow, *, warm: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Windows of about so many seconds, timed by the benchmark; returns the medians of their figures."""
+def measure(
+    benchmark: Any, per_operation: Any, flow: Flow, *, warm: int, seconds: float, rounds: int
+) -> dict[str, Any]:
+    """Windows of about so many seconds, whose groups the benchmark is told; returns the medians of their
+    figures.
+    """
     benchmark.group = f"end to end, groups of {ROWS} x {flow.length}"
     windows = []
     with flow:
         groups = flow.warm(warm, seconds)
         benchmark.pedantic(lambda: windows.append(flow.go(groups=groups)), rounds=rounds)
+    per_operation(
+        [each["seconds"] / each["groups"] for each in windows], operations=groups, tokens=ROWS * flow.length
+    )
     middle = medians(windows) | flow.stalls
     rates = [each["tokens_per_s"] for each in windows]
     return middle | {"spread_tokens_per_s": [min(rates), max(rates)], "rounds": rounds, "cores": cores()}
@@ -116,10 +123,15 @@ def say(benchmark: Any, how: str, length: int, figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("length", [2048, pytest.param(512, marks=full)])
-def test_http(benchmark, today, quick, length):
+def test_http(benchmark, per_operation, today, quick, length):
     seconds, rounds = (4.0, 1) if quick else (6.0 if length == 2048 else 3.0, 3)
     figures = measure(
-        benchmark, Flow("http", length, window=UNDER_WAY), warm=2 * UNDER_WAY, seconds=seconds, rounds=rounds
+        benchmark,
+        per_operation,
+        Flow("http", length, window=UNDER_WAY),
+        warm=2 * UNDER_WAY,
+        seconds=seconds,
+        rounds=rounds,
     )
     today[length] = figures
     if not quick and length == 2048:
@@ -129,18 +141,19 @@ def test_http(benchmark, today, quick, length):
 
 
 @full
-def test_base_env(benchmark, today):
-    figures = measure(benchmark, Flow("base_env", 2048), warm=1000, seconds=1.0, rounds=3)
+def test_base_env(benchmark, per_operation, today):
+    figures = measure(benchmark, per_operation, Flow("base_env", 2048), warm=1000, seconds=1.0, rounds=3)
     figures["latency_ms"] = latency(Flow("base_env", 2048, window=UNDER_WAY), 2000)
     say(benchmark, "base_env", 2048, figures | {"times_http": against(today[2048], figures)})
 
 
 @pytest.mark.parametrize("form", ["lists", "arrays", pytest.param("row_arrays", marks=full)])
 @pytest.mark.parametrize("length", [2048, 512])
-def test_bridge(benchmark, today, quick, form, length):
+def test_bridge(benchmark, per_operation, today, quick, form, length):
     lane = LANE_BYTES // (13 * ROWS * length)  # groups that fit
     figures = measure(
         benchmark,
+        per_operation,
         Flow("put", length, form),
         warm=4 * lane,
         seconds=0.5 if quick else 1.0,

@@ -16,7 +16,7 @@ import pytest
 
 import shmbridge
 from shmbridge.bench.atropos_http import group_of
-from shmbridge.bench.groups import SOURCES
+from shmbridge.bench.groups import ROWS, SOURCES
 
 base = pytest.importorskip("atroposlib.envs.base")
 
@@ -71,7 +71,7 @@ async def held(link, consumer, groups, rounds):
 @pytest.mark.benchmark(group="event loop")
 @pytest.mark.parametrize("everything", [False, True], ids=["core", "with messages"])
 @pytest.mark.parametrize("case", CASES)
-def test_event_loop_per_group(benchmark, quick, case, everything):
+def test_event_loop_per_group(benchmark, per_operation, quick, case, everything):
     name = f"bench-loop-{os.getpid()}"
     groups = groups_of(CASES[case], everything)
 
@@ -87,6 +87,7 @@ def test_event_loop_per_group(benchmark, quick, case, everything):
         ours, theirs = benchmark.pedantic(lambda: asyncio.run(measure()), rounds=1)
     finally:
         shmbridge.clean(name, dry_run=False)
+    per_operation([ours / 1e3], tokens=ROWS * CASES[case])
     label = f"{case} {'with messages' if everything else 'core'}"
     benchmark.extra_info.update(
         {"label": label, "ms_per_group": ours, "upstream_ms_per_group": theirs, "ratio": theirs / ours}

@@ -68,31 +68,32 @@ def spent():
     shmbridge.clean(name, dry_run=False)
 
 
-def note(benchmark, label, ns):
+def note(benchmark, per_operation, label, ns):
     benchmark.extra_info.update({"label": label, "ns_per_value": ns / MIDDLE.tokens, "values": MIDDLE.tokens})
+    per_operation([ns / 1e9])
 
 
 @pytest.mark.benchmark(group="packing")
 @pytest.mark.parametrize("case", CASES)
-def test_put_from_lists(benchmark, spent, quick, case):
+def test_put_from_lists(benchmark, per_operation, spent, quick, case):
     with_it, without = CASES[case]
     rounds = 10 if quick else 40
     took = benchmark.pedantic(lambda: spent(with_it, rounds) - spent(without, rounds), rounds=1)
-    note(benchmark, case, took)
+    note(benchmark, per_operation, case, took)
 
 
 @pytest.mark.benchmark(group="packing")
 @pytest.mark.parametrize("case", OTHERS)
-def test_other_ways(benchmark, spent, case):
+def test_other_ways(benchmark, per_operation, spent, case):
     took = benchmark.pedantic(lambda: spent(LISTS, 3, OTHERS[case]), rounds=1)
-    note(benchmark, case, took)
+    note(benchmark, per_operation, case, took)
 
 
 @pytest.mark.benchmark(group="checked rows")
-def test_checks_of_rows(benchmark, quick):
+def test_checks_of_rows(benchmark, per_operation, quick):
     """`put` from arrays with checks of one row in N, over that without any."""
-    found = benchmark.pedantic(
-        lambda: put_ratios((1, 8, 16, 32, 64), MIDDLE, rounds=20 if quick else 100), rounds=1
-    )
+    rounds = 20 if quick else 100
+    found = benchmark.pedantic(lambda: put_ratios((1, 8, 16, 32, 64), MIDDLE, rounds=rounds), rounds=1)
+    per_operation(operations=rounds)
     ratios = {f"1 row in {every}": ratio for every, ratio in found.items()}
     benchmark.extra_info.update({"label": "`put` with checks over without", **ratios})

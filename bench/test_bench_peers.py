@@ -9,6 +9,7 @@ from shmbridge.bench.contract import Plan
 from shmbridge.bench.groups import LARGE, MIDDLE, SMALL
 
 SLOW_TO_START = ("ray_actor", "transfer_queue_store")
+IN_PLACE = (baselines.RING, "iceoryx", "numpy_slots")
 full = pytest.mark.full
 
 
@@ -39,3 +40,11 @@ def test_the_limit_in_a_lane_that_stays_in_the_cache(measured, shape):
 @pytest.mark.parametrize("shape", shapes())
 def test_peers(measured, shape, contender):
     measured(Plan(contender, shape))
+
+
+@pytest.mark.benchmark(group="peers, a slower reader")
+@pytest.mark.parametrize("contender", IN_PLACE)
+@pytest.mark.parametrize("shape", shapes())
+def test_peers_with_a_slower_reader(measured, shape, contender):
+    """The reader sets the pace, as a consumer in Python does: what counts is where it finds the bytes."""
+    measured(Plan(contender, shape, reads=8))

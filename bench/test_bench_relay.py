@@ -60,7 +60,7 @@ def per_gb(rows, shape, pid=None):
         for each in (SMALL, MIDDLE, LARGE)
     ],
 )
-def test_one_relay(benchmark, quick, two_nodes, shape):
+def test_one_relay(benchmark, per_operation, quick, two_nodes, shape):
     seconds, rounds = (0.5, 3) if quick else (1.5, 5)
     found, pids = {name: [] for name in WAYS}, {}
 
@@ -88,6 +88,7 @@ def test_one_relay(benchmark, quick, two_nodes, shape):
 
     benchmark.extra_info["label"] = str(shape)
     benchmark.pedantic(measure, rounds=1)
+    per_operation([took / count for count, took, _ in found["relay"]], tokens=shape.tokens)
     print(f"\n{shape}; accept: {benchmark.extra_info['accept']}")
     for part, pid in pids.items():
         benchmark.extra_info[f"{part}_cpu_s_per_gb"] = median(per_gb(found["relay"], shape, pid))
@@ -115,7 +116,7 @@ def test_one_relay(benchmark, quick, two_nodes, shape):
 
 @pytest.mark.timeout(120)
 @pytest.mark.benchmark(group="relay")
-def test_calls_without_records(benchmark, quick, two_nodes):
+def test_calls_without_records(benchmark, per_operation, quick, two_nodes):
     """What hundreds of nodes cost that have nothing: a pull of an idle source, a report to the directory."""
     import ray
 
@@ -143,6 +144,7 @@ def test_calls_without_records(benchmark, quick, two_nodes):
 
     benchmark.extra_info["label"] = "calls"
     benchmark.pedantic(measure, rounds=1)
+    per_operation(found["pull_of_an_idle_source"])
     ray.get(source.stop.remote(), timeout=30)
     for actor in (source, directory):
         ray.kill(actor)

@@ -50,13 +50,14 @@ def medians(costs: list[Cost], shape: Shape) -> dict[str, float]:
 
 @pytest.mark.parametrize("form", ["lists", "arrays"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_longer_trajectories(benchmark, quick, form, length):
+def test_longer_trajectories(benchmark, per_operation, quick, form, length):
     benchmark.group = f"longer trajectories, {form}"
     shape, seconds, rounds = Shape(length=length), 0.05 if quick else 0.2, 3 if quick else 5
     with OneThread(shape, form) as lane:
         costs, single = [], []
         lane.turn(lane.fits)
         benchmark.pedantic(lambda: costs.append(lane.turns(lane.fits, seconds)), rounds=rounds)
+        per_operation([cost.seconds_per_group for cost in costs], tokens=shape.tokens)
         for _ in range(rounds):
             single.append(lane.turns(1, seconds / 2))
         benchmark.extra_info["label"] = str(shape)
@@ -80,7 +81,7 @@ def fill(lane: OneThread, groups: int) -> None:
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_longer_batches(benchmark, quick, layout, length):
+def test_longer_batches(benchmark, per_operation, quick, layout, length):
     benchmark.group = f"longer trajectories, {layout} batches"
     shape = Shape(length=length)
     with OneThread(shape, "arrays") as lane:
@@ -93,6 +94,7 @@ def test_longer_batches(benchmark, quick, layout, length):
             setup=lambda: fill(lane, groups),
             rounds=5 if quick else 10,
         )
+    per_operation([each / groups for each in spent], operations=groups, tokens=shape.tokens)
     middle = sorted(spent)[len(spent) // 2] * 1e9 / groups
     benchmark.extra_info.update(
         {
@@ -113,7 +115,7 @@ def test_longer_batches(benchmark, quick, layout, length):
 
 @pytest.mark.parametrize("shape", [TINY, SMALL], ids=str)
 @pytest.mark.parametrize("lanes", [1, pytest.param(4, marks=full), pytest.param(16, marks=full), 64])
-def test_more_lanes(benchmark, quick, lanes, shape):
+def test_more_lanes(benchmark, per_operation, quick, lanes, shape):
     """The same number of groups over all lanes; then through one of them while the others are idle; then a
     poll of nothing.
     """
@@ -123,6 +125,7 @@ def test_more_lanes(benchmark, quick, lanes, shape):
         costs, one_busy, empty = [], [], []
         all_lanes.turn(IN_ALL)
         benchmark.pedantic(lambda: costs.append(all_lanes.turns(IN_ALL, seconds)), rounds=rounds)
+        per_operation([cost.seconds_per_group for cost in costs], tokens=shape.tokens)
         for _ in range(rounds):
             one_busy.append(all_lanes.turns(IN_ALL // 64, seconds / 2, lanes=1))
             empty.append(1e6 * all_lanes.poll_empty(500))

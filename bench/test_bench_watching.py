@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 
 from shmbridge.bench.flow import Flow, cores, end
+from shmbridge.bench.groups import ROWS
 
 LENGTH = 2048
 WATCHERS = ("top", "record", "record, not idle")
 TAKES_ITS_SHARE = """
 import sys
 from shmbridge.watch import spare_cpu
-spare_cpu.use_only_spare_cpu = lambda: None
+spare_cpu.give_way = lambda: None
 from shmbridge.cli import main
 sys.exit(main())
 """
@@ -65,7 +66,7 @@ def ends_cpu(window: dict[str, Any]) -> float:
 
 @pytest.mark.timeout(900)
 @pytest.mark.benchmark(group="watching")
-def test_cost_of_watching(benchmark: Any, quick: bool, tmp_path: Path) -> None:
+def test_cost_of_watching(benchmark: Any, per_operation: Any, quick: bool, tmp_path: Path) -> None:
     windows: dict[str, list[dict[str, Any]]] = {beside: [] for beside in ("nobody", *WATCHERS)}
 
     def measure() -> None:
@@ -77,6 +78,7 @@ def test_cost_of_watching(benchmark: Any, quick: bool, tmp_path: Path) -> None:
                         found.append(flow.go(groups=groups))
 
     benchmark.pedantic(measure, rounds=1)
+    per_operation([each["seconds"] / each["groups"] for each in windows["record"]], tokens=ROWS * LENGTH)
     rate = {beside: median(each["tokens_per_s"] for each in found) for beside, found in windows.items()}
     cpu = {beside: median(map(ends_cpu, found)) for beside, found in windows.items()}
     for beside in WATCHERS:

@@ -32,7 +32,6 @@ from torch import Tensor
 import shmbridge
 from shmbridge.config import check_bridge_name
 from shmbridge.consumers.advantages.row_settings import temperatures
-from shmbridge.consumers.long_waits import said
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 
 log = logging.getLogger(__name__)
@@ -157,8 +156,7 @@ class BridgeData:
             raise RuntimeError("get_data before register_trainer -> call register_trainer(config) first")
         self._release()
         try:
-            with said(self.bridge):
-                self._held = next(self._batches)
+            self._held = next(self._batches)
         except StopIteration:
             raise RuntimeError(f"bridge {self.bridge!r} is drained, and has no further batch") from None
         except shmbridge.ConsumerEmpty:

@@ -213,15 +213,26 @@ class BridgeDataset(IterableDataset[Tensors]):
             yield from self._shares()
             return
         parent = os.getppid() if get_worker_info() is not None else None
-        began = time.monotonic()
+        consumer, batches = self._open_consumer(), self._iterate_consumer(parent)
         while True:
             self._end_step()
-            try:
-                for batch in self._iterate_consumer(parent):
-                    yield batch
-                    self._end_step()
-                    began = time.monotonic()
+            with consumer.one_wait():
+                batches, batch = self._wait_for_batch(batches, parent)
+            if batch is None:
                 return
+            yield batch
+
+    def _wait_for_batch(
+        self, batches: Iterator[Batch], parent: int | None
+    ) -> tuple[Iterator[Batch], Batch | None]:
+        """Returns the next batch, and the iteration it is of: one that timed out has ended.
+
+        None once there is no further one, or the parent process is gone.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return batches, next(batches, None)
             except shmbridge.ConsumerEmpty as empty:
                 if parent is None:
                     raise
@@ -231,7 +242,8 @@ class BridgeDataset(IterableDataset[Tensors]):
                     )
                     raise shmbridge.ConsumerEmpty(whole, hint=empty.hint) from None
                 if os.getppid() != parent:  # the training process is gone, so this worker ends itself
-                    return
+                    return batches, None
+            batches = self._iterate_consumer(parent)
 
     def _iterate_consumer(self, parent: int | None) -> Iterator[Batch]:
         patience = self._timeout_s

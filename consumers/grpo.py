@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
 
 from shmbridge.extras import explain_missing
 
@@ -39,7 +39,13 @@ from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.train.objective import Objective
 from shmbridge.consumers.learner.train.publishing import PublishWeights, first_version, weights_segment
 from shmbridge.consumers.learner.train.saving import Saver
-from shmbridge.consumers.learner.train.setup import agreed_starting_point, load_learner, registration
+from shmbridge.consumers.learner.train.setup import load_learner, registration
+from shmbridge.consumers.learner.train.starting_point import (
+    Start,
+    agreed_start,
+    require_unchanged,
+    write_options,
+)
 from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
 from shmbridge.consumers.learner.types import Refusal, Untrainable
 from shmbridge.consumers.learner.world import (
@@ -97,27 +103,28 @@ def run(config: LearnerConfig, stops: StopSignals) -> None:
     refuse_unreachable_limits(config)
     Objective.of(config)  # refuses incompatible options before anything is loaded
     with joined(device_kind(config.compute.device), config.ranks.process_group_timeout) as world:
-        source = agreed_starting_point(config, world)
+        start = agreed_start(config, world)
         with (
-            WandbRun(config, source is not None, say)
+            WandbRun(config, start.source is not None, say)
             if config.logging.wandb and world.is_main
             else nullcontext() as wandb_run,
-            TensorboardLog(config.run_dir, source, say)
+            TensorboardLog(config.run_dir, start.checkpoint, say)
             if config.logging.tensorboard and world.is_main
             else nullcontext() as tensorboard,
             MetricsLog(config.run_dir / "metrics.jsonl", wandb_run, tensorboard)
             if world.is_main
             else nullcontext() as log,
         ):
-            train(config, source, world, log, stops)
+            train(config, start, world, log, stops)
 
 
 def train(
-    config: LearnerConfig, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
+    config: LearnerConfig, start: Start, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
     """Loads the checkpoint, or the model of the configuration; trains; saves. Blocks; raises as `run`."""
     bridge, steps = config.run.bridge, config.run.steps
-    learner, tokenizer, done = load_learner(source, config, world)
+    learner, tokenizer, done = load_learner(start.checkpoint, config, world)
+    done, begun_at = replace(done, run_id=start.run_id), learner.step
     saver = Saver(config.run_dir / "checkpoints", learner, tokenizer, config.checkpoints.keep, done)
     around = RunHooks(config.evaluation, config.early_stop, saver, tokenizer)
     if log is not None and (every := config.logging.sample_every):
@@ -133,16 +140,27 @@ def train(
         engine_pushes(bridge, config.weights, world) as around.engines,
         stops.noted() if world.size > 1 else nullcontext(),  # all ranks leave together
     ):
+        with world.together():
+            if world.is_main:
+                require_unchanged(start, bridge)
+                if start.source is not None:
+                    write_options(config, start)
         version = world.broadcast(first_version(done.policy_version, batches.policy_version, last_version))
         publish(version)
-        batches.publish_version(version)
+        batches.begin_run(version, start.run_id, done.policy_version if start.source else None)
         around.engines.begin(version)
-        say(f"bridge {bridge}: step {learner.step} of {steps}, version {version}, waiting")
+        if begun_at < steps:
+            say(f"bridge {bridge}: step {begun_at} of {steps}, version {version}, waiting")
+        else:
+            say(
+                f"bridge {bridge}: step {begun_at} is reached and --steps is {steps}, so nothing is trained; "
+                f"version {version} has these weights -> raise --steps to go on"
+            )
         try:
             learn(learner, batches, publish, saver, log, config, stops, around)
         except (Stopped, NoBatch, *UNTRAINABLE, PeerFailed, shmbridge.ShmBridgeError):
             # save while still the hub, so that a successor starts from this step
-            saver.save(batches.training_version)
+            save_all(saver, batches)
             raise
         except REFUSALS:
             raise
@@ -153,8 +171,16 @@ def train(
             raise broken_step(
                 error, config.compute, learner, lambda: saver.rescue(batches.training_version)
             ) from None
-        saver.save(batches.training_version)
-        say(f"done: {learner.step} of {steps} steps, version {batches.policy_version}")
+        save_all(saver, batches)
+        if learner.step > begun_at:
+            say(f"done: {learner.step} of {steps} steps, version {batches.policy_version}")
+
+
+def save_all(saver: Saver, batches: HubSource | RankSource) -> None:
+    """Saves the last finished step; if that is all, shared memory need not keep it. Raises as `run`."""
+    saver.save(batches.training_version)
+    if saver.saved:
+        batches.end_run()
 
 
 def learn(

@@ -20,163 +20,189 @@ import argparse
 import asyncio
 import dataclasses
 import logging
-import signal
+import socket
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from shmbridge.extras import explain_missing
 
 if __name__ == "__main__":
     explain_missing("policy_server", "learner")
 
-import msgspec
 import torch
-from aiohttp import web
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
 from shmbridge.consumers import pretrained
-from shmbridge.consumers.policy_server_parts.api import BadRequest, Json, PolicyApi
+from shmbridge.consumers.policy_server_parts.api import Json, PolicyApi
 from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
 from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
-from shmbridge.consumers.policy_server_parts.generation import PolicyModel
+from shmbridge.consumers.policy_server_parts.generation import NotFinite, PolicyModel
 from shmbridge.consumers.policy_server_parts.options import parse
-from shmbridge.listening import cannot_listen
+from shmbridge.httpd.door import Bounds, Refused, Site, listen
+from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, openai_error, unless_gone
+from shmbridge.httpd.server import Server
 from shmbridge.program import refuse, run_program, tell
 from shmbridge.weights import WeightsReader
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Result = TypeVar("Result")
 
-_BODY_LIMIT = 64 << 20  # bytes; a prompt of a million token ids is below 8 MiB
 _VERSION_HEADER = "X-Policy-Version"
 _ROUTES = "POST /v1/chat/completions, /v1/completions or /generate; GET /v1/models or /health"
+_HELD_BYTES = 256 << 20  # memory of all bodies that are not tokenised yet
+_IN_MEMORY = 10  # bytes of Python lists and numbers for a byte of JSON, about
+_NO_BODY = Takes(0, HeldBytes(0, in_line=False))
+_LOOK_S = 1.0
+
+Parse = Callable[[bytes], Question]
+Render = Callable[[Question, Reply], Json]
 
 
 class PolicyServer:
-    """The HTTP side: one handler per endpoint over one engine.
+    """The ASGI application over one engine, and the gate before it. For one event loop.
+
+    Bodies are read and answers written in a thread of their own: meanwhile the loop answers `/health`.
 
     Args:
         engine: started; the server does not close it.
         api: the JSON of the engine's model.
+        host_names: names with a dot under which clients reach it, besides the machine's own.
+        bounds: of its connections and bodies.
     """
 
-    def __init__(self, engine: PolicyEngine, api: PolicyApi) -> None:
-        self._engine = engine
-        self._api = api
-
-    def application(self) -> web.Application:
-        """Returns the aiohttp application; run it with `handler_cancellation=True`."""
-        app = web.Application(client_max_size=_BODY_LIMIT, middlewares=[self._with_version_and_errors])
-        api = self._api
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/v1/models", self._models),
-                web.post("/v1/completions", self._answering(api.completions, api.completions_response)),
-                web.post("/v1/chat/completions", self._answering(api.chat, api.chat_response)),
-                web.post("/generate", self._answering(api.generate, api.generate_response)),
-            ]
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        api: PolicyApi,
+        host_names: Collection[str] = (),
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._engine, self._api = engine, api
+        self.bounds = bounds or Bounds(connections=4096)
+        self._thread = ThreadPoolExecutor(1, "policy-server-json")
+        self._answers: dict[str, tuple[Parse, Render]] = {
+            "/v1/completions": (api.completions, api.completions_response),
+            "/v1/chat/completions": (api.chat, api.chat_response),
+            "/generate": (api.generate, api.generate_response),
+        }
+        self._says: dict[str, Callable[[], Response]] = {"/health": self._health, "/v1/models": self._models}
+        largest = f"send less at once: the context has {api.context} tokens"
+        self._posts = Takes(
+            api.most_body, HeldBytes(_HELD_BYTES, in_line=False), self.bounds.room_s, _IN_MEMORY, largest
         )
-        return app
+        self._gate = Gate(
+            self._answer,
+            check=Site(host_names, "--host-name {name}", forms=False).check,
+            takes=self._takes,
+            refused=self._refused,
+            bounds=self.bounds,
+        )
 
-    def _answering(
-        self, parse: Callable[[bytes], Question], render: Callable[[Question, Reply], Json]
-    ) -> Handler:
-        async def handle(request: web.Request) -> web.Response:
-            question = parse(await request.read())
-            if question.row_count > self._engine.max_rows:
-                raise BadRequest(
-                    f"{question.row_count} answers at once, at most {self._engine.max_rows} -> lower n"
-                )
-            reply = await self._engine.ask(question)
-            return _json(render(question, reply), version=reply.version)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        await self._gate(scope, receive, send)
 
-        return handle
+    def close(self) -> None:
+        """Ends its thread, once that has read what it reads. Never blocks."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _health(self, request: web.Request) -> web.Response:
+    def _takes(self, path: str, method: str) -> Takes | None:
+        if path in self._answers and method == "POST":
+            return self._posts
+        return _NO_BODY if path in self._says and method in ("GET", "HEAD") else None
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._response(scope, receive)
+        except ClientDisconnect:
+            return
+        except EngineClosed as error:
+            response = self._refused(Refused(503, str(error), "closed"))
+        except NotFinite as error:
+            response = self._refused(Refused(500, str(error), "not finite"))
+        except Refused:
+            raise
+        except Exception as error:  # keep serving: log the traceback, send the client the reason
+            logging.getLogger(__name__).exception("%s %s failed", scope["method"], scope["path"])
+            response = self._refused(Refused(500, f"{type(error).__name__}: {error}", "failed"))
+        await response(scope, receive, send)
+
+    async def _response(self, scope: Scope, receive: Receive) -> Response:
+        method, path = scope["method"], scope["path"]
+        if self._takes(path, method) is None:
+            known = path in self._answers or path in self._says
+            what = "Method Not Allowed" if known else "Not Found"
+            raise Refused(405 if known else 404, f"{what}: {method} {path} -> {_ROUTES}", "path")
+        if path in self._says:
+            return self._says[path]()
+        parse, render = self._answers[path]
+        read = self._in_thread(parse, (await receive())["body"])
+        question = await read
+        scope["booking"].release()
+        reply = await unless_gone(self._engine.ask(question), receive)
+        return self._json(await self._in_thread(render, question, reply), version=reply.version)
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def _health(self) -> Response:
         stats = dataclasses.asdict(self._engine.stats())
         alive = self._engine.alive
         body = {"status": "ok" if alive else "stopped", "weight_version": self._engine.version, **stats}
-        return _json(body, status=200 if alive else 503)
+        return self._json(body, status=200 if alive else 503)
 
-    async def _models(self, request: web.Request) -> web.Response:
-        return _json(self._api.models(self._engine.version))
+    def _models(self) -> Response:
+        return self._json(self._api.models(self._engine.version))
 
-    @web.middleware
-    async def _with_version_and_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            response = await handler(request)
-        except BadRequest as error:
-            response = _error(400, "invalid_request_error", str(error))
-        except EngineClosed as error:
-            response = _error(503, "unavailable", str(error))
-        except web.HTTPException as error:  # unknown path or method, or a body over the limit
-            what = f"{error.reason}: {request.method} {request.path}"
-            response = _error(error.status, "invalid_request_error", f"{what} -> {_ROUTES}")
-        except Exception as error:  # keep serving: log the traceback, send the client the reason
-            logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
-            response = _error(500, "internal_error", f"{type(error).__name__}: {error}")
-        response.headers.setdefault(_VERSION_HEADER, str(self._engine.version))
+    def _refused(self, refused: Refused) -> Response:
+        response = openai_error(refused)
+        response.headers[_VERSION_HEADER] = str(self._engine.version)
         return response
 
-
-def _json(body: Json, *, status: int = 200, version: int | None = None) -> web.Response:
-    headers = {} if version is None else {_VERSION_HEADER: str(version)}
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
-    )
-
-
-def _error(status: int, kind: str, message: str) -> web.Response:
-    return _json({"error": {"message": message, "type": kind, "code": status}}, status=status)
+    def _json(self, body: Json, *, status: int = 200, version: int | None = None) -> Response:
+        shown = self._engine.version if version is None else version
+        return json_answer(body, status, {_VERSION_HEADER: str(shown)})
 
 
 # --- the process ------------------------------------------------------------------------------------------
 
 
-async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> int:
-    """Serves until SIGINT or SIGTERM and returns the exit status; closes the engine."""
-    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    _stop_on_signals(stopped)
-    runner = web.AppRunner(
-        PolicyServer(engine, api).application(),
-        handler_cancellation=True,  # a client that hangs up frees its rows
-        access_log=None,
-        shutdown_timeout=2.0,
+async def serve(engine: PolicyEngine, application: PolicyServer, listener: socket.socket, name: str) -> int:
+    """Serves until SIGINT or SIGTERM, or the engine's end; returns the exit status. Closes the engine.
+
+    Args:
+        name: of the model, for the line that says where it is served.
+    """
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    server = Server(
+        application,
+        application.bounds,
+        ready=lambda: tell("policy server", f"{url} serves {name}"),
+        ending=engine.close,
     )
-    await runner.setup()
     engine.start()
+    watch = asyncio.create_task(_end_with(engine, server))
     try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except (OSError, UnicodeError) as wrong:
-            raise cannot_listen(host, port, wrong) from wrong
-        bound = runner.addresses[0]
-        tell("policy server", f"http://{bound[0]}:{bound[1]} serves {api.model_name}")
-        return await _until_stopped(stopped, engine)
+        await server.serve([listener])
     finally:
+        watch.cancel()
+        application.close()
         await asyncio.to_thread(engine.close)
-        await runner.cleanup()
+    return 1 if server.signal is None else 128 + server.signal
 
 
-async def _until_stopped(stopped: asyncio.Future[int], engine: PolicyEngine) -> int:
-    """Waits for a signal; notices a dead engine thread within a second."""
+async def _end_with(engine: PolicyEngine, server: Server) -> None:
+    """Ends the server within a second after the engine's thread."""
     while engine.alive:
-        done, _ = await asyncio.wait([stopped], timeout=1.0)
-        if done:
-            return 128 + stopped.result()
-    return 1
-
-
-def _stop_on_signals(stopped: asyncio.Future[int]) -> None:
-    def stop(signum: int) -> None:
-        if not stopped.done():
-            stopped.set_result(signum)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stop, signum)
+        await asyncio.sleep(_LOOK_S)
+    server.should_exit = True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,7 +213,8 @@ def main(argv: list[str] | None = None) -> int:
         policy, api = _load(options)
         follower = WeightsFollower(WeightsReader(options.bridge), policy.model) if options.bridge else None
         engine = PolicyEngine(policy, follower, window_s=options.window_ms / 1e3, max_rows=options.max_rows)
-        return asyncio.run(serve(engine, api, options.host, options.port))
+        application = PolicyServer(engine, api, (options.host, *options.host_name))
+        return asyncio.run(serve(engine, application, listen(options.host, options.port), api.model_name))
     except (OSError, ValueError, shmbridge.ShmBridgeError) as error:  # unknown model, port in use, no memory
         refuse("policy_server", error)
         return 1
@@ -204,7 +231,7 @@ def _load(options: argparse.Namespace) -> tuple[PolicyModel, PolicyApi]:
     tokenizer: Any = pretrained.load(AutoTokenizer, options.model)
     model: Any = pretrained.load(AutoModelForCausalLM, options.model).to(getattr(torch, options.dtype))
     policy = PolicyModel(model.to(device), tokenizer, version=options.model_version, seed=options.seed)
-    return policy, PolicyApi(tokenizer, options.model, policy.context, policy.vocab_size)
+    return policy, PolicyApi(tokenizer, options.model, policy.context, policy.vocab_size, options.max_rows)
 
 
 if __name__ == "__main__":

@@ -78,14 +78,21 @@ def replay(
                 if not any_order:
                     _wait_until_taken(last, timeout_s)
                 lanes.close_finished(left)
-            producer.put(
-                record.group,
-                group_id=record.group_id,
-                group_size=record.group_size,
-                policy_version=(record.min_policy_version, record.max_policy_version),
-                split="eval" if record.split == "eval" else "train",
-                timeout_s=timeout_s,
-            )
+            try:
+                producer.put(
+                    record.group,
+                    group_id=record.group_id,
+                    group_size=record.group_size,
+                    policy_version=(record.min_policy_version, record.max_policy_version),
+                    split="eval" if record.split == "eval" else "train",
+                    timeout_s=timeout_s,
+                )
+            except shmbridge.InvalidRecord as wrong:
+                key = f"record {record.sequence} of {record.producer_id}"
+                raise shmbridge.ArchiveUnreadable(
+                    f"{key} in {folder} cannot be put: {wrong.message}",
+                    hint="take another copy of the folder, or record again",
+                ) from wrong
             last = producer
             left[record.producer_id] = left.get(record.producer_id, 1) - 1
             done.records, done.rows = done.records + 1, done.rows + record.rows

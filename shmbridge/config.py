@@ -13,6 +13,7 @@ from shmbridge.errors import BadArgument, BadBridgeName
 from shmbridge.shown import kind_of, shown
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|)\s*")
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0}
@@ -164,6 +165,16 @@ def check_version(name: str, version: object) -> int:
     said = version if isinstance(version, str) else ""
     hint = f"{name}={said}, without quotes" if said.isdigit() else f"{name} counts from 0, such as the step"
     raise BadArgument(f"{name}={shown(version)} is no whole number from 0", hint=hint)
+
+
+def check_run_id(run_id: object) -> int:
+    """Returns a training run's id as a number; or raises BadArgument."""
+    if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id) and (number := int(run_id, 16)):
+        return number
+    raise BadArgument(
+        f"run_id={shown(run_id)} is not 16 hexadecimal digits, one of them above 0",
+        hint="run_id=secrets.token_hex(8), once for a run",
+    )
 
 
 def check_staleness(max_staleness: object) -> int | None:

@@ -11,7 +11,9 @@ import functools
 import time
 import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
-from typing import TYPE_CHECKING, Literal, Self
+from contextlib import AbstractContextManager
+from inspect import signature
+from typing import TYPE_CHECKING, Literal, Never, Self
 
 from shmbridge import batch
 from shmbridge._ext import header
@@ -31,7 +33,6 @@ from shmbridge.config import (
     check_count,
     check_lanes,
     check_run,
-    check_staleness,
     check_timeout,
     deadline_of,
 )
@@ -46,6 +47,7 @@ from shmbridge.hub.promises import Admission
 from shmbridge.hub.state import HubState
 from shmbridge.hub.tap import Tap, check_tap
 from shmbridge.hub.waiting import Waiting
+from shmbridge.other_names import unknown_argument
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
@@ -262,26 +264,43 @@ class Consumer(OneProcess):
     def _records(self) -> Generator[Record, None, None]:
         self._check_mine()
         with self._state.until_closed():
-            while (record := self._take(Call.FOR)) is not None or not self._waiting.drained():
-                if record is not None:
-                    yield record
-                    record.release()
-                else:
-                    self._waiting.wait()
+            while True:
+                if (record := self._take(Call.FOR)) is None:
+                    record = self._wait_for_record()
+                if record is None:
+                    return
+                yield record
+                record.release()
+
+    def _wait_for_record(self) -> Record | None:
+        """Returns the next record; None once the bridge is drained and nothing is left."""
+        with self._state.asking():
+            while not self._waiting.drained():
+                self._waiting.wait()
+                if (record := self._take(Call.FOR)) is not None:
+                    return record
+        return None
 
     async def __aiter__(self) -> AsyncIterator[Record]:
         """`__iter__` for an event loop."""
         self._check_mine()
         with self._state.until_closed():
             while True:
-                record = self._take(Call.ASYNC_FOR)
-                if record is not None:
-                    yield record
-                    record.release()
-                elif not self._state.draining:
-                    await self._waiting.wait_async()
-                elif await self._waiting.drained_async():
+                if (record := self._take(Call.ASYNC_FOR)) is None:
+                    record = await self._wait_for_record_async()
+                if record is None:
                     return
+                yield record
+                record.release()
+
+    async def _wait_for_record_async(self) -> Record | None:
+        """`_wait_for_record` for an event loop."""
+        with self._state.asking():
+            while not await self._waiting.drained_async():
+                await self._waiting.wait_async()
+                if (record := self._take(Call.ASYNC_FOR)) is not None:
+                    return record
+        return None
 
     def batches(
         self,
@@ -294,6 +313,7 @@ class Consumer(OneProcess):
         rows: int | None = None,
         make: "MakeBatch | None" = None,
         whole_rows: bool = False,
+        **unknown: Never,
     ) -> "Batches":
         """Yields batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
@@ -324,6 +344,8 @@ class Consumer(OneProcess):
                 filled.
             IterationOver: a later iteration, or take_groups, took the batches gathered ahead by this one.
         """
+        for name in unknown:
+            raise unknown_argument("batches", name, signature(self.batches).parameters)
         self._check_mine()
         request = BatchRequest(
             self._former.want(groups if rows is None else None, rows),
@@ -361,7 +383,7 @@ class Consumer(OneProcess):
         """
         self._check_mine()
         size = self._former.want(groups, rows)
-        most_stale = check_staleness(self._former.most_stale(max_staleness))
+        most_stale = self._former.most_stale(max_staleness)
         return self._iterations.take_groups(BatchRequest(size, max_staleness=most_stale, timeout_s=timeout_s))
 
     @then_close
@@ -380,6 +402,15 @@ class Consumer(OneProcess):
         exception from it ends the batches; its group stays.
         """
         self._former.screen = check_screen(keep)
+
+    def one_wait(self) -> AbstractContextManager[None]:
+        """Makes one wait of several calls, for a loop that asks again and again with a short `timeout_s`:
+        `with consumer.one_wait(): ...`.
+
+        Observers see the wait whole, and the log says what it is for once it has lasted five seconds, then
+        every minute, as for a single call that waits that long. Never blocks.
+        """
+        return self._state.asking()
 
     def take_back_dropped(self) -> int:
         """Hands out again, as `redelivered`, the records that were read and whose leases were dropped without
@@ -521,9 +552,27 @@ class Consumer(OneProcess):
         """Announces (or replaces) the training run; environments that wait for one continue."""
         self._hub.announce_run(run)
 
-    def publish_policy_version(self, version: int) -> None:
-        """Publishes the current policy version by one store. Raises ValueError if it goes backwards."""
-        self._hub.publish_policy_version(version)
+    def publish_policy_version(
+        self, version: int, *, run_id: str | None = None, same_as: int | None = None
+    ) -> None:
+        """Publishes the current policy version by one store. Raises ValueError if it goes backwards.
+
+        Args:
+            version: counts optimizer steps.
+            run_id: as a learner starts: the training run that this and later versions are of, 16 hexadecimal
+                digits. `list_bridges` then tells the versions of that run from those of another.
+            same_as: with `run_id`: the version whose weights this one repeats; None: no step has trained
+                these weights.
+        """
+        self._hub.publish_policy_version(version, run_id, same_as)
+
+    def end_run(self) -> None:
+        """Tells the bridge that all it was trained to is saved elsewhere. For a learner that ends in order.
+
+        Without this, what a run with a `run_id` has trained stays in shared memory after the last participant
+        has left, for the next learner: as after a kill.
+        """
+        self._state.end_run()
 
     def note_training_version(self, version: int) -> None:
         """Records which version the weights in training have, before that version is published. For a learner

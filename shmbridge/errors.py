@@ -234,7 +234,7 @@ class LaneRefused(ShmBridgeError, RuntimeError):
 
 
 class WeightsMismatch(ShmBridgeError, ValueError):
-    """The tensors do not have the names, types or shapes of the weights segment."""
+    """The tensors do not have the names, types or shapes of the weights segment; or a value is not finite."""
 
     code = "SB501"
 

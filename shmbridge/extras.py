@@ -13,7 +13,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "gateway": ("fastapi", "uvicorn"),
     "gem": ("gem", *_ROLLOUT),
     "launch": ("yaml",),
-    "learner": ("torch", "transformers", "safetensors", "aiohttp", "matplotlib", "yaml"),
+    "learner": ("torch", "transformers", "safetensors", "starlette", "uvicorn", "matplotlib", "yaml"),
     "ray": ("ray",),
     "skyrl-gym": ("skyrl_gym", *_ROLLOUT),
     "tui": ("textual",),

@@ -176,16 +176,16 @@ def _guess(line: str) -> str:
 
 
 def stamp_files(role: str) -> None:
-    """Puts StampedLines over standard output and standard error if both go to one file, a log, or if logs are
-    JSON.
+    """Puts StampedLines over standard output and standard error if both go to one log, or if logs are JSON.
 
-    What else goes to a file may be meant for a program, and stays as it is.
+    A log is a file, or the pipe of a launch. What goes elsewhere may be meant for a program, and stays as it
+    is.
     """
     global _role
     _role = role
     streams = [sys.stdout, sys.stderr]
-    one_file = all(map(_is_file, streams)) and os.path.sameopenfile(*(each.fileno() for each in streams))
-    if one_file or logs_json():
+    one_log = all(map(_is_log, streams)) and os.path.sameopenfile(*(each.fileno() for each in streams))
+    if one_log or logs_json():
         _stamp(role)
 
 
@@ -210,8 +210,9 @@ def end_lines() -> None:
             stream.end_line()
 
 
-def _is_file(stream: TextIO | None) -> bool:
+def _is_log(stream: TextIO | None) -> bool:
     try:
-        return stream is not None and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        mode = os.fstat(stream.fileno()).st_mode if stream is not None else 0
+        return stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and LOG_NAME in os.environ)
     except (OSError, ValueError, io.UnsupportedOperation):
         return False

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable
 
-from shmbridge.errors import NoColumn
+from shmbridge.errors import BadArgument, NoColumn
 from shmbridge.shown import shown
 
 _MEANT = {
@@ -58,6 +58,8 @@ _MEANT = {
     "finish_reason": ("finish_reasons", "stop_reason", "stop_reasons"),
 }
 _COLUMN_MEANT = {given: column for column, names in _MEANT.items() for given in names}
+# Of who reads: what other trainers make of these columns.
+_READ_AS = {"labels": "loss_mask", "rewards": "score"}
 
 
 def column_meant(given: str) -> str:
@@ -81,6 +83,25 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+def _meant(name: str, where: str, known: Collection[str], there: Collection[str]) -> str:
+    """Returns which column was meant, and that no producer put it if so; "" if none is near."""
+    read_as = _READ_AS.get(name.lower()) or column_meant(name)
+    if read_as not in known:
+        return did_you_mean(name, there) or did_you_mean(name, known)
+    if read_as in there or (read_as, where) == ("loss_mask", "batch"):  # of a batch it is always there
+        shown_as = "scores" if (read_as, where) == ("score", "batch") else read_as
+        return f"did you mean {shown_as!r}?"
+    return f"did you mean {read_as!r}? No producer put it: put({{..., {read_as!r}: ...}})"
+
+
+def unknown_argument(call: str, name: str, known: Iterable[str]) -> BadArgument:
+    """Returns the error for an argument that a call does not take."""
+    arguments = [each for each in known if each not in ("self", "unknown")]
+    near = difflib.get_close_matches(name, arguments, n=1)
+    hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(arguments)}"
+    return BadArgument(f"{call} takes no argument {name}=", hint=hint)
+
+
 def no_column(name: object, where: str, known: Collection[str], there: Collection[str]) -> NoColumn:
     """Returns the error for a column that is not in `where`, "record" or "batch".
 
@@ -94,6 +115,9 @@ def no_column(name: object, where: str, known: Collection[str], there: Collectio
         hint = f"columns first, then rows: {where}['tokens'][{shown(name)}]"
     elif name in known:
         hint = f"no producer put it: check {name!r} in {where} before"
+    elif name == "attention_mask":
+        hint = 'rows have lengths: `lengths` with layout="padded", `cu_seqlens` with layout="packed"'
+        hint = hint if where == "batch" else "rows are not padded: record['tokens'].lengths"
     else:
-        hint = did_you_mean(name, known) or "columns of your own: Producer(schema=)"
+        hint = _meant(name, where, known, there) or "columns of your own: Producer(schema=)"
     return NoColumn(f"this {where} has no column {shown(name)}; it has {', '.join(there)}", hint=hint)

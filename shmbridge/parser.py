@@ -195,6 +195,13 @@ def bridge_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(wrong)) from None
 
 
+def host_name(text: str) -> str:
+    """Returns a host name, for argparse."""
+    if "/" in text or ":" in text or not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name alone, such as node7.example.org")
+    return text
+
+
 def size(text: str) -> int:
     """Returns the bytes of `64M`; for argparse's `type`: raises its ArgumentTypeError."""
     try:

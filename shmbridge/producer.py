@@ -117,7 +117,6 @@ class Producer(OneProcess):
         self._tickets = Tickets(
             self._producer_id, bridge, self.lane_name, self._lane, self._control, self._writer, self._names
         )
-        self._groups_put = 0
         self._waiting: deque[Plan] = deque()  # handed over by put_async, not yet committed
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._one_sleeper = threading.Lock()
@@ -137,7 +136,7 @@ class Producer(OneProcess):
             self.producer_id, self.bridge, self._control, self.lane_name, self._lane, self._writer
         )
         self._fast_put = fast_put.FastPut(
-            self._planner.forms, self._writer, self.producer_id, self._planner.most_bytes
+            self._planner.forms, self._writer, self.producer_id, self._planner.most_bytes, self._planner.look
         )
         self._control.announce_lane()
 
@@ -182,17 +181,12 @@ class Producer(OneProcess):
                 nothing was committed.
         """
         if group_size is None and split == "train" and not (foreign or self._closed):
-            # Increment first: after an interrupt the record may be committed, and no two groups may share an
-            # id.
-            self._groups_put += 1
-            sequence: int | None = self._fast_put.put(group, group_id, self._groups_put - 1, policy_version)
+            sequence: int | None = self._fast_put.put(group, group_id, policy_version)
             if sequence is not None:
-                self._planner.look(group, nulls=False)
                 return sequence
-            self._groups_put -= 1
         plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
-        placed = self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s)
-        return plan.sequence if placed else None
+        attempt = functools.partial(self._try_put, plan)  # a closure would cost each call above
+        return plan.sequence if attempt() or self._wait_for(attempt, plan, timeout_s) else None
 
     def put_many(
         self, groups: Iterable["Mapping[str, Any] | pa.RecordBatch"], **options: Any
@@ -364,8 +358,9 @@ class Producer(OneProcess):
     def _stamp(
         self, group_id: str | int | None, group_size: int | None, version: Version, split: str
     ) -> Stamp:
-        self._groups_put += 1
-        own = f"{self.producer_id}:{self._groups_put - 1}"
+        # Increment first: after an interrupt the record may be committed, and no two groups may share an id.
+        self._fast_put.groups += 1
+        own = f"{self.producer_id}:{self._fast_put.groups - 1}"
         published = self._control.policy_version
         stamp = checked_stamp(own if group_id is None else group_id, group_size, version, published, split)
         newest = version[1] if isinstance(version, tuple) else version

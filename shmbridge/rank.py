@@ -8,7 +8,9 @@ import functools
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Self
+from contextlib import AbstractContextManager
+from inspect import signature
+from typing import TYPE_CHECKING, Never, Self
 
 from shmbridge._ext import header
 from shmbridge._ext.lane_reader import Drops
@@ -18,6 +20,7 @@ from shmbridge.batching.iterator import Batches, Steps
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
+from shmbridge.other_names import unknown_argument
 from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
 from shmbridge.ranks.held_share import RankShare as RankShare
 from shmbridge.record.groups import Group
@@ -29,6 +32,8 @@ from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.helper_threads import in_another_thread
 from shmbridge.segments.locks import MOST_RANKS, LockByte
 from shmbridge.segments.one_process import OneProcess
+from shmbridge.shown import counted
+from shmbridge.watch.long_wait import LongWait, Waits
 
 if TYPE_CHECKING:
     from shmbridge.control.messages import Manifest
@@ -93,6 +98,8 @@ class Rank(OneProcess):
             ("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0
         )
         self._wait_s = 0.0
+        self._waits = Waits()
+        self._long_wait = LongWait(bridge, f"rank {rank} of {world_size}, bridge {bridge!r}")
         self._no_exit_call = at_exit(self.close)
 
     @property
@@ -111,6 +118,7 @@ class Rank(OneProcess):
         timeout_s: float | None = None,
         hold: Hold = "step",
         whole_rows: bool = False,
+        **unknown: Never,
     ) -> Batches:
         """Yields this rank's share of every batch, in the form of Consumer.batches, until the bridge is
         drained.
@@ -132,6 +140,8 @@ class Rank(OneProcess):
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
             ValueError: layout or hold has an unknown value; raised at once.
         """
+        for name in unknown:
+            raise unknown_argument("batches", name, signature(self.batches).parameters)
         check_choice("layout", layout, ("padded", "packed"))
         check_choice("hold", hold, ("step", "gather", "caller"))
         begin = functools.partial(self._iterate, layout, timeout_s, hold, whole_rows)
@@ -212,24 +222,50 @@ class Rank(OneProcess):
         """
         deadline, began = deadline_of(timeout_s), time.monotonic()
         try:
-            while True:
-                if self._join():
-                    self.report_done()
-                    if (lost := self._lost_share()) is not None:
-                        return lost
-                    answer = self._ask(deadline)
-                    if isinstance(answer, messages.NoMoreShares):
+            with self.one_wait():
+                while True:
+                    if self._join():
+                        self.report_done()
+                        if (lost := self._lost_share()) is not None:
+                            return lost
+                        answer = self._ask(deadline)
+                        if isinstance(answer, messages.NoMoreShares):
+                            return None
+                        if answer is not None and (share := self._look(answer)) is not None:
+                            return share
+                    elif self._is_finished():
                         return None
-                    if answer is not None and (share := self._look(answer)) is not None:
-                        return share
-                elif self._is_finished():
-                    return None
-                else:
-                    time.sleep(_RETRY_S)
-                if time.monotonic() > deadline:
-                    raise self._empty(timeout_s)
+                    else:
+                        time.sleep(_RETRY_S)
+                    self._say_if_long()
+                    if time.monotonic() > deadline:
+                        raise self._empty(timeout_s)
         finally:
             self._wait_s += time.monotonic() - began
+
+    def one_wait(self) -> AbstractContextManager[None]:
+        """Makes one wait of several calls, for a loop that asks again and again with a short `timeout_s`; see
+        Consumer.one_wait.
+        """
+        return self._waits.open()
+
+    def _say_if_long(self) -> None:
+        """Logs what is waited for, unless this process's hub does."""
+        if self._control.hub_pid != os.getpid() or not self._control.asking_ns:
+            self._long_wait.look(self._waits.since_s, self._late_share)
+
+    def _late_share(self) -> str:
+        """Returns what this rank waits for where `inspect` finds no trouble."""
+        if not locks.is_locked(self._control.mapping.fd, LockByte.HUB):
+            return "no consumer is alive -> start the process that calls Consumer.serve_ranks"
+        if self._open:
+            return f"it holds {counted(len(self._open), 'share')} of earlier batches itself -> release them"
+        fd, others = self._control.mapping.fd, [r for r in range(self.world_size) if r != self.rank]
+        gone = [str(rank) for rank in others if not locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
+        if gone:
+            who, them = ("rank", "it") if len(gone) == 1 else ("ranks", "them")
+            return f"it waits for {who} {', '.join(gone)}, not alive -> start {them}"
+        return f"it waits for {counted(len(others), 'other rank')} to finish shares of earlier batches"
 
     def take_back_dropped(self) -> int:
         """Makes next_share hand out again, as `redelivered`, shares that were read and dropped without

@@ -103,6 +103,8 @@ class Column:
     @classmethod
     def decode(cls, raw: bytes) -> "Column":
         """Returns a column from its `column_def`, completed by the standard column of that name."""
+        if len(raw) != COLUMN_BYTES:
+            raise SchemaMismatch(f"a column of {len(raw)} bytes in a table of columns of {COLUMN_BYTES}")
         name, kind, code, item_bytes, flags, _ = _DEFINITION.unpack(raw)
         text = name.rstrip(b"\0").decode("utf-8", "replace")
         known = (

@@ -17,6 +17,10 @@ class _Short(reprlib.Repr):
         """Returns an int, also one with more digits than Python writes."""
         return super().repr_int(x, level) if x.bit_length() < 10_000 else "a number of thousands of digits"
 
+    def repr_Written(self, x: Any, level: int) -> str:
+        """Returns a value of a YAML file (`wrong_value.Written`) as it is written there."""
+        return repr(x)
+
 
 _short = _Short()
 _short.maxlist = _short.maxtuple = _short.maxarray = 4

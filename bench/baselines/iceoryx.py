@@ -42,7 +42,8 @@ class Reader(contract.Reader):
                 os.sched_yield()
                 if monotonic() > deadline:
                     raise TimeoutError(f"no sample for {READ_TIMEOUT_S} s")
-        total = touch(sample.payload().as_memory_view())
+        for _ in range(self.plan.reads):
+            total = touch(sample.payload().as_memory_view())
         sample.delete()
         return total
 

@@ -58,7 +58,8 @@ class Reader(contract.Reader):
         slots = self._slots
         if slots.tail[0] == self._position:
             _spin(lambda: slots.tail[0] != self._position)
-        total = sum(map(touch, slots.columns[self._position % slots.count]))
+        for _ in range(self.plan.reads):
+            total = sum(map(touch, slots.columns[self._position % slots.count]))
         self._position += 1
         slots.head[0] = self._position
         return total

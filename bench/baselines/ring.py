@@ -59,11 +59,12 @@ class Reader(contract.Reader):
     def _look(self, record: shmbridge.Record) -> int:
         if self.plan.look == "nothing":
             return 0
-        total = 0
-        for name in self.plan.shape.columns:
-            total += touch(record[name].values)
-        if self.plan.shape.has_score:
-            total += touch(record["score"])
+        for _ in range(self.plan.reads):
+            total = 0
+            for name in self.plan.shape.columns:
+                total += touch(record[name].values)
+            if self.plan.shape.has_score:
+                total += touch(record["score"])
         if self._check is not None and not np.array_equal(
             record["checksums"], [self._sum(record)] * self.plan.shape.rows
         ):

@@ -29,7 +29,6 @@ NEEDED = {
     "setuptools": "setuptools",
     "pytest": "pytest",
     "safetensors": "safetensors",
-    "aiohttp": "aiohttp",
 }
 # Used where they are installed.
 WELCOME = {

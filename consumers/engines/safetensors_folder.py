@@ -52,6 +52,7 @@ class SafetensorsFolder:
 
         Raises:
             OSError: no memory left. ValueError: the segment's newest version is another one.
+            WeightsMismatch: it has values that are not finite.
         """
         self._remove()
         self._folder = EngineFolder(self._bridge)
@@ -62,6 +63,7 @@ class SafetensorsFolder:
                 raise ValueError(
                     f"version {version} is wanted, bridge {self._bridge!r} has {weights.version}"
                 )
+            weights.require_finite()
             partial = folder / "partial"
             with partial.open("wb") as file:
                 file.write(_head(weights.tensors, weights.dtypes))

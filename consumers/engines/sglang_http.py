@@ -20,6 +20,7 @@ from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Upda
 from shmbridge.consumers.engines.http_calls import EngineHttpError, ask
 from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
 from shmbridge.consumers.engines.safetensors_folder import SafetensorsFolder
+from shmbridge.errors import WeightsMismatch
 
 _TIMEOUT_S = 60.0  # of calls other than updates
 # SGLang's pause modes. It has none for "wait": an update itself waits for the requests in flight, and holds
@@ -135,6 +136,8 @@ class SglangHttp(Engine):
             self._folders[update.bridge] = SafetensorsFolder(update.bridge)
         try:
             return str(self._folders[update.bridge].write(update.version))
+        except WeightsMismatch as error:
+            raise EngineFailed(f"{self.address}: {error.message}", hint=error.hint) from error
         except (OSError, ValueError) as error:
             raise EngineFailed(
                 f"{self.address}: no copy of version {update.version} for it: {error}", hint="raise /dev/shm"

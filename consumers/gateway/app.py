@@ -22,14 +22,15 @@ from starlette.exceptions import HTTPException
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
 from shmbridge.consumers.gateway import decode, exposition
+from shmbridge.consumers.gateway.access import Front, Refusals
 from shmbridge.consumers.gateway.batch_server import NotRegistered
-from shmbridge.consumers.gateway.decode import KEYS, HttpError
-from shmbridge.consumers.gateway.gate import Gate, Refusals, json_answer
+from shmbridge.consumers.gateway.decode import KEYS
 from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
-from shmbridge.consumers.gateway.posts import HeldBytes
 from shmbridge.consumers.gateway.strict_state import NoSuchThing
 from shmbridge.control.client import RequestRefused
 from shmbridge.errors import NoWeight
+from shmbridge.httpd.door import Refused
+from shmbridge.httpd.gate import HeldBytes, json_answer, outcome
 from shmbridge.metrics import LatencyWindow
 from shmbridge.watch.prometheus import CONTENT_TYPE, Exporter
 
@@ -55,7 +56,7 @@ def _utf8(text: str) -> str:
 
 
 _Count = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]  # the range of the hub's messages
-_Text = Annotated[str, AfterValidator(_utf8)]
+_Text = Annotated[str, Field(max_length=4096), AfterValidator(_utf8)]  # of names and paths
 
 
 class Registration(BaseModel):
@@ -104,16 +105,10 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
             allow_headers=["*"],
         )
     routes: dict[str, set[str]] = {}
-    app.add_middleware(
-        Gate,
-        options=options,
-        refusals=refusals,
-        held=held,
-        takes=lambda path, method: method in routes.get(path, ()),
-    )
+    app.add_middleware(Front, options=options, refusals=refusals, held=held, routes=routes)
 
-    @app.exception_handler(HttpError)
-    async def refused(request: Request, refused: HttpError) -> Response:
+    @app.exception_handler(Refused)
+    async def refused(request: Request, refused: Refused) -> Response:
         return refusals.answer(refused)
 
     @app.exception_handler(HTTPException)
@@ -128,7 +123,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
         kind = request.headers.get("content-type", "application/json")
         if not strict and "json" not in kind:
             said = f"the body came as {kind} -> send it with Content-Type: application/json"
-            return refusals.answer(HttpError(422, said, "malformed"))
+            return refusals.answer(Refused(422, said, "malformed"))
         refusals.counts["malformed"] += 1
         return json_answer(
             {"detail": [{key: each[key] for key in ("type", "loc", "msg")} for each in wrong.errors()]}, 422
@@ -138,7 +133,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
     async def failed(request: Request, error: ShmBridgeError) -> Response:
         kinds = {BatchTooBig: 507, ConsumerTaken: 409, RequestRefused: 422}
         status = next((status for kind, status in kinds.items() if isinstance(error, kind)), 503)
-        return refusals.answer(HttpError(status, str(error), type(error).__name__))
+        return refusals.answer(Refused(status, str(error), type(error).__name__))
 
     @app.get("/")
     async def root() -> Any:
@@ -218,8 +213,8 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
         body = await request.body()
         loop = asyncio.get_running_loop()
         read = partial(decode.read_post, many=many, extras=not strict)
-        posted = await loop.run_in_executor(parsers, decode.outcome, read, body)
-        if isinstance(posted, HttpError):
+        posted = await loop.run_in_executor(parsers, outcome, read, body)
+        if isinstance(posted, Refused):
             del body
             raise posted
         items, failed = sum(len(group["tokens"]) for group in posted.groups), True

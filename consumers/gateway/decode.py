@@ -1,22 +1,19 @@
-"""Decodes bodies of posts: gunzips within a limit, decodes, checks each column. Pure; called in threads."""
+"""Decodes bodies of posts, and checks each column. Pure; called in threads."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import sys
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
-from shmbridge.wrong_value import wrong_value
-
-T = TypeVar("T")
+from shmbridge.httpd.door import Refused
+from shmbridge.wrong_value import wrong_json
 
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -51,17 +48,6 @@ _DECODERS = {
 }
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-_FIRST_STEP, _LAST_STEP = 256, 1 << 16  # bytes given to a member at a time: what it leaves is copied
-_PADDING = re.compile(rb"\0*")  # may follow a member
-_REFUSED_THERE = ("header", "method", "incorrect")  # zlib's words for what Python's gzip calls no gzip file
-
-
-class HttpError(Exception):
-    """A request refused with an HTTP status and a reason."""
-
-    def __init__(self, status: int, detail: str, kind: str) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.kind = status, detail, kind
 
 
 @dataclass(slots=True)
@@ -72,56 +58,17 @@ class Posted:
     digest: bytes
 
 
-class BrokenOff(HttpError):
-    """A gzip body that ends early or holds no valid data: the original fails there with status 500."""
-
-
-def outcome(work: Callable[..., T], *arguments: Any) -> T | HttpError:
-    """Returns what the call returns, or its HttpError without the frames that hold the body."""
-    try:
-        return work(*arguments)
-    except HttpError as wrong:
-        return type(wrong)(wrong.status, wrong.detail, wrong.kind)
-
-
-def gunzip(raw: bytes, most: int) -> bytearray | None:
-    """Returns the decompressed body; None if it has more than `most` bytes, of which only one more is made.
-
-    The time grows with the bytes in and out, whatever the number of gzip members. Raises HttpError (400).
-    """
-    made, at, view = bytearray(), 0, memoryview(raw)
-    try:
-        while at < len(raw):
-            member, step = zlib.decompressobj(31), _FIRST_STEP
-            while not member.eof:
-                given = view[at : at + step]
-                if not given:
-                    raise BrokenOff(400, "Invalid gzip payload: it ends too early -> post it again", "gzip")
-                made += member.decompress(given, most - len(made) + 1)
-                if len(made) > most:
-                    return None
-                at += len(given) - len(member.unused_data)
-                step = min(2 * step, _LAST_STEP)
-            at = _PADDING.match(raw, at).end()  # type: ignore[union-attr]
-    except zlib.error as wrong:
-        kind = HttpError if any(word in str(wrong) for word in _REFUSED_THERE) else BrokenOff
-        raise kind(
-            400, f"Invalid gzip payload: {wrong} -> gzip it, or leave Content-Encoding out", "gzip"
-        ) from None
-    return made
-
-
 def read_post(body: bytes, *, many: bool, extras: bool) -> Posted:
-    """Returns the groups of a body; with `extras` also keys unknown to Atropos. Raises HttpError (422)."""
+    """Returns the groups of a body; with `extras` also keys unknown to Atropos. Raises Refused (422)."""
     try:
         raw = _LIST.decode(body) if many else [_OBJECT.decode(body)]
         groups = [_group(each, extras, f"group {place}: " if many else "") for place, each in enumerate(raw)]
-    except HttpError as wrong:
-        raise HttpError(wrong.status, _not_finite(body) or wrong.detail, wrong.kind) from None
+    except Refused as wrong:
+        raise Refused(wrong.status, _not_finite(body) or wrong.detail, wrong.kind) from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         expected = "a list of groups" if many else "a group"
         said = _not_finite(body) or f"the body is not {expected}: {_why(wrong, body)} -> {_FORMS[many]}"
-        raise HttpError(422, said, "malformed") from None
+        raise Refused(422, said, "malformed") from None
     return Posted(groups, blake2b(body, digest_size=16, person=b"list" if many else b"one").digest())
 
 
@@ -129,15 +76,15 @@ def _group(raw: dict[str, msgspec.Raw], extras: bool, where: str) -> dict[str, A
     missing = [name for name in ("tokens", "masks", "scores") if name not in raw]
     if missing:
         said = f"{where}the group has no {' and no '.join(missing)}, it has {', '.join(raw) or 'nothing'}"
-        raise HttpError(422, f"{said} -> {_form(missing[0])}", "malformed")
+        raise Refused(422, f"{said} -> {_form(missing[0])}", "malformed")
     group = {name: _value(name, raw.pop(name), where) for name in KEYS if name in raw}
     if not group["tokens"]:
-        raise HttpError(422, f"{where}the group is empty: tokens has no rows -> do not post it", "malformed")
+        raise Refused(422, f"{where}the group is empty: tokens has no rows -> do not post it", "malformed")
     for row, messages in enumerate(group.get("messages") or ()):
         for place, message in enumerate(messages):
             if not ("role" in message and "content" in message):
                 said = f"{where}messages[{row}][{place}] must have role and content -> {_form('messages')}"
-                raise HttpError(422, said, "malformed")
+                raise Refused(422, said, "malformed")
     return group | _extras(raw) if extras and raw else group
 
 
@@ -147,8 +94,8 @@ def _value(name: str, raw: msgspec.Raw, where: str) -> Any:
             raise msgspec.ValidationError("Expected `array`")  # "null" in quotes would be none
         return _DECODERS[name].decode(raw)
     except msgspec.ValidationError as wrong:
-        said = wrong_value(str(wrong), json.loads(bytes(raw)), name)
-        raise HttpError(422, f"{where}{said} -> {_form(name)}", "malformed") from None
+        said = wrong_json(str(wrong), bytes(raw), name)
+        raise Refused(422, f"{where}{said} -> {_form(name)}", "malformed") from None
 
 
 _FORMS = ('{"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}', "a list of such groups, also of one")
@@ -176,7 +123,9 @@ def _why(wrong: Exception, body: bytes) -> str:
     if isinstance(wrong, UnicodeError):
         return "it is not UTF-8"
     if isinstance(wrong, msgspec.ValidationError):
-        return wrong_value(str(wrong), json.loads(body))
+        return wrong_json(str(wrong), body)
+    if isinstance(wrong, RecursionError):
+        return "it has brackets within brackets without end"
     return str(wrong) if body else "it is empty"
 
 

@@ -12,7 +12,7 @@ import socket
 import struct
 from typing import Any, Protocol, cast
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from shmbridge.httpd.server import BoundedConnection
 
 _SIOCOUTQ = 0x5411  # bytes of the send queue that the peer has not acknowledged
 _KEEPALIVE = (
@@ -33,7 +33,7 @@ class Carried(Protocol):
         """The response was not read, or that is unknown."""
 
 
-class ProvingConnection(H11Protocol):
+class ProvingConnection(BoundedConnection):
     """One connection of the gateway; request handlers find it in their scope's state."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

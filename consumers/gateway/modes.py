@@ -160,7 +160,7 @@ class DefaultMode(Mode):
         return self.envs.lane_of(group.get("env_id"))
 
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """Returns the response to /register-env. Raises RequestRefused, HttpError."""
+        """Returns the response to /register-env. Raises RequestRefused, Refused."""
         return await self.envs.register(wish)
 
     async def disconnect_env(self, number: int) -> dict[str, Any]:

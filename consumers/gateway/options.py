@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shmbridge.batching.scheduler import Policy
+from shmbridge.httpd.door import Bounds
 
 Compat = Literal["default", "strict"]
+_BOUNDS = Bounds(connections=4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,9 @@ class GatewayOptions:
     host_names: tuple[str, ...] = ()  # names with a dot, besides the machine's own; checked without a token
     max_body_bytes: int = 256 << 20  # of one request, after gunzip
     held_bytes: int = 512 << 20  # memory of all posts that wait for room; further posts wait unread
-    body_pause_s: float = 30.0  # longest pause within a body, since others wait for its memory
     post_deadline_s: float = 240.0  # longest wait of a post, then 503; Atropos' environments wait 300 s
     # silence after which an environment loses weight and lane until its next request; after 60 times that,
     # its number
     env_timeout_s: float = 60.0
+    bounds: Bounds = _BOUNDS  # of connections, heads and other bodies
     record: str | None = None  # folder that every record is written to before a trainer gets it

@@ -24,10 +24,11 @@ from shmbridge import (
     ShmBridgeError,
     ShmTooSmall,
 )
-from shmbridge.consumers.gateway.decode import HttpError, Posted
+from shmbridge.consumers.gateway.decode import Posted
 from shmbridge.consumers.gateway.delivery import ProvingConnection
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
+from shmbridge.httpd.door import Refused
 from shmbridge.put.planner import RecordPlanner, checked_stamp
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Post:
     posted: Posted
     done: Places = field(default_factory=list)  # of the groups that are committed
     outcomes: Outcomes = field(default_factory=list)  # once all are
-    work: asyncio.Task[HttpError | None] | None = None
+    work: asyncio.Task[Refused | None] | None = None
 
     @property
     def failed(self) -> bool:
@@ -159,7 +160,7 @@ class PostLedger:
         the same response.
 
         Raises:
-            HttpError: 422 and nothing was put; 503 after the deadline: what is missing is put when the same
+            Refused: 422 and nothing was put; 503 after the deadline: what is missing is put when the same
                 body comes again.
         """
         self.counts["posts_total"] += 1
@@ -184,7 +185,7 @@ class PostLedger:
         if refused.status == 503 and post.done:
             self.remember(post)
         # a new exception, so that the post keeps no frames that hold the body
-        raise HttpError(refused.status, refused.detail, refused.kind)
+        raise Refused(refused.status, refused.detail, refused.kind)
 
     def _ended(self, work: asyncio.Task[Any]) -> None:
         self._under_way.discard(work)
@@ -197,7 +198,7 @@ class PostLedger:
         todo: deque[dict[str, Any]],
         lane_of: Callable[[dict[str, Any]], RemoteLane],
         deadline: float,
-    ) -> HttpError | None:
+    ) -> Refused | None:
         """Puts the remaining groups. Returns a refusal: raised, it would keep this frame and the body."""
         lanes = deque(lane_of(group) for group in todo)
         for lane in lanes:
@@ -287,10 +288,10 @@ class PostLedger:
                 await asyncio.wait(self._under_way, timeout=timeout_s)
 
 
-def _refusal(status: int, error: Exception, kind: str) -> HttpError:
+def _refusal(status: int, error: Exception, kind: str) -> Refused:
     """Returns the response for an error, whose frames, which hold the body, are dropped."""
     error.__traceback__ = None
-    return HttpError(status, str(error), kind)
+    return Refused(status, str(error), kind)
 
 
 async def _check(groups: Sequence[dict[str, Any]], lanes: Sequence[RemoteLane], deadline: float) -> None:
@@ -311,84 +312,3 @@ async def _opened(lane: RemoteLane, deadline: float) -> Producer:
             if time.monotonic() + _MEMORY_AGAIN_S > deadline:
                 raise
             await asyncio.sleep(_MEMORY_AGAIN_S)
-
-
-# bytes of Python lists and numbers for a byte of their JSON, about: 1.2 GB of 96 MB, groups of 8 x 2048 with
-# five columns
-IN_MEMORY = 12
-GZIPPED = 4  # bytes of such JSON for a byte of it gzipped, rather more than it is
-
-
-class HeldBytes:
-    """Limits the memory of all bodies together; requests for more wait.
-
-    Args:
-        most: bytes.
-        in_line: first come, first served; else any request that fits is granted.
-    """
-
-    def __init__(self, most: int, *, in_line: bool = True) -> None:
-        self._most, self._in_line = most, in_line
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
-        self.held = 0
-        self.whole = 0  # bodies that have all they asked for
-
-    async def acquire(self, size: int, timeout_s: float) -> bool:
-        """Waits for room, or until no other body holds all it asked for; False after the timeout."""
-        if not self._in_line and self.held + size <= self._most:
-            return self._take(size)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._turn:
-                while self.whole and self.held + size > self._most:
-                    self._freed.clear()
-                    await self._freed.wait()
-                return self._take(size)
-        return False
-
-    def _take(self, size: int) -> bool:
-        self.held += size
-        self.whole += 1
-        return True
-
-    def give_back(self, size: int, *, whole: bool) -> None:
-        """Gives back this many bytes."""
-        self.held -= size
-        self.whole -= whole
-        self._freed.set()
-
-
-class Booking:
-    """One body's part of HeldBytes.
-
-    A body that waits first gives back its part, except for the bytes as sent: no two wait for each other.
-    """
-
-    def __init__(self, memory: HeldBytes) -> None:
-        self._memory, self._whole = memory, False
-        self.size = 0
-
-    async def take(self, size: int, sent: int, deadline: float) -> bool:
-        """Waits for `size` bytes in all, keeps only `sent` meanwhile; False after the monotonic deadline."""
-        self._shrink(min(sent, self.size), whole=False)
-        if not await self._memory.acquire(size - self.size, max(0.0, deadline - time.monotonic())):
-            return False
-        self.size, self._whole = size, True
-        return True
-
-    @property
-    def taken(self) -> int:
-        """Bytes that all bodies hold."""
-        return self._memory.held
-
-    def settle(self, size: int) -> None:
-        """Reduces the booking to this size."""
-        self._shrink(min(size, self.size), whole=self._whole)
-
-    def release(self) -> None:
-        """Gives all memory back. Idempotent."""
-        self._shrink(0, whole=False)
-
-    def _shrink(self, size: int, *, whole: bool) -> None:
-        self._memory.give_back(self.size - size, whole=self._whole and not whole)
-        self.size, self._whole = size, whole

@@ -15,7 +15,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmbridge import ShmBridgeError
-from shmbridge.consumers.gateway.decode import HttpError
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import RemoteLane
 from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
@@ -33,6 +32,7 @@ from shmbridge.control.messages import (
     StatusRequest,
 )
 from shmbridge.errors import NoConsumer
+from shmbridge.httpd.door import Refused
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +118,14 @@ class RemoteEnvs:
     # --------------------------------------------------------------------------------------------------------
 
     async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """Returns the response to /register-env. Raises RequestRefused, HttpError."""
+        """Returns the response to /register-env. Raises RequestRefused, Refused."""
         name = wish["desired_name"]
         info = await self.run_info()
         if info is None or info.run is None:
             return _WAIT
         if self._lanes_are_taken():
             have, most = self._options.lanes - _SHARED, self._options.lanes
-            raise HttpError(
+            raise Refused(
                 503,
                 f"{have} environments have lanes, {most} lanes are taken from at once: raise --lanes",
                 "lanes",

@@ -5,150 +5,103 @@ that Atropos sends and parses. Every answer says which policy versions sampled i
 in `weight_versions`, the OpenAI API with the newest and the oldest, and with the tokens of prompt and answer.
 Used by `policy_server.py`.
 
-An unsupported field that would change sampling is refused, never ignored.
+What a request may ask is in `fields.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
-
-import msgspec
-from msgspec import Meta
+from functools import cached_property
+from typing import Any
 
 from shmbridge.consumers.policy_server_parts.engine import Question, Reply
-from shmbridge.consumers.policy_server_parts.generation import Row, Sampling, TokenLogprobs
-from shmbridge.shown import kind_of, shown
-from shmbridge.wrong_value import wrong_value
+from shmbridge.consumers.policy_server_parts.fields import (
+    Chat,
+    Completions,
+    Generate,
+    PromptTokens,
+    SamplingFields,
+    decoded,
+    prompt_list,
+)
+from shmbridge.consumers.policy_server_parts.generation import Row, TokenLogprobs
+from shmbridge.httpd.door import BadRequest
 
 Json = dict[str, Any]
 
-# Unsupported fields, with the values that have no effect; null never has one.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "stream": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "top_k": (0, -1),
-    "use_beam_search": (False,),
-}
 _VLLM_DEFAULT_TOKENS = 16  # of completions and /generate; a chat may fill its context
-
-Count = Annotated[int, Meta(ge=1)]
-Alternatives = Annotated[int, Meta(ge=0, le=20)]
-
-
-class BadRequest(ValueError):
-    """The request is invalid; the text says why."""
-
-
-class _SamplingFields(msgspec.Struct):
-    """The common fields of the three request bodies; null means the default."""
-
-    n: Count | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    max_tokens: Count | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-
-    def sampling(self, max_tokens: int, top_logprobs: int) -> Sampling:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-            stop=tuple(filter(None, stops)),
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            top_logprobs=top_logprobs,
-        )
-
-
-class _Completions(_SamplingFields):
-    prompt: str | list[Any] = ""
-    logprobs: Alternatives | None = None
-
-
-class _Chat(_SamplingFields):
-    messages: list[Json] = []
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Alternatives | None = None
-    add_generation_prompt: bool = True
-
-
-class _PromptTokens(msgspec.Struct):
-    prompt_token_ids: list[int]
-
-
-class _Generate(_SamplingFields):
-    prompt: str | _PromptTokens = ""
-    logprobs: Alternatives | None = None
-    prompt_logprobs: Alternatives | None = None
-
-
-Body = TypeVar("Body", bound=_SamplingFields)
+_LEAST_CHARACTERS = 32  # of a token, at least: a tokenizer may have one token for any unknown word
+_BEGINNING = 8  # characters for a token of the context: so much is tokenised first
+_AT_THE_CUT = 64  # tokens
+_ESCAPED = 6  # bytes of JSON for a character, at most: \uXXXX
+_LEAST_BODY, _LARGE_BODY, _MOST_BODY = 1 << 20, 16 << 20, 64 << 20  # bytes
 
 
 @dataclass(frozen=True)
 class PolicyApi:
-    """Translates for one model.
+    """Translates for one model. For one thread at a time, as its tokenizer is.
 
     Args:
-        tokenizer: the model's; used from the caller's thread.
+        tokenizer: the model's.
         model_name: what responses call the model.
         context: most tokens of prompt and answer together.
         vocab_size: token ids are below this.
+        max_rows: most answers to one request.
     """
 
     tokenizer: Any
     model_name: str
     context: int
     vocab_size: int
+    max_rows: int = 256
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, at least; no token of text has more."""
+        vocabulary = self.tokenizer.get_vocab() if self.tokenizer is not None else {}
+        return max(_LEAST_CHARACTERS, max(map(len, vocabulary), default=0))
+
+    @cached_property
+    def most_body(self) -> int:
+        """Bytes that a request's body has at most: a prompt that fills the context, or many short ones."""
+        prompt = self.context * self.longest_token * _ESCAPED
+        return _LEAST_BODY + min(_MOST_BODY, self.max_rows * prompt, max(_LARGE_BODY, prompt))
 
     # --- requests ------------------------------------------------------------------------------------------
 
     def completions(self, raw: bytes) -> Question:
-        """Returns the question of a `/v1/completions` body; raises BadRequest. Never blocks."""
-        body = _decoded(raw, _Completions)
-        prompts = [self._encoded(prompt) for prompt in _prompt_list(body.prompt)]
+        """Returns the question of a `/v1/completions` body; raises BadRequest. Blocks, tokenising."""
+        body = decoded(raw, Completions, self.context)
+        given = prompt_list(body.prompt)
+        self._require_rows(len(given), body)
+        prompts = [each if isinstance(each, list) else self._encoded(each) for each in given]
         return self._question(body, prompts, body.max_tokens or _VLLM_DEFAULT_TOKENS, body.logprobs or 0)
 
     def chat(self, raw: bytes) -> Question:
-        """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Never blocks."""
-        body = _decoded(raw, _Chat)
+        """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Blocks, tokenising."""
+        body = decoded(raw, Chat, self.context)
+        self._require_rows(1, body)
         prompt = self._rendered(body)
         room = max(1, self.context - len(prompt))
         wanted = body.max_completion_tokens or body.max_tokens or room
         return self._question(body, [prompt], wanted, (body.top_logprobs or 0) if body.logprobs else 0)
 
     def generate(self, raw: bytes) -> Question:
-        """Returns the question of a `/generate` body; raises BadRequest. Never blocks."""
-        body = _decoded(raw, _Generate)
+        """Returns the question of a `/generate` body; raises BadRequest. Blocks, tokenising."""
+        body = decoded(raw, Generate, self.context)
+        self._require_rows(1, body)
         given = body.prompt
-        prompt = given.prompt_token_ids if isinstance(given, _PromptTokens) else self._encoded(given)
+        prompt = given.prompt_token_ids if isinstance(given, PromptTokens) else self._encoded(given)
         wanted = body.max_tokens or _VLLM_DEFAULT_TOKENS
         return self._question(body, [prompt], wanted, body.logprobs or 0, body.prompt_logprobs)
 
     def _question(
         self,
-        body: _SamplingFields,
+        body: SamplingFields,
         prompts: list[list[int]],
         wanted: int,
         top_logprobs: int,
@@ -157,6 +110,10 @@ class PolicyApi:
         for prompt in prompts:
             self._check(prompt, wanted)
         return Question(prompts, body.sampling(wanted, top_logprobs), body.n or 1, prompt_logprobs)
+
+    def _require_rows(self, prompts: int, body: SamplingFields) -> None:
+        if (rows := prompts * (body.n or 1)) > self.max_rows:
+            raise BadRequest(f"{rows} answers at once, at most {self.max_rows} -> lower n")
 
     def _check(self, prompt: list[int], wanted: int) -> None:
         if not prompt:
@@ -172,10 +129,28 @@ class PolicyApi:
                 f"{self.context} -> lower max_tokens to {max(self.context - len(prompt), 0)}"
             )
 
-    def _encoded(self, prompt: str | list[int]) -> list[int]:
-        return prompt if isinstance(prompt, list) else list(self.tokenizer.encode(prompt))
+    def _encoded(self, text: str, **how: Any) -> list[int]:
+        """Returns the tokens of a text. Raises BadRequest for one that no context holds, by its length or the
+        tokens of its beginning: time and memory are those of a few contexts.
+        """
+        if len(text) > (most := self.context * self.longest_token):
+            raise BadRequest(
+                f"the prompt has {len(text)} characters, a context of {self.context} tokens holds at most "
+                f"{most} -> shorten it"
+            )
+        part = _BEGINNING * self.context
+        while part < len(text):  # a few tokens at the cut may be others than in the whole
+            if (
+                tokens := len(self.tokenizer.encode(text[:part], **how))
+            ) > self.context * 9 // 8 + _AT_THE_CUT:
+                raise BadRequest(
+                    f"the first {part} of {len(text)} characters are {tokens} tokens, a context has "
+                    f"{self.context} -> shorten it"
+                )
+            part *= 2
+        return list(self.tokenizer.encode(text, **how))
 
-    def _rendered(self, body: _Chat) -> list[int]:
+    def _rendered(self, body: Chat) -> list[int]:
         if not body.messages:
             raise BadRequest('messages is empty -> messages: [{"role": "user", "content": "..."}]')
         try:
@@ -187,7 +162,7 @@ class PolicyApi:
                 f"the chat template refused the messages: {error} -> each has role and content"
             ) from error
         # As text first: what apply_chat_template(tokenize=True) returns differs between transformers 4 and 5.
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._encoded(text, add_special_tokens=False)
 
     # --- responses -----------------------------------------------------------------------------------------
 
@@ -272,7 +247,7 @@ class PolicyApi:
                 {self.tokenizer.decode([token]): value for token, value in entry.items()}
                 for entry in _per_token(row)
             ],
-            "text_offset": [len("".join(words[:index])) for index in range(len(words))],
+            "text_offset": [0, *itertools.accumulate(map(len, words))][: len(words)],
         }
 
     def _chat_logprobs(self, row: Row) -> Iterator[Json]:
@@ -289,34 +264,3 @@ def _per_token(row: Row) -> list[TokenLogprobs]:
     if row.alternatives:
         return row.alternatives
     return [{token: value} for token, value in zip(row.token_ids, row.logprobs, strict=True)]
-
-
-_FORM = 'such as {"prompt": "...", "max_tokens": 16}'
-
-
-def _decoded(raw: bytes, kind: type[Body]) -> Body:
-    try:
-        fields = msgspec.json.decode(raw or b"null")
-        if not isinstance(fields, dict):
-            raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
-        for name, neutral in _NEUTRAL.items():
-            value = fields.get(name)
-            if value is not None and value not in neutral:
-                raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from error
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise BadRequest(f"the body is no JSON: {error} -> {_FORM}") from error
-
-
-def _prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
-    """OpenAI's four forms of a prompt: text, tokens, and a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if all(isinstance(token, int) for token in prompt):
-        return [prompt]
-    for one in prompt:
-        if not isinstance(one, str) and not (isinstance(one, list) and all(isinstance(t, int) for t in one)):
-            raise BadRequest(f"prompt: {shown(one)} is neither text nor token ids -> prompt: [[1, 2, 3]]")
-    return prompt

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +23,10 @@ FinishReason = Literal["stop", "length"]
 
 # Log-probabilities of some tokens at one position, by token id; the token that stands there comes first.
 TokenLogprobs = dict[int, float]
+
+
+class NotFinite(RuntimeError):
+    """The model's output is not finite: NaN, or an infinity at a token that was sampled or is scored."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,10 @@ class PolicyModel:
 
     @torch.inference_mode()
     def generate(self, rows: Sequence[Row]) -> None:
-        """Extends every row until it is finished or abandoned. Blocks; all rows see the same weights."""
+        """Extends every row until it is finished or abandoned. Blocks; all rows see the same weights.
+
+        Raises NotFinite: the model gave no number for a token.
+        """
         draw = _Draw(rows, self.device, self._stream)
         ids, mask = _left_padded([row.prompt for row in rows], self.device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -113,15 +121,24 @@ class PolicyModel:
     def score(self, token_ids: Sequence[int], top: int) -> list[TokenLogprobs | None]:
         """Returns the logprobs of each prompt token and of the `top` likeliest, at temperature 1. Blocks.
 
-        The first position has no prediction: None.
+        The first position has no prediction: None. Raises NotFinite, as `generate`.
         """
         ids = torch.tensor([list(token_ids)], device=self.device)
         logprobs = self.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-        return [None, *_alternatives(logprobs, list(token_ids[1:]), top)]
+        scored = _alternatives(logprobs, list(token_ids[1:]), top)
+        self._require_finite(entry[token] for entry, token in zip(scored, token_ids[1:], strict=True))
+        return [None, *scored]
+
+    def _require_finite(self, logprobs: Iterable[float]) -> None:
+        if not all(map(math.isfinite, logprobs)):
+            raise NotFinite(
+                f"the output of policy version {self.version} is not finite -> look at its weights"
+            )
 
     def _append(self, rows: Sequence[Row], tokens: Tensor, logprobs: Tensor) -> None:
         picked = tokens.tolist()
         values = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+        self._require_finite(value for row, value in zip(rows, values, strict=True) if row.live)
         top = max(row.sampling.top_logprobs for row in rows)
         others = _alternatives(logprobs, picked, top) if top else [{}] * len(rows)
         for row, token, value, other in zip(rows, picked, values, others, strict=True):
@@ -183,10 +200,13 @@ class _Draw:
 
 
 def _nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the likeliest tokens up to and including the one that reaches `top_p`; the others become -inf."""
+    """Keeps the likeliest tokens up to and including the one that reaches `top_p`, at least one; the others
+    become -inf.
+    """
     ordered, order = logprobs.sort(-1, descending=True)
     probability = ordered.exp()
     cut = probability.cumsum(-1) - probability >= top_p
+    cut[:, 0] = False  # also where top_p is 0 in float32
     return logprobs.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), float("-inf"))
 
 
@@ -195,7 +215,8 @@ def _alternatives(logprobs: Tensor, tokens: list[int], top: int) -> list[TokenLo
     likeliest = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
     ids, values = likeliest.indices.tolist(), likeliest.values.tolist()
     return [
-        {token: value} | dict(zip(ids[line], values[line], strict=True))
+        {token: value}
+        | {each: its for each, its in zip(ids[line], values[line], strict=True) if its > -math.inf}
         for line, (token, value) in enumerate(zip(tokens, own, strict=True))
     ]
 

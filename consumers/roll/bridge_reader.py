@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 # How long one thread waits for a batch before it looks whether it should stop: longer than the second after
 # which the consumer says that a batch does not fit into the lanes.
 _LOOK_S = 1.5
-_SAY_S = 60.0  # how often a wait is said
 
 
 class BridgeDrained(RuntimeError):
@@ -150,16 +148,13 @@ class BridgeReader:
             BridgeDrained: no whole step of groups will come any more.
             BatchTooBig: a step of groups does not fit into the lanes.
         """
-        began = said = time.monotonic()
-        while not stopped():
-            with self._taking:
-                if not self._ready and not stopped():
-                    self._fill()
-                if self._ready:
-                    return self._hand_out(self._ready.popleft())
-            if (now := time.monotonic()) - said > _SAY_S:
-                said = now
-                log.warning("no group from bridge %r for %.0f s", self.bridge, now - began)
+        with self._consumer.one_wait():
+            while not stopped():
+                with self._taking:
+                    if not self._ready and not stopped():
+                        self._fill()
+                    if self._ready:
+                        return self._hand_out(self._ready.popleft())
         return None
 
     def _fill(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import math
 import threading
 import time
@@ -16,13 +15,10 @@ import shmbridge
 from shmbridge import Batch, BatchTooBig, ConsumerEmpty
 from shmbridge.record import leases
 
-log = logging.getLogger(__name__)
-
 Made = TypeVar("Made")
 _LOOK_S = 0.25  # longest wait in the thread at first, so the longest wait for a cancelled call
 _LONG_S = 1.0  # after which the thread waits longer at a time, if the trainer is to release nothing:
 _ASK_S = 1.5  # longer than the second after which the consumer says that a batch does not fit into the lanes
-_SAY_S = 60.0  # between two lines in the log that nothing comes
 
 
 class RolloutsOver(RuntimeError):
@@ -89,40 +85,38 @@ class GroupTaker:
 
     def _take(self, groups: int, make: Callable[[Batch], Made], over: threading.Event) -> tuple[Batch, Made]:
         """Blocks; in the taker's thread."""
-        began_s = said_s = time.monotonic()
-        while not (over.is_set() or self._closing.is_set()):
-            waited_s = time.monotonic() - began_s
-            look_s = _LOOK_S if waited_s < _LONG_S or self._is_to_release()[0] else _ASK_S
-            left_s = math.inf if self._timeout_s is None else self._timeout_s - waited_s
-            batches = self._consumer.batches(
-                groups,
-                max_staleness=self._max_staleness,
-                prefetch=0,
-                hold="caller",
-                timeout_s=max(0.0, min(look_s, left_s)),
-            )
-            try:
-                batch = next(batches, None)
-            except BatchTooBig as full:
-                releases, what_it_has = self._is_to_release()
-                if releases:  # by now the trainer has what was handed out as the wait began
+        began_s = time.monotonic()
+        with self._consumer.one_wait():
+            while not (over.is_set() or self._closing.is_set()):
+                waited_s = time.monotonic() - began_s
+                look_s = _LOOK_S if waited_s < _LONG_S or self._is_to_release()[0] else _ASK_S
+                left_s = math.inf if self._timeout_s is None else self._timeout_s - waited_s
+                batches = self._consumer.batches(
+                    groups,
+                    max_staleness=self._max_staleness,
+                    prefetch=0,
+                    hold="caller",
+                    timeout_s=max(0.0, min(look_s, left_s)),
+                )
+                try:
+                    batch = next(batches, None)
+                except BatchTooBig as full:
+                    releases, what_it_has = self._is_to_release()
+                    if releases:  # by now the trainer has what was handed out as the wait began
+                        continue
+                    raise BatchTooBig(f"{full.message}; {what_it_has}", hint=full.hint) from None
+                except ConsumerEmpty:
+                    if left_s <= look_s:
+                        raise
                     continue
-                raise BatchTooBig(f"{full.message}; {what_it_has}", hint=full.hint) from None
-            except ConsumerEmpty as empty:
-                if left_s <= look_s:
+                if batch is None:
+                    break
+                self._consumer.queue.count_batch(-1)  # a step is counted once it is trained
+                try:
+                    return batch, make(batch)
+                except BaseException:
+                    self.give_back(batch)
                     raise
-                if time.monotonic() - said_s > _SAY_S:
-                    said_s = time.monotonic()
-                    log.warning("SkyRL has waited %.0f s for %d groups: %s", said_s - began_s, groups, empty)
-                continue
-            if batch is None:
-                break
-            self._consumer.queue.count_batch(-1)  # a step is counted once it is trained
-            try:
-                return batch, make(batch)
-            except BaseException:
-                self.give_back(batch)
-                raise
         raise RolloutsOver(
             f"bridge {self._consumer.bridge!r} is drained or closed and has fewer than {groups} groups "
             "-> let environments run on, or give the trainer fewer steps"

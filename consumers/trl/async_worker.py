@@ -22,6 +22,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
 from typing import Any, Literal, get_args
 
@@ -108,6 +109,7 @@ class ShmRolloutWorker:
         self._consumer: shmbridge.Consumer | None = None
         self._batches: Iterator[Batch] | None = None
         self._patience: float | None = None  # of `_batches`
+        self._wait, self._is_waiting = ExitStack(), False  # from a call in vain to the next that is not
         self._numbers = count()
         self._screen = Screen(None)
         self._counts: Counter[str] = Counter()
@@ -129,6 +131,7 @@ class ShmRolloutWorker:
         """Closes the bridge; what is not released comes to the next consumer. Idempotent."""
         self.rollout_buffer.abandon()
         self._batches = None
+        self._end_wait()
         if self._consumer is not None:
             self._consumer.close()
 
@@ -209,9 +212,17 @@ class ShmRolloutWorker:
             batch = next(self._batches)
         except (shmbridge.ConsumerEmpty, StopIteration):
             self._batches = None
+            if timeout_s != 0.0 and not self._is_waiting:  # TRL asks again, with seconds each time: one wait
+                self._is_waiting = True
+                self._wait.enter_context(consumer.one_wait())
             raise queue.Empty from None
+        self._end_wait()
         self._last_s = time.monotonic()
         return batch, self._samples(batch)
+
+    def _end_wait(self) -> None:
+        self._is_waiting = False
+        self._wait.close()
 
     def _samples(self, batch: Batch) -> list[RolloutSample]:
         rows, metrics = trajectories(batch, self._credit, whole_rows=self._whole_rows)

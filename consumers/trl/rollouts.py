@@ -18,7 +18,6 @@ from typing import Any, Literal, Self, get_args
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.long_waits import said
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.trl.rows import Rows, rows_of
 from shmbridge.consumers.trl.screening import Screen
@@ -147,8 +146,7 @@ class ShmRollouts:
                     hold="caller",
                 )
         try:
-            with said(self.bridge):
-                return next(self._batches)
+            return next(self._batches)
         except StopIteration:
             raise BridgeDrained(
                 f"bridge {self.bridge!r} is drained and has no further batch of {self._groups} groups per "

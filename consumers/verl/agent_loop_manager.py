@@ -251,28 +251,29 @@ class ShmAgentLoopManager:
     def _take(self, count: int) -> list[Group] | None:
         """Returns `count` whole groups; None if the manager is closing."""
         wait = BatchWait(self._settings.patience, lambda: self._missing(count), log.warning)
-        while (lacking := count - len(self._stock)) > 0:
-            groups = self._consumer.take_groups(
-                groups=self._at_once or lacking,
-                max_staleness=self._settings.max_off_policy_steps,
-                timeout_s=_ASK_S,
-            )
-            if groups is not None:
-                self._stock += groups
-                continue
-            if self._closing.is_set():
-                return None
-            if self._consumer.draining and self._consumer.queue.groups() < lacking:
-                raise NoGroups(
-                    f"{self._missing(count)}, and is drained -> end training, or take another bridge"
+        with self._consumer.one_wait():
+            while (lacking := count - len(self._stock)) > 0:
+                groups = self._consumer.take_groups(
+                    groups=self._at_once or lacking,
+                    max_staleness=self._settings.max_off_policy_steps,
+                    timeout_s=_ASK_S,
                 )
-            try:
-                wait.look()
-            except NoBatch as over:
-                raise NoGroups(
-                    f"{str(over).split(' -> ')[0]} -> start environments on this bridge, or raise "
-                    "trainer.atropos.max_wait_time, timeout or retry_attempts"
-                ) from None
+                if groups is not None:
+                    self._stock += groups
+                    continue
+                if self._closing.is_set():
+                    return None
+                if self._consumer.draining and self._consumer.queue.groups() < lacking:
+                    raise NoGroups(
+                        f"{self._missing(count)}, and is drained -> end training, or take another bridge"
+                    )
+                try:
+                    wait.look()
+                except NoBatch as over:
+                    raise NoGroups(
+                        f"{str(over).split(' -> ')[0]} -> start environments on this bridge, or raise "
+                        "trainer.atropos.max_wait_time, timeout or retry_attempts"
+                    ) from None
         taken, self._stock = self._stock[:count], self._stock[count:]
         return taken
 

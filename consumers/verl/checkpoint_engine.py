@@ -101,12 +101,13 @@ class ShmCheckpointEngine(CheckpointEngine):
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yields the tensors of the version that is being sent: copies of the segment's.
 
-        Raises NotReady if no new version comes within `timeout_s` seconds. Blocks the event loop while it
-        waits: verl runs it in a worker that does nothing else.
+        Raises NotReady if no new version comes within `timeout_s` seconds, WeightsMismatch if its values are
+        not finite. Blocks the event loop while it waits: verl runs it in a worker that does nothing else.
         """
         reader = self._reading()
         version = reader.wait(self._seen, self._timeout_s)
         with reader.lease(version=version, timeout_s=self._timeout_s) as lease:
+            lease.require_finite()
             for name, array in lease.tensors.items():
                 yield name, as_tensor(array, lease.dtypes[name]).clone()
         self._seen = version

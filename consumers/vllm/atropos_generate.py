@@ -14,14 +14,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shmbridge.consumers.vllm.asgi import Json
+from shmbridge.httpd.door import BadRequest
 
+Json = dict[str, Any]
 _UNKNOWN = {"version": "unknown"}
 _LOWEST = -9999.0  # JSON has no minus infinity; vLLM's own responses use this value
-
-
-class BadRequest(ValueError):
-    """The request is invalid; the text says why."""
 
 
 class PromptTokens(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,14 +71,14 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
         }
 
 
-def question(raw: bytes, models: Collection[str]) -> Question:
+def question(raw: bytes | bytearray, models: Collection[str]) -> Question:
     """Parses a request body; `models` are the names under which the engine's model is served.
 
     Raises BadRequest: invalid JSON, an unknown field, another model, or a stream.
     """
     try:
         asked = msgspec.json.decode(raw, type=Question)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(str(error)) from error
     if asked.stream:
         raise BadRequest(

@@ -169,9 +169,7 @@ class Follower:
         # of the thread, which makes calls in order, including those of a cancelled task
         held = ExitStack()
         try:
-            yield await self._in_thread(
-                lambda: held.enter_context(self._versions.lease(timeout_s=_LOOK_S)).version
-            )
+            yield await self._in_thread(self._hold, held)
         finally:
             await self._in_thread(held.close)
 
@@ -182,11 +180,17 @@ class Follower:
     # --- in the thread
     # --------------------------------------------------------------------------------------------------------
 
-    async def _in_thread(self, call: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+    async def _in_thread(self, call: Callable[..., Result], *arguments: ExitStack) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _look(self) -> int | None:
         return self._readable(lambda: self._versions.version)
+
+    def _hold(self, held: ExitStack) -> int:
+        """Leases the newest version. Raises WeightsMismatch for values that are not finite."""
+        lease = held.enter_context(self._versions.lease(timeout_s=_LOOK_S))
+        lease.require_finite()
+        return lease.version
 
     def _wait(self) -> int | None:
         """Waits until the newest version differs from the last tried; a new segment's may be lower."""

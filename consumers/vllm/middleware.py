@@ -11,37 +11,32 @@ serves `/generate`.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import os
-from collections.abc import Collection
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shmbridge.consumers.vllm import atropos_generate
-from shmbridge.consumers.vllm.asgi import (
-    BodyTooLong,
-    Json,
-    error_response,
-    json_response,
-    read_body,
-    unless_gone,
-)
+from shmbridge.consumers.vllm.atropos_generate import Json
 from shmbridge.consumers.vllm.follow import Follower
 from shmbridge.consumers.vllm.follow_settings import FollowSettings, follow_settings
 from shmbridge.consumers.vllm.live_engine import LiveEngine
 from shmbridge.consumers.vllm.plugin import BACKEND
 from shmbridge.consumers.vllm.stamped import stamped, version_header
 from shmbridge.errors import BadConfig, ShmBridgeError
+from shmbridge.httpd.door import Bounds, Headers, Refused
+from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, openai_error, unless_gone
 from shmbridge.weights import WeightsReader
 
 # below vLLM's logger, since vLLM's logging configures no other names
 logger = logging.getLogger("vllm.shmbridge")
+
+BODY_LIMIT = 64 << 20  # bytes; a prompt of a million token ids is below 8 MiB
+_HELD_BYTES = 4 * BODY_LIMIT  # memory of all bodies that are read
 
 
 class ShmBridge:
@@ -60,6 +55,14 @@ class ShmBridge:
         self._state: Any = None  # vLLM's app.state, which it deletes from the app before the middleware ends
         self._settings: FollowSettings | None = None
         self._follower: Follower | None = None
+        takes = Takes(BODY_LIMIT, HeldBytes(_HELD_BYTES, in_line=False))
+        self._gate = Gate(
+            self._generate,
+            check=self._check,
+            takes=lambda path, method: takes,
+            refused=openai_error,
+            bounds=Bounds(),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one connection, or the lifespan."""
@@ -119,11 +122,9 @@ class ShmBridge:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         match scope["method"], path:
             case "POST", "/generate":
-                with contextlib.suppress(ClientDisconnect):
-                    response = await self._generate(Request(scope, receive))
-                    await response(scope, receive, send)
+                await self._gate(scope, receive, send)
             case "GET", "/policy_version":
-                response = json_response(self._policy_version(), headers=version_header(self._version()))
+                response = json_answer(self._policy_version(), headers=version_header(self._version()))
                 await response(scope, receive, send)
             case _:
                 await self._app(scope, receive, stamped(send, path, self._version))
@@ -136,35 +137,32 @@ class ShmBridge:
         settings = msgspec.to_builtins(self._settings)
         return {"version": None, "follows": self._follower is not None, **settings, **stats}
 
-    async def _generate(self, request: Request) -> Response:
-        state = self._state
-        if not _allowed(request, state.args.api_key or [os.environ.get("VLLM_API_KEY")]):
-            return error_response(
-                401, "unauthorized", "this server wants Authorization: Bearer with one of its API keys"
-            )
+    def _check(self, header: Headers) -> None:
+        """Refuses a request without one of the server's keys, if it has any."""
+        keys = self._state.args.api_key or [os.environ.get("VLLM_API_KEY")]
+        known = [key.encode() for key in keys if key]
+        scheme, _, token = header("authorization").partition(" ")
+        if known and not (
+            scheme.lower() == "bearer" and any(hmac.compare_digest(token.encode(), key) for key in known)
+        ):
+            detail = "this server wants Authorization: Bearer with one of its API keys"
+            raise Refused(401, detail, "token")
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = self._state.engine_client
         try:
-            models = [base.name for base in state.openai_serving_models.base_model_paths]
-            asked = atropos_generate.question(await read_body(request), models)
-            body = await unless_gone(atropos_generate.generate(state.engine_client, asked), request.receive)
+            models = [base.name for base in self._state.openai_serving_models.base_model_paths]
+            asked = atropos_generate.question((await receive())["body"], models)
+            scope["booking"].release()
+            body = await unless_gone(atropos_generate.generate(client, asked), receive)
         except ClientDisconnect:
+            return
+        except Refused:
             raise
-        except BodyTooLong as error:
-            return error_response(413, "invalid_request_error", str(error))
-        except atropos_generate.BadRequest as error:
-            return error_response(400, "invalid_request_error", str(error))
         except Exception as error:
             # keep serving: log the traceback, send the client the reason
-            status = 503 if state.engine_client.errored else int(getattr(error, "http_status", 500))
+            status = 503 if client.errored else int(getattr(error, "http_status", 500))
             if status == 500:
                 logger.exception("POST /generate failed")
-            return error_response(status, "internal_error", f"{type(error).__name__}: {error}")
-        return json_response(body, headers=version_header(body["weight_version"]))
-
-
-def _allowed(request: Request, keys: Collection[str | None]) -> bool:
-    """Returns whether a request has one of the server's keys; True if the server has none."""
-    known = [key.encode() for key in keys if key]
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return not known or (
-        scheme.lower() == "bearer" and any(hmac.compare_digest(token.encode(), key) for key in known)
-    )
+            raise Refused(status, f"{type(error).__name__}: {error}", "failed") from None
+        await json_answer(body, headers=version_header(body["weight_version"]))(scope, receive, send)

@@ -99,8 +99,8 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         Loads only the tensors that changed since the model's version, if the segment can tell.
 
         Raises:
-            WeightsMismatch: the segment holds another model; the message names the tensor; the old weights
-                stay.
+            WeightsMismatch: the segment holds another model, or values that are not finite; the message names
+                the tensor; the old weights stay.
             NotReady: the version is not in the segment, or another worker could not load it; the old weights
                 stay.
             WeightsNotLoaded: vLLM failed in the middle. On a CPU the old weights stay; on an accelerator the
@@ -143,6 +143,7 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
     def _stage(self, held: ExitStack, wanted: ShmBridgeUpdateInfo) -> None:
         reader = self._reader_of(wanted.bridge)
         lease = held.enter_context(reader.lease(version=wanted.version, timeout_s=_LEASE_TIMEOUT_S))
+        lease.require_finite()
         self._pin(reader)
         names = frozenset(lease.dtypes)
         if self._holds is not None:

@@ -8,11 +8,12 @@ from markdown import code, table
 from msgspec import Meta
 
 from shmbridge.launch import config
+from shmbridge.launch.flags import Option
 
 _HEAD = """# Keys of a launch file
 
 The YAML file of `shmbridge launch`: every key, its type and its default. How to write one, with examples: [launch a run](../how-to/launch.md). An unknown key, a
-wrong type and a key given twice are errors that name the path.
+wrong type and a key given twice are errors that name the path. Numbers under `env`, `args` and `options` are [text, as the file has it](../how-to/launch.md#numbers-and-texts).
 
 <!-- Written by docs/_generate from shmbridge/launch/config.py. -->
 """
@@ -34,7 +35,7 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "environments[]": (config.Environment, "A list; each entry is one script, run in `count` processes."),
     "environments[].restart": (
         config.Restart,
-        "When a process of an environment that ended is started again.",
+        "When a process of an environment that ended is started again, and under `learner.restart` a learner that was killed.",
     ),
     "trainer.atropos": (
         config.Atropos,
@@ -52,24 +53,26 @@ _EVERYWHERE = {
 _MEANINGS = {
     "The file.bridge": "name of the bridge",
     "The file.run_dir": "folder for logs, metrics and checkpoints; `runs/<bridge>` if empty",
+    "The file.log_bytes": "most bytes of each process' log, [the beginning and the newest lines](../how-to/launch.md#logs)",
     "The file.policy_server": "at most one of this and `vllm`",
     "The file.vllm": "at most one of this and `policy_server`",
     "The file.learner": "exactly one of this and `gateway`",
     "The file.gateway": "exactly one of this and `learner`",
     "The file.environments": "the environments",
     "The file.trainer": "only its key `atropos` is used",
-    "policy_server.options": "flags of `python -m shmbridge.consumers.policy_server`, without dashes",
+    "policy_server.options": "[flags](../how-to/launch.md#options) of `shmbridge serve`, without dashes",
     "vllm.python": "the interpreter that has vLLM and shmbridge; the launcher's own if empty",
     "vllm.follow": "load each new version of the bridge's weights",
     "vllm.pause": "what happens to requests in flight while weights are loaded",
     "vllm.args": "words for `vllm.entrypoints.openai.api_server`",
     "learner.steps": "optimizer steps of the run",
-    "learner.options": "[flags of the learner](learner-options.md), without dashes",
+    "learner.options": "[flags of the learner](learner-options.md), without dashes, [in any shape](../how-to/launch.md#options)",
+    "learner.restart": "when it was killed, with its checkpoint or its published weights; the keys are those of `environments[].restart`",
     "gateway.host": "`trainer.atropos.api_url` if empty, or else 127.0.0.1",
     "gateway.port": "`trainer.atropos.api_url`, or else 8000, if absent; 0: a free one is chosen",
     "gateway.compat": "strict: the exact numbers and order of the Atropos server",
     "gateway.token": "requests must carry it; no check if empty",
-    "gateway.options": "flags of `shmbridge gateway`, without dashes",
+    "gateway.options": "[flags](../how-to/launch.md#options) of `shmbridge gateway`, without dashes",
     "environments[].script": "path of the environment's script",
     "environments[].name": "name of its logs; the script's name if empty",
     "environments[].count": "processes of this script",
@@ -107,8 +110,8 @@ def _type(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(code(each) for each in parts)
     if origin in (Union, UnionType):
-        if set(parts) == {bool, int, float, str}:
-            return "number, text or boolean"
+        if hint == Option:
+            return "text, list or mapping"
         return " or ".join(_type(each) for each in parts if each is not type(None))
     if origin is list:
         return f"list of {_plural(parts[0])}"
@@ -118,7 +121,7 @@ def _type(hint: Any) -> str:
 
 
 def _plural(hint: Any) -> str:
-    return {"section": "sections", "number, text or boolean": "numbers, texts or booleans"}.get(
+    return {"section": "sections", "text, list or mapping": "texts, numbers, lists or mappings"}.get(
         _type(hint), "texts or numbers"
     )
 

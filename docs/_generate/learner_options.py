@@ -7,13 +7,16 @@ from typing import get_args
 from markdown import code, prose, table
 
 from shmbridge.consumers.learner.config.option import Option, described
-from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS
+from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, SECTIONS
 
 _HEAD = """# Options of the learner
 
-Each option is a flag of `python -m shmbridge.consumers.grpo`, and a key of the YAML file that `--config` names; a flag overrides the file. A key is its flag
+Each option is a flag of `shmbridge train`, and a key of the YAML file that `--config` names; a flag overrides the file. A key is its flag
 with `_` for `-`; a flag that begins with `--no-` turns off its key, which is on by default. The sections below are those of the file. In a [launch file](launch-file.md) options stand under `learner.options`, without sections. Every run writes all of them into
 `config.yaml` of its run directory. What they are for: [train for long](../how-to/train.md).
+
+**With `--resume`**, the last column says what becomes of an option that differs from the run's `config.yaml`. *free*: it changes nothing that is trained. *reported*: the learner prints both values, and notes them as
+a comment in `config.yaml`. *refused*: the checkpoint holds another model; the learner does not start.
 
 <!-- Written by docs/_generate from consumers/learner/config/. -->
 """
@@ -57,7 +60,7 @@ def _row(option: Option) -> list[str]:
         text, words = text[: found.start()], found[1]
         if words in (f"{option.default}", f"{option.default:g}" if isinstance(option.default, float) else ""):
             words = ""
-    return [code(option.flag), _type(option), _default(option, words), prose(text)]
+    return [code(option.flag), _type(option), _default(option, words), prose(text), ON_RESUME[option.name]]
 
 
 def page() -> str:
@@ -68,6 +71,6 @@ def page() -> str:
         rows = (_row(each) for each in OPTIONS.values() if each.section == section)
         parts.append(
             f"## {section}\n\n{prose(' '.join(summary.split()))}\n\n"
-            + table(["flag", "type", "default", "meaning"], rows)
+            + table(["flag", "type", "default", "meaning", "resume"], rows)
         )
     return "\n".join(parts)

@@ -10,6 +10,8 @@ from typing import Any
 
 from shmbridge.errors import BadConfig
 from shmbridge.producers.rewards.config import FormatMarker, LengthBounty, Linear, RewardConfig
+from shmbridge.shown import shown
+from shmbridge.wrong_value import plain, read_yaml
 
 # ROLL's bonus for length: a thousandth for each character.
 _ROLL_RATE = 0.001
@@ -64,7 +66,9 @@ def _base(given: Any) -> Mapping[float, float] | Linear:
         linear: Linear = _made(Linear, "base", given)
         return linear
     if not isinstance(given, Mapping):
-        raise BadConfig(f"base: {given!r} is not a mapping", hint="base: {-1: 0}, or {scale: 2, offset: 1}")
+        raise BadConfig(
+            f"base: {shown(given)} is not a mapping", hint="base: {-1: 0}, or {scale: 2, offset: 1}"
+        )
     becomes: dict[float, float] = {}
     for score, value in given.items():
         if (number := _number("base", score)) in becomes:
@@ -78,8 +82,9 @@ def _markers(given: Any) -> Iterable[FormatMarker]:
         for pattern, value in given.items():
             rest = value if isinstance(value, Mapping) else {"weight": value}
             if "pattern" in rest:
+                second = shown(rest["pattern"])
                 raise BadConfig(
-                    f"format_markers.{pattern}: the key is the pattern, and it has {rest['pattern']!r}, too",
+                    f"format_markers.{pattern}: the key is the pattern, and it has {second}, too",
                     hint="- {pattern: ..., name: ...}, in a list",
                 )
             yield _made(FormatMarker, f"format_markers.{pattern}", {"pattern": pattern, **rest})
@@ -89,12 +94,12 @@ def _markers(given: Any) -> Iterable[FormatMarker]:
                 each if isinstance(each, FormatMarker) else _made(FormatMarker, f"format_markers[{at}]", each)
             )
     else:
-        raise BadConfig(f"format_markers: {given!r} is no mapping and no list", hint='{"<think>": 0.2}')
+        raise BadConfig(f"format_markers: {shown(given)} is no mapping and no list", hint='{"<think>": 0.2}')
 
 
 def _bounds(given: Any) -> tuple[float | None, float | None]:
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
-        raise BadConfig(f"clamp: {given!r} is no lowest and highest score", hint="clamp: [-1, null]")
+        raise BadConfig(f"clamp: {shown(given)} is no lowest and highest score", hint="clamp: [-1, null]")
     lowest, highest = (None if each is None else _number("clamp", each) for each in given)
     return lowest, highest
 
@@ -113,12 +118,12 @@ def _made(kind: Any, path: str, given: Any) -> Any:
         return kind(**values)
     except TypeError as wrong:
         needed = " and ".join(each for each in ("pattern", "weight", "cap") if each in _names(kind))
-        raise BadConfig(f"{path}: {given!r} lacks {needed}") from wrong
+        raise BadConfig(f"{path}: {shown(given)} lacks {needed}") from wrong
 
 
 def _section(path: str, given: Any, known: Iterable[str]) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
-        raise BadConfig(f"{path or 'the reward config'}: {given!r:.100} is not a mapping of options")
+        raise BadConfig(f"{path or 'the reward config'}: {shown(given)} is not a mapping of options")
     known = list(known)
     for name in given:
         if name not in known:
@@ -143,28 +148,16 @@ def _is_number(value: object) -> bool:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not _is_number(value):
-        raise BadConfig(f"{name}: {value!r} is not a number")
+        raise BadConfig(f"{name}: {shown(value)} is not a number")
     return float(value)
 
 
 def _read(path: Path) -> Any:
     try:
-        import yaml
+        return plain(read_yaml(path.read_bytes()))
     except ImportError as missing:
         raise BadConfig(f"{path} cannot be read without PyYAML", hint="pip install pyyaml") from missing
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """Refuses a key that is given twice: one of the two would be skipped."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [key.value for key, _ in node.value]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise yaml.YAMLError(f"{twice[0]} is given twice")
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as wrong:
         raise BadConfig(f"{path} cannot be read: {wrong.strerror}") from wrong
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
-        raise BadConfig(f"{path} is no YAML: {wrong}") from wrong
+    except ValueError as wrong:
+        raise BadConfig(f"{path}: {wrong}", hint="correct that line") from wrong

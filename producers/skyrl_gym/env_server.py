@@ -25,6 +25,7 @@ import ctypes
 import functools
 import hmac
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -33,16 +34,46 @@ import signal
 import sys
 import threading
 import traceback
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 Json = dict[str, Any]
+
+
+def _front_door() -> None:
+    """Loads shmbridge's HTTP front door by its files, which need the standard library alone."""
+    here = Path(__file__).resolve().parents[2]  # the installed package, or the checkout
+    folder = next(each for each in (here / "httpd", here / "shmbridge" / "httpd") if each.is_dir())
+    for name in ("door", "threads"):
+        spec = importlib.util.spec_from_file_location(f"shmbridge.httpd.{name}", folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if __name__ == "__main__" and not TYPE_CHECKING:
+    _front_door()
+
+from shmbridge.httpd.door import BadRequest, Bounds, Refused, json_object  # noqa: E402
+from shmbridge.httpd.threads import Handler, ThreadServer  # noqa: E402
 
 SECRET = "SHMBRIDGE_ENV_SECRET"
 HEADER = "X-Shmbridge-Secret"
 
-CALLS = ("rows", "row", "init", "step", "metrics", "close")
+# What each call must bring.
+CALLS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "row": {"row": int},
+    "init": {"env_class": str, "extras": dict, "prompt": list, "env_config": dict | None},
+    "step": {"episode": int, "action": str},
+    "metrics": {"episode": int},
+    "close": {"episode": int},
+}
+_NAMES = {int: "a whole number", str: "text", list: "a list"}
+
+# A connection is an episode, which waits for the policy between two calls, for as long as that takes.
+BOUNDS = Bounds(connections=1 << 14, body_bytes=64 << 20, bodies_bytes=256 << 20, room_s=60.0)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -70,6 +101,8 @@ class Episodes:
     def row(self, asked: Json) -> Json:
         """Returns one row."""
         with self._reading:
+            if not 0 <= asked["row"] < len(self._rows):
+                raise Refused(404, f"there is no row {asked['row']} of {len(self._rows)}", "row")
             return {"row": self._rows[asked["row"]]}
 
     def init(self, asked: Json) -> Json:
@@ -97,6 +130,10 @@ class Episodes:
         said.pop("metadata", None)
         return said
 
+    def has(self, number: int) -> bool:
+        """Returns whether this episode runs."""
+        return number in self._running
+
     def metrics(self, asked: Json) -> Json:
         """Returns the environment's metrics."""
         get_metrics = getattr(self._running[asked["episode"]], "get_metrics", dict)
@@ -110,7 +147,7 @@ class Episodes:
         return {}
 
 
-class Handler(BaseHTTPRequestHandler):
+class EnvHandler(Handler):
     """One connection, which stays open from call to call."""
 
     protocol_version = "HTTP/1.1"
@@ -133,38 +170,38 @@ class Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def do_POST(self) -> None:
-        """Answers one call."""
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        status, body = self._called(self.path.lstrip("/"), body)
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _called(self, name: str, body: bytes) -> tuple[int, bytes]:
-        if not hmac.compare_digest((self.headers.get(HEADER) or "").encode(), self.secret.encode()):
-            return 403, _json({"error": "these are another producer's environments"})
+        """Answers one call; the secret comes before the body."""
+        if not hmac.compare_digest(self.header(HEADER).encode(), self.secret.encode()):
+            raise Refused(403, "these are another producer's environments", "secret")
+        name = self.path.lstrip("/")
         if name not in CALLS:
-            return 404, _json({"error": f"there is no call {name!r}"})
+            raise Refused(404, f"there is no call {name!r} -> POST /{', /'.join(CALLS)}", "path")
+        with self.received() as body:
+            asked = json_object(body)
+        for key, kind in CALLS[name].items():
+            if not isinstance(asked.get(key), kind) or isinstance(asked[key], bool):
+                raise BadRequest(
+                    f"{name} wants {key}, {_NAMES.get(kind, 'an object')} -> see {Path(__file__).name}"
+                )
+        if name in ("step", "metrics") and not self.episodes.has(asked["episode"]):
+            raise Refused(404, f"there is no episode {asked['episode']} -> /init begins one", "episode")
+        self.answer(*self._called(name, asked), "application/json")
+
+    def _called(self, name: str, asked: Json) -> tuple[int, bytes]:
         try:
-            answer = getattr(self.episodes, name)(json.loads(body))
+            answer = getattr(self.episodes, name)(asked)
             if name == "init":
                 self._mine.add(answer["episode"])
             return 200, _json(answer)
+        except Refused:
+            raise
         except BaseException as error:  # an environment's SystemExit is its error, too
             traceback.print_exc()
             return 500, _json({"error": f"{type(error).__name__}: {error}"})
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs no calls: errors are enough."""
-
-
-class Server(ThreadingHTTPServer):
-    """A thread per connection."""
-
-    daemon_threads = True
-    request_queue_size = 1024
+    def refuse(self, refused: Refused) -> None:
+        """Answers a refused call with its reason, and closes the connection with its environments."""
+        self.answer(refused.status, _json({"error": refused.detail}), "application/json", refused)
 
 
 def _json(answer: Json) -> bytes:
@@ -202,9 +239,9 @@ def main() -> None:
         sys.path[0] = os.getcwd()  # as with `python -m`; the folder of this script is no place for imports
     for name in ("skyrl_gym", *options.modules):
         importlib.import_module(name)
-    Handler.episodes = Episodes(options.repo_id, options.split)
-    Handler.secret = os.environ.pop(SECRET, "")
-    with Server(("127.0.0.1", options.port), Handler) as server:
+    EnvHandler.episodes = Episodes(options.repo_id, options.split)
+    EnvHandler.secret = os.environ.pop(SECRET, "")
+    with ThreadServer(("127.0.0.1", options.port), EnvHandler, BOUNDS) as server:
         port = server.server_address[1]
         if options.ready_fd is None:
             print(f"http://127.0.0.1:{port}", flush=True)

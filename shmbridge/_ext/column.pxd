@@ -1,6 +1,17 @@
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 
+cdef enum Role:
+    NO_ROLE
+    IS_TOKENS                        # no value is negative
+    SAYS_VERSIONS                    # token_versions: what of them is oldest is the record's
+    ENDS_STEPS                       # step_ends: they rise, within the row's tokens, one for each step reward
+    REWARDS_STEPS                    # step_rewards
+    COUNTS_PROMPTS                   # prompt_length: within the row's tokens
+    IS_MASK                          # loss_mask, masks: with COUNTS_PROMPTS, what says which tokens are trained
+    SAYS_MORE                        # of how it was sampled: something that learners may not train with
+
+
 cdef class Form:
     cdef readonly str name
     cdef readonly object dtype
@@ -10,12 +21,8 @@ cdef class Form:
     cdef readonly bint per_token
     cdef readonly bint per_record
     cdef readonly bint finite
-    cdef bint says_versions          # token_versions: what of them is oldest is the record's
     cdef uint64_t check_seed         # of its rows' checks; 0: they have none
-    cdef bint is_tokens              # no value is negative
-    cdef bint ends_steps             # step_ends: they rise, within the row's tokens, one for each step reward
-    cdef bint rewards_steps          # step_rewards
-    cdef bint counts_prompts         # prompt_length: within the row's tokens
+    cdef Role role
     cdef int code                    # dtype.char
     cdef int array_type              # NumPy's number of the dtype
 
@@ -25,7 +32,9 @@ cdef class PackedColumn:
     cdef readonly uint8_t tag
     cdef readonly uint32_t entries
     cdef readonly uint64_t count     # values
-    cdef readonly object rows        # list of lists and arrays, bytes, or None: filled in by the caller
+    # list of lists and arrays; one array of all values; bytes; or None: filled in by the caller
+    cdef readonly object rows
+    cdef object given                # the lengths beside one array, as they were handed over
     cdef readonly PackedColumn folds       # the record's tokens: `rows` are Atropos masks to fold with them
     cdef bytes row_lengths           # uint32[entries], or None
     cdef bytes inner_lengths         # uint32[], or None

@@ -5,6 +5,7 @@ import numpy as np
 CHECKED_COLUMNS: tuple[str, ...]
 
 class BeyondLayout(OverflowError): ...
+class WrongLengths(ValueError): ...
 
 class Form:
     name: str

@@ -8,19 +8,32 @@ cimport numpy as cnp
 
 import numpy as np
 
-from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_VALUES
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+
+from shmbridge._ext.layout cimport KIND_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR, TAG_VALUES
+
+cdef extern from "index.h" nogil:
+    uint64_t index_sum(const uint32_t* lengths, uint64_t count)
 
 cdef extern from "row_check.h" nogil:
     uint64_t row_check_seed(const char* column)
 
 cnp.import_array()
 
+cdef uint64_t MOST_VALUES = <uint64_t>1 << 48  # of a column: times the bytes of one, within 64 bits
+
 # Whose values a learner trains with: each row's may carry a check.
 CHECKED_COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "ref_logprobs", "advantages")
+# By which shmbridge.put.untrainable_notices may have something to say of a group.
+WORTH_A_LOOK = ("temperature", "generation_params", "overrides", "group_overrides", "images")
 
 
 class BeyondLayout(OverflowError):
     """More rows, values or bytes than the layout of a record can say."""
+
+
+class WrongLengths(ValueError):
+    """A column's lengths do not add up to its values, or are not as many as its rows."""
 
 
 cdef class Form:
@@ -32,28 +45,47 @@ cdef class Form:
         self.item_bytes, self.code = dtype.itemsize, ord(dtype.char)
         self.array_type = dtype.num
         self.per_token, self.per_record, self.finite = per_token, per_record, finite
-        self.says_versions = name == "token_versions" and kind == KIND_LIST and dtype == np.int32
         is_checked = name in CHECKED_COLUMNS and kind == KIND_LIST
         self.check_seed = row_check_seed(name.encode()) if is_checked else 0
-        self.is_tokens = name == "tokens" and kind == KIND_LIST and dtype == np.int32
-        self.ends_steps = name == "step_ends" and kind == KIND_LIST and dtype == np.int32
-        self.rewards_steps = name == "step_rewards" and kind == KIND_LIST
-        self.counts_prompts = name == "prompt_length" and kind == KIND_SCALAR and dtype == np.int32
+        self.role = role_of(name, kind, dtype)
 
 
+cdef Role role_of(str name, int kind, dtype):
+    if kind == KIND_LIST and dtype == np.int32:
+        if name == "tokens":
+            return IS_TOKENS
+        if name == "token_versions":
+            return SAYS_VERSIONS
+        if name == "step_ends":
+            return ENDS_STEPS
+    if name == "step_rewards" and kind == KIND_LIST:
+        return REWARDS_STEPS
+    if name == "prompt_length" and kind == KIND_SCALAR and dtype == np.int32:
+        return COUNTS_PROMPTS
+    if name in ("loss_mask", "masks"):
+        return IS_MASK
+    return SAYS_MORE if name in WORTH_A_LOOK else NO_ROLE
+
+
+@cython.no_gc  # no user of a plan gets hold of its columns while it is made, and none keeps them
 @cython.freelist(64)
 cdef class PackedColumn:
-    """A present column of a record. One record, one thread."""
+    """A present column of a record. One record, one thread.
+
+    Raises WrongLengths for what does not fit together, BeyondLayout. What C builds itself, of rows that it has
+    counted, does not come through here.
+    """
 
     def __init__(self, Form form not None, *, int tag=TAG_VALUES, entries=0, count=0,
                  lengths=None, inner=None, bytes keys=None, validity=None, rows=None):
-        if entries > 0xFFFFFFFF:
-            raise BeyondLayout(f"{entries} rows, allowed are 2**32 - 1")
+        if not 0 <= entries <= 0xFFFFFFFF:
+            raise BeyondLayout(f"{entries} rows, allowed are 0 to 2**32 - 1")
         self.form, self.tag, self.entries, self.count = form, tag, entries, count
         self.row_lengths = None if lengths is None else lengths.tobytes()
         self.inner_lengths = None if inner is None else inner.tobytes()
         self.validity = None if validity is None else validity.tobytes()
         self.keys, self.rows = keys, rows
+        check_lengths(self)
 
     @property
     def name(self) -> str:
@@ -73,3 +105,39 @@ cdef class PackedColumn:
     def valid(self):
         """bool[entries], or None where no row is null."""
         return None if self.validity is None else np.frombuffer(self.validity, np.bool_)
+
+
+cdef int check_lengths(PackedColumn column) except -1:
+    """Raises WrongLengths unless there is a length for each row, and they make the values that there are."""
+    cdef uint64_t values = column.entries, inner
+    if column.tag != TAG_VALUES:
+        if (column.entries or column.count or column.row_lengths or column.inner_lengths or column.keys
+                or column.validity):
+            raise WrongLengths("it has values, and is said to have none")
+        return 0
+    if column.form.kind != KIND_SCALAR:
+        values = summed(column.row_lengths, values, "rows")
+    elif column.row_lengths is not None:
+        raise WrongLengths("it has lengths, and one value a row")
+    if column.form.kind == KIND_LIST_LIST or column.form.kind == KIND_MAP:
+        inner = summed(column.inner_lengths, values, "lists or keys inside of them")
+        if column.form.kind == KIND_LIST_LIST:
+            values = inner
+        elif column.keys is None or <uint64_t>PyBytes_GET_SIZE(column.keys) != inner:
+            raise WrongLengths(f"its keys have {inner} bytes by their lengths")
+    if values != column.count or values > MOST_VALUES:
+        raise WrongLengths(f"its lengths make {values} values, and it has {column.count}")
+    if column.validity is not None and PyBytes_GET_SIZE(column.validity) != column.entries:
+        raise WrongLengths(f"{PyBytes_GET_SIZE(column.validity)} marks of null for {column.entries} rows")
+    if column.form.kind == KIND_BYTES and (
+            type(column.rows) is not bytes or <uint64_t>PyBytes_GET_SIZE(column.rows) != values):
+        raise WrongLengths(f"its text has not the {values} bytes that its lengths make")
+    return 0
+
+
+cdef uint64_t summed(bytes lengths, uint64_t count, str what) except? 0:
+    """The sum of so many uint32 lengths. It overflows at 2**32 of them, and a record has room for 2**30."""
+    if lengths is None or PyBytes_GET_SIZE(lengths) % 4 or <uint64_t>PyBytes_GET_SIZE(lengths) // 4 != count:
+        size = "no" if lengths is None else PyBytes_GET_SIZE(lengths) // 4
+        raise WrongLengths(f"{size} lengths for {count} {what}")
+    return index_sum(<const uint32_t*>PyBytes_AS_STRING(lengths), count)

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from shmbridge._ext.column import Form, PackedColumn
@@ -29,8 +30,16 @@ class ColumnForms:
     ) -> Plan: ...
 
 class FastPut:
+    groups: int
     ahead: int
-    def __init__(self, forms: ColumnForms, writer: LaneWriter, producer_id: str, most_bytes: int) -> None: ...
-    def put(self, group: Any, group_id: object, number: int, version: object) -> int | None: ...
+    def __init__(
+        self,
+        forms: ColumnForms,
+        writer: LaneWriter,
+        producer_id: str,
+        most_bytes: int,
+        look: Callable[..., None],
+    ) -> None: ...
+    def put(self, group: Any, group_id: object, version: object) -> int | None: ...
 
 def know_tensors(tensor: Any) -> None: ...

@@ -10,16 +10,16 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from cpython.object cimport PyObject
-from cpython.tuple cimport PyTuple_CheckExact
+from cpython.tuple cimport PyTuple_CheckExact, PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdio cimport snprintf
 from libc.string cimport memcmp, memcpy, memset
 
 from shmbridge._ext.column cimport Form, PackedColumn
 from shmbridge._ext.layout cimport (
     KIND_LIST, KIND_LIST_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES,
 )
-from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, RowSampler, Stamp
+from shmbridge._ext.futex cimport monotonic_ns
+from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, RowSampler, Stamp, check_columns
 from shmbridge._ext.lane_writer cimport LaneWriter
 
 from shmbridge._ext.column import BeyondLayout
@@ -34,6 +34,7 @@ cnp.import_array()
 cdef enum:
     FITS = -1                        # a column's rows are the tokens' rows
     OTHER_ROWS = -2                  # it has another number of rows
+    MOST_KEYS = 64                   # whose forms are remembered
 
 cdef object Tensor = None            # torch.Tensor, once the caller has imported torch
 
@@ -70,11 +71,14 @@ cdef class ColumnForms:
     cdef object _converter
     cdef RowSampler _sampler
     cdef bint _foreign
+    cdef list _keys                  # of the last groups, by place, and their forms
+    cdef list _forms
 
     def __init__(self, dict by_key not None, converter, RowSampler sampler=None, bint foreign=False):
         self._by_key, self._converter, self._sampler, self._foreign = by_key, converter, sampler, foreign
         self._tokens, self._masks, self._loss_mask = by_key["tokens"], by_key["masks"], by_key["loss_mask"]
         self._score, self._extra = by_key["score"], by_key["extra"]
+        self._keys, self._forms = [], []
 
     def plan(self, group, Stamp stamp not None, source=None, bint fold_masks=True):
         """The plan of a group's record. Without `fold_masks`, masks are stored beside loss_mask.
@@ -86,19 +90,21 @@ cdef class ColumnForms:
     def claimed(self, list columns not None, PackedColumn tokens not None, PackedColumn score,
                 Stamp stamp not None):
         """The plan of columns that the caller will write, with `tokens` and `score`; raises as plan()."""
+        check_columns(columns)
         return self.checked(columns, tokens, score, stamp, None, None, self._converter)
 
     cdef Plan make_plan(self, group, Stamp stamp, source, bint fold_masks, converter):
         cdef dict given = <dict>group if type(group) is dict else converter.mapping(group)
         cdef PackedColumn column, score = None, tokens = self.read_tokens(given, group, converter)
-        cdef uint32_t rows = tokens.entries
         cdef list columns = [tokens]
         cdef dict unknown = None
         cdef object env = None
         cdef bint has_extra = False
+        cdef Py_ssize_t place = 0
         cdef Form form
         for key, value in given.items():
-            form = <Form>(self._by_key.get(key))
+            form = self.form_of(key, place)
+            place += 1
             if form is self._tokens:
                 continue
             if form is self._extra:  # the last column: unknown keys may come into it
@@ -115,7 +121,7 @@ cdef class ColumnForms:
                 if form is self._masks and "loss_mask" not in given:
                     self.add_masks(columns, tokens, value, fold_masks, group, converter)
                     continue
-                column = read(form, value, group, rows, converter)
+                column = read(form, value, group, tokens, converter)
             if column is not None:
                 columns.append(column)
                 if form is self._score:
@@ -124,12 +130,26 @@ cdef class ColumnForms:
                 unknown = {} if unknown is None else unknown
                 unknown[key] = value
             else:
-                raise converter.errors.unknown(key, value, converter.table, rows)
+                raise converter.errors.unknown(key, value, converter.table, tokens.entries)
         if unknown is not None or has_extra:
             value = given.get("extra")
             value = value if unknown is None else converter.extra(value, unknown)
-            columns.append(read(self._extra, value, group, rows, converter))
+            columns.append(read(self._extra, value, group, tokens, converter))
         return self.checked(columns, tokens, score, stamp, env, source, converter)
+
+    cdef Form form_of(self, key, Py_ssize_t place):
+        """The form of a group's key at this place among its keys, where the last groups had the same, as a rule; or
+        None.
+        """
+        if place < PyList_GET_SIZE(self._keys) and PyList_GET_ITEM(self._keys, place) == <PyObject*>key:
+            return <Form>PyList_GET_ITEM(self._forms, place)
+        cdef Form form = <Form>(self._by_key.get(key))
+        if place < PyList_GET_SIZE(self._keys):
+            self._keys[place], self._forms[place] = key, form
+        elif place == PyList_GET_SIZE(self._keys) and place < MOST_KEYS:
+            self._keys.append(key)
+            self._forms.append(form)
+        return form
 
     cdef Plan checked(self, list columns, PackedColumn tokens, PackedColumn score, Stamp stamp, env, source,
                       converter):
@@ -138,12 +158,14 @@ cdef class ColumnForms:
         cdef Plan made = Plan.__new__(Plan)
         cdef uint32_t rows = tokens.entries
         cdef bint uneven = False
+        cdef Py_ssize_t place
         cdef int64_t row, env_id
         if score is not None and not self._foreign and score.tag == TAG_VALUES and score.entries == rows:
             row = empty_row(tokens, score)
             if row >= 0:
                 raise converter.errors.scored_nothing(row)
-        for column in columns:
+        for place in range(PyList_GET_SIZE(columns)):
+            column = <PackedColumn>PyList_GET_ITEM(columns, place)
             row = difference(column, tokens)
             if row != FITS:
                 wrong = converter.errors.unequal(column, tokens, row)
@@ -157,7 +179,7 @@ cdef class ColumnForms:
         return made
 
     cdef PackedColumn read_tokens(self, dict given, group, converter):
-        cdef PackedColumn tokens = read(self._tokens, given.get("tokens"), group, 0, converter)
+        cdef PackedColumn tokens = read(self._tokens, given.get("tokens"), group, None, converter)
         if not tokens.entries:
             raise converter.errors.no_tokens(given)
         if tokens.validity is not None:
@@ -172,13 +194,13 @@ cdef class ColumnForms:
         if column is not None:
             columns.append(column)
             return 0
-        column = read(self._masks, value, group, tokens.entries, converter)
+        column = read(self._masks, value, group, tokens, converter)
         if column.validity is not None and not self._foreign:
             raise converter.errors.null_row(column)
         columns.append(column)
         if column.tag == TAG_VALUES:
             value = converter.loss_mask(value)
-            columns.append(read(self._loss_mask, value, group, tokens.entries, converter))
+            columns.append(read(self._loss_mask, value, group, tokens, converter))
         return 0
 
 
@@ -189,41 +211,62 @@ cdef class FastPut:
     cdef LaneWriter _writer
     cdef bytes _own_groups           # what ids of groups without one begin with
     cdef uint64_t _most_bytes
+    cdef object _look
+    cdef public uint64_t groups      # of the producer, put or tried: a group without an id has this as its own
     cdef public uint64_t ahead       # groups stamped with a version that the bridge has not published
 
     def __init__(self, ColumnForms forms not None, LaneWriter writer not None, str producer_id not None,
-                 uint64_t most_bytes):
-        """`most_bytes` is the largest record the lane takes."""
-        self._forms, self._writer, self._most_bytes = forms, writer, most_bytes
+                 uint64_t most_bytes, look):
+        """`most_bytes` is the largest record the lane takes; `look(group, nulls=False)` is called once a record of
+        a group is committed of which its caller may have to be told something.
+        """
+        self._forms, self._writer, self._most_bytes, self._look = forms, writer, most_bytes, look
         self._own_groups = producer_id.encode() + b":"
 
-    def put(self, group, group_id, uint64_t number, version):
+    def put(self, group, group_id, version):
         """The record's sequence; None if the group is uncommon or wrong or has no room: nothing has happened.
 
-        `number` is the group's among the producer's: its id if it was given none. A null row is uncommon.
+        A null row is uncommon.
         """
         cdef Plan plan
         cdef Stamp given
-        if self._writer.is_blocked():
+        cdef int64_t now = monotonic_ns()
+        cdef uint64_t number
+        if self._writer.is_blocked(now):
             return None
-        given = self.make_stamp(group_id, number, version)
+        given = self.make_stamp(group_id, version)
         if given is None:
             return None
+        given.created_ns = now
+        # First the number: an interrupt may come once the record is committed, and no two groups may share an id.
+        self.groups += 1
+        number = self.groups
         try:
             plan = self._forms.make_plan(group, given, None, True, NO_CONVERTER)
             if plan.has_nulls or plan.extent_bytes > self._most_bytes:
-                return None
-            return plan.sequence if plan.claim_and_write(self._writer) else None
+                return self.never_was(number)
+            self._writer.keep_pace(plan.extent_bytes)
+            if not plan.claim_and_write(self._writer):
+                return self.never_was(number)
         except (Uncommon, BadValue, LossyMasks, ClaimLost, OverflowError):
-            return None
+            return self.never_was(number)
+        if plan.worth_a_look:
+            self._look(group, nulls=False)
+        return plan.sequence
 
-    cdef Stamp make_stamp(self, group_id, uint64_t number, version):
+    cdef object never_was(self, uint64_t number):
+        """Takes the number of a group back, unless its values' own code has put another one meanwhile. None."""
+        if self.groups == number:
+            self.groups -= 1
+        return None
+
+    cdef Stamp make_stamp(self, group_id, version):
         """The stamp of a whole train group in its usual form, or None."""
         cdef int64_t began
         cdef bytes raw
         cdef Stamp given
         if group_id is None:
-            raw = numbered(self._own_groups, number)
+            raw = numbered(self._own_groups, self.groups)
         elif type(group_id) is str and len(<str>group_id) <= 1000:
             try:
                 raw = (<str>group_id).encode()
@@ -247,12 +290,18 @@ cdef class FastPut:
 
 cdef bytes numbered(bytes prefix, uint64_t number):
     """`prefix` with a decimal number behind it."""
-    cdef char digits[24]
-    cdef int count = snprintf(digits, sizeof(digits), "%llu", <unsigned long long>number)
+    cdef char digits[20]
+    cdef int first = sizeof(digits)
     cdef Py_ssize_t before = PyBytes_GET_SIZE(prefix)
-    cdef bytes made = PyBytes_FromStringAndSize(NULL, before + count)
+    while True:
+        first -= 1
+        digits[first] = <char>(c"0" + number % 10)
+        number //= 10
+        if not number:
+            break
+    cdef bytes made = PyBytes_FromStringAndSize(NULL, before + sizeof(digits) - first)
     memcpy(PyBytes_AS_STRING(made), PyBytes_AS_STRING(prefix), before)
-    memcpy(PyBytes_AS_STRING(made) + before, digits, count)
+    memcpy(PyBytes_AS_STRING(made) + before, digits + first, sizeof(digits) - first)
     return made
 
 
@@ -306,13 +355,17 @@ cdef int64_t empty_row(PackedColumn tokens, PackedColumn score) noexcept:
     return -1
 
 
-cdef inline PackedColumn read(Form form, value, group, uint32_t rows, converter):
+cdef PackedColumn read(Form form, value, group, PackedColumn tokens, converter):
     """A column in whatever form; None for side data that is not one value a row, and so no column."""
-    cdef PackedColumn column = empty(form, value)
+    cdef PackedColumn column
+    if form.kind == KIND_LIST and PyTuple_CheckExact(value) and PyTuple_GET_SIZE(value) == 2:
+        column = flat(form, <object>PyTuple_GET_ITEM(value, 0), <object>PyTuple_GET_ITEM(value, 1), tokens)
+    else:
+        column = empty(form, value)
+        if column is None:
+            column = values_of(form, value)
     if column is None:
-        column = values_of(form, value)
-    if column is None:
-        value = converter.convert(form, value, group, rows)
+        value = converter.convert(form, value, group, 0 if tokens is None else tokens.entries)
         if value is None or type(value) is PackedColumn:
             return value
         column = values_of(form, value)
@@ -325,7 +378,8 @@ cdef inline PackedColumn empty(Form form, value):
     """A column that is null, [], () or {}; None if it is something."""
     if value is None:
         return begun(form, TAG_NULL, 0, 0, None)
-    if (PyList_CheckExact(value) or PyTuple_CheckExact(value)) and not value:
+    if (PyList_CheckExact(value) and not PyList_GET_SIZE(value) or
+            PyTuple_CheckExact(value) and not PyTuple_GET_SIZE(value)):
         return begun(form, TAG_EMPTY_LIST, 0, 0, None)
     return begun(form, TAG_EMPTY_MAP, 0, 0, None) if type(value) is dict and not value else None
 
@@ -340,12 +394,12 @@ cdef inline PackedColumn values_of(Form form, value):
         return None
     if PyList_CheckExact(value):
         return rows_of(form, <list>value)
-    if PyTuple_CheckExact(value) and len(<tuple>value) == 2:
-        return flat(form, (<tuple>value)[0], (<tuple>value)[1])
+    if PyTuple_CheckExact(value) and PyTuple_GET_SIZE(value) == 2:
+        return flat(form, <object>PyTuple_GET_ITEM(value, 0), <object>PyTuple_GET_ITEM(value, 1), None)
     return matrix(form, value)
 
 
-cdef inline PackedColumn begun(Form form, int tag, uint32_t entries, uint64_t count, list rows,
+cdef inline PackedColumn begun(Form form, int tag, uint32_t entries, uint64_t count, rows,
                                bytes lengths=None):
     cdef PackedColumn column = PackedColumn.__new__(PackedColumn)
     column.form, column.tag, column.entries, column.count = form, tag, entries, count
@@ -362,21 +416,28 @@ cdef bytes without(bytes validity, Py_ssize_t count, Py_ssize_t row):
     return validity
 
 
-cdef object as_array(value):
+cdef inline cnp.ndarray as_array(value):
     """An exact ndarray, C contiguous, aligned, in native byte order; or None."""
-    if type(value) is Tensor:
-        try:
-            value = value.numpy()
-        except (RuntimeError, TypeError):  # needs a gradient, is on a device, or of a type that NumPy has not
-            return None
-    if cnp.PyArray_CheckExact(value) and cnp.PyArray_ISCARRAY_RO(value):
-        return value
-    return None
+    cdef cnp.ndarray array
+    if cnp.PyArray_CheckExact(value):
+        array = <cnp.ndarray><PyObject*>value
+        return array if cnp.PyArray_ISCARRAY_RO(array) else None
+    return of_tensor(value) if type(value) is Tensor else None
+
+
+cdef cnp.ndarray of_tensor(tensor):
+    """The same of a CPU tensor."""
+    try:
+        array = tensor.numpy()
+    except (RuntimeError, TypeError):  # needs a gradient, is on a device, or of a type that NumPy has not
+        return None
+    return array if cnp.PyArray_CheckExact(array) and cnp.PyArray_ISCARRAY_RO(array) else None
 
 
 cdef PackedColumn rows_of(Form form, list values):
     """A list of rows, each a list, a tuple, a 1-D array or None."""
     cdef list held = list(values)  # the caller's own list may change, also while the record waits for room
+    cdef cnp.ndarray array
     cdef Py_ssize_t row, length, count = PyList_GET_SIZE(held)
     cdef uint64_t total = 0
     cdef bytes raw, validity = None
@@ -426,36 +487,48 @@ cdef PackedColumn nested(Form form, list values):
     return column
 
 
-cdef PackedColumn flat(Form form, values, given):
-    """(flat array, lengths)."""
+cdef PackedColumn flat(Form form, values, given, PackedColumn tokens):
+    """(flat array, lengths); `tokens`: of the same group, which may have the very same lengths; or None."""
+    cdef PackedColumn column
+    cdef cnp.ndarray lengths, array = as_array(values)
     cdef Py_ssize_t row, count
     cdef int64_t length, total = 0
     cdef int kind
-    cdef bint no_rows = PyList_CheckExact(given) and PyList_GET_SIZE(given) == 0
-    array = as_array(values)
+    cdef bint no_rows = False
+    cdef bytes raw
     if array is None or cnp.PyArray_NDIM(array) != 1:
         return None
-    if PyList_CheckExact(given) and all_exact_ints(<list>given):
-        given = cnp.PyArray_FROM_O(given)
-    given = as_array(given)
-    if given is None or cnp.PyArray_NDIM(given) != 1:
+    if given is not None and tokens is not None and tokens.given is given:
+        if <uint64_t>cnp.PyArray_DIM(array, 0) != tokens.count:
+            return None
+        return begun(form, TAG_VALUES, tokens.entries, tokens.count, array, tokens.row_lengths)
+    if PyList_CheckExact(given):
+        no_rows = PyList_GET_SIZE(given) == 0
+        lengths = as_array(cnp.PyArray_FROM_O(given)) if all_exact_ints(<list>given) else None
+    else:
+        lengths = as_array(given)
+    if lengths is None or cnp.PyArray_NDIM(lengths) != 1:
         return None
-    kind, count = cnp.PyArray_TYPE(given), cnp.PyArray_DIM(given, 0)
+    kind, count = cnp.PyArray_TYPE(lengths), cnp.PyArray_DIM(lengths, 0)
     if not no_rows and kind != cnp.NPY_INT64 and kind != cnp.NPY_INT32 and kind != cnp.NPY_UINT32:
         return None  # two rows of numbers, maybe both empty
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     for row in range(count):
         if kind == cnp.NPY_INT64:
-            length = (<int64_t*>cnp.PyArray_DATA(given))[row]
+            length = (<int64_t*>cnp.PyArray_DATA(lengths))[row]
         elif kind == cnp.NPY_INT32:
-            length = (<int32_t*>cnp.PyArray_DATA(given))[row]
+            length = (<int32_t*>cnp.PyArray_DATA(lengths))[row]
         else:
-            length = (<uint32_t*>cnp.PyArray_DATA(given))[row]
-        if not 0 <= length <= 0xFFFFFFFF:
+            length = (<uint32_t*>cnp.PyArray_DATA(lengths))[row]
+        if length < 0 or length > <int64_t>0xFFFFFFFF:
             return None
         (<uint32_t*>PyBytes_AS_STRING(raw))[row] = <uint32_t>length
         total += length
-    return begun(form, TAG_VALUES, count, total, [array], raw) if total == cnp.PyArray_DIM(array, 0) else None
+    if total != cnp.PyArray_DIM(array, 0):
+        return None
+    column = begun(form, TAG_VALUES, <uint32_t>count, total, array, raw)
+    column.given = given
+    return column
 
 
 cdef bint all_exact_ints(list values) noexcept:
@@ -468,19 +541,20 @@ cdef bint all_exact_ints(list values) noexcept:
 cdef PackedColumn matrix(Form form, value):
     """A 2-D array: rows of one length."""
     cdef Py_ssize_t row, count
-    array = as_array(value)
+    cdef cnp.ndarray array = as_array(value)
     if array is None or cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIM(array, 1) > 0xFFFFFFFF:
         return None
     count = cnp.PyArray_DIM(array, 0)
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     for row in range(count):
         (<uint32_t*>PyBytes_AS_STRING(raw))[row] = <uint32_t>cnp.PyArray_DIM(array, 1)
-    return begun(form, TAG_VALUES, count, cnp.PyArray_SIZE(array), [array], raw)
+    return begun(form, TAG_VALUES, count, cnp.PyArray_SIZE(array), array, raw)
 
 
 cdef PackedColumn scalars(Form form, value):
     """One number a row: a list or tuple of numbers and None, or a 1-D array."""
     cdef PackedColumn column
+    cdef cnp.ndarray array
     cdef Py_ssize_t row, count
     cdef list held
     if PyList_CheckExact(value) or PyTuple_CheckExact(value):
@@ -495,7 +569,7 @@ cdef PackedColumn scalars(Form form, value):
     array = as_array(value)
     if array is None or cnp.PyArray_NDIM(array) != 1:
         return None
-    return begun(form, TAG_VALUES, cnp.PyArray_DIM(array, 0), cnp.PyArray_DIM(array, 0), [array])
+    return begun(form, TAG_VALUES, cnp.PyArray_DIM(array, 0), cnp.PyArray_DIM(array, 0), array)
 
 
 cdef PackedColumn folded(Form form, PackedColumn tokens, value):

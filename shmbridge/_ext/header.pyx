@@ -84,9 +84,14 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
 
 
 def read_lane(Mapping lane not None):
-    """Copies a lane's header into a dict; None while it has no magic. Validates only sizes."""
+    """Copies a lane's header into a dict; None while it is not ready: to be mapped again. Validates only sizes.
+
+    A lane is not ready before its magic, nor in a mapping made while its producer reserved it: that one ends
+    before the lane does. LaneCorrupt if it is not a lane. One that says more bytes than its segment has is
+    garbage, which its readers find.
+    """
     cdef lane_header* header = <lane_header*>lane.base
-    cdef uint64_t magic
+    cdef uint64_t magic, total
     if lane.size < PAGE + MAX_COLUMNS * sizeof(column_def):
         return None
     magic = load_acquire64(&header.magic)  # SYNC(lane-ready)
@@ -94,6 +99,11 @@ def read_lane(Mapping lane not None):
         return None
     if magic != LANE_MAGIC:
         raise LaneCorrupt(f"magic {magic:#x}, not a lane")
+    if header.layout_version == LAYOUT_VERSION:
+        total = header.segment_bytes
+        # The magic is stored when the segment has its whole size: it has grown since, or says what is not true.
+        if lane.size < total <= lane.segment_size():
+            return None
     count = min(header.column_count, MAX_COLUMNS)
     return {
         "layout_version": header.layout_version, "pid": header.producer_pid,
@@ -316,6 +326,9 @@ cdef class Control:
         for i in range(LATENCY_BUCKETS):
             store_relaxed64(&self.words().latency_counts[i], 0)
         store_relaxed64(&self.words().latency_ns_total, 0)
+        store_relaxed64(&self.words().most_stale, 0)
+        store_relaxed64(&self.words().batch_wants, 0)
+        store_relaxed64(&self.words().batch_has, 0)
         epoch = load_relaxed64(&self.words().hub_epoch) + 1
         store_seq64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
         # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
@@ -363,6 +376,38 @@ cdef class Control:
         store_relaxed64(&self.words().published_ns, monotonic_ns())
 
     @property
+    def run_id(self) -> int:
+        """The training run that the policy versions are of, 0 if unknown."""
+        return load_acquire64(&self.words().run_id)  # SYNC(flags)
+
+    @property
+    def start(self) -> tuple:
+        """The version with which the newest learner started, and the version whose weights that one repeats;
+        -1 for none, and for untrained weights.
+        """
+        version = <int64_t>load_acquire64(&self.words().start_version) - 1  # SYNC(flags)
+        return version, <int64_t>load_acquire64(&self.words().start_same_as) - 1  # SYNC(flags)
+
+    def begin_run(self, uint64_t run_id, int64_t version, int64_t same_as):
+        """Stores a learner's run and start, before it publishes that version."""
+        store_release64(&self.words().start_version, 0)  # SYNC(flags)
+        store_release64(&self.words().start_same_as, same_as + 1)  # SYNC(flags)
+        fault_hit(b"hub.start_changing")
+        store_release64(&self.words().run_id, run_id)  # SYNC(flags)
+        store_release64(&self.words().run_open, 1)  # SYNC(flags)
+        store_release64(&self.words().start_version, version + 1)  # SYNC(flags)
+        fault_hit(b"hub.start_stored")
+
+    @property
+    def run_open(self) -> bool:
+        """Whether a learner of the run has started, and none has ended in order since."""
+        return load_acquire64(&self.words().run_open) != 0  # SYNC(flags)
+
+    def end_run(self):
+        """The run's learner ends in order: what it has trained is saved."""
+        store_release64(&self.words().run_open, 0)  # SYNC(flags)
+
+    @property
     def published_ns(self) -> int:
         """When the newest policy version was announced, CLOCK_MONOTONIC; 0 if unknown."""
         return load_relaxed64(&self.words().published_ns)
@@ -384,6 +429,8 @@ cdef class Control:
     def note_asking(self, bint waits):
         """Notes that somebody begins to wait for a batch or record, or no longer does; adds up the time."""
         cdef control_header* words = self.words()
+        if waits:
+            store_relaxed64(&words.batch_wants, 0)  # of an earlier wait
         cdef uint64_t now = monotonic_ns(), since = load_relaxed64(&words.asking_ns)
         store_relaxed64(&words.asking_ns, now if waits else 0)
         if since:
@@ -412,6 +459,29 @@ cdef class Control:
         cdef control_header* words = self.words()
         counts = [load_relaxed64(&words.latency_counts[i]) for i in range(LATENCY_BUCKETS)]
         return counts, load_relaxed64(&words.latency_ns_total)
+
+    @property
+    def most_stale(self) -> int:
+        """The staleness limit, in versions, of the batches asked for last; -1: there is none."""
+        return <int64_t>load_relaxed64(&self.words().most_stale) - 1
+
+    def note_most_stale(self, int64_t versions):
+        """Notes the staleness limit of the batches that are asked for; -1: there is none."""
+        store_relaxed64(&self.words().most_stale, versions + 1)
+
+    @property
+    def batch(self) -> tuple:
+        """What is known of the batch that is waited for: its size, whether that counts rows, how much of it is
+        there, and groups that are there in part. A size of 0: of none.
+        """
+        cdef uint64_t wants = load_relaxed64(&self.words().batch_wants)
+        cdef uint64_t has = load_relaxed64(&self.words().batch_has)
+        return wants >> 1, bool(wants & 1), has >> 32, has & 0xFFFFFFFF
+
+    def note_batch(self, uint64_t size, bint by_rows, uint64_t there, uint64_t in_part):
+        """Notes what `batch` returns; a size of 0: none is waited for, or nothing is known of it."""
+        store_relaxed64(&self.words().batch_has, min(there, 0xFFFFFFFF) << 32 | min(in_part, 0xFFFFFFFF))
+        store_relaxed64(&self.words().batch_wants, size << 1 | by_rows)
 
     @property
     def paused(self) -> bool:

@@ -3,6 +3,8 @@
 A LaneReader is for the holder of the hub lock, one thread at a time; a Lease may end on any thread.
 """
 
+from sys import intern
+
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -88,7 +90,7 @@ cdef class LaneReader:
             raise LaneCorrupt("its column table has changed")
         if len(names) != count or len(dtypes) != count:
             raise ValueError(f"{len(names)} names and {len(dtypes)} types for {count} columns")
-        self.about, self.names, self.dtypes = about, names, dtypes
+        self.about, self.dtypes, self.names = about, dtypes, tuple([intern(name) for name in names])
         self.numbers = {name: number for number, name in enumerate(names)}
 
     @property

@@ -19,6 +19,7 @@ cdef extern from "lane_write.h" nogil:
     int lane_writer_open(lane_writer* writer, uint8_t* base, const lane_geometry* geometry,
                          control_header* hub)
     void lane_writer_close(lane_writer* writer)
+    void lane_keep_pace(lane_writer* writer, uint64_t bytes)
     int lane_claim(lane_writer* writer, uint64_t bytes)
     void lane_reclaim(lane_writer* writer, int thoroughly)
     void lane_abort(lane_writer* writer)
@@ -40,7 +41,8 @@ cdef class LaneWriter:
     cdef void give_back(self, uint64_t number) noexcept
     cdef uint8_t* claimed(self, uint64_t number) except NULL
     cdef object publish(self, uint64_t number, const slot* stamp)
-    cdef bint is_blocked(self) noexcept
+    cdef void keep_pace(self, uint64_t size) noexcept
+    cdef bint is_blocked(self, int64_t now) noexcept
     cdef int64_t policy_version(self) noexcept
 
 

@@ -94,16 +94,21 @@ cdef class LaneWriter:
         """Whether a claim needs the full checks first: they are due, another claim is open, the lane is
         quarantined, or the bridge is draining or paused.
         """
-        return self.is_blocked()
+        return self.is_blocked(coarse_ns())
 
-    cdef bint is_blocked(self) noexcept:
+    cdef bint is_blocked(self, int64_t now) noexcept:
         cdef control_header* hub
-        if self._writer.claimed >= 0 or not self._lane.alive() or coarse_ns() >= self._look_at_ns:
+        if self._writer.claimed >= 0 or not self._lane.alive() or now >= self._look_at_ns:
             return True
         hub = <control_header*>self._control.base
         if load_relaxed64(&self._writer.header.quarantined):
             return True
         return load_acquire64(&hub.draining) or load_acquire64(&hub.paused)  # SYNC(flags)
+
+    cdef void keep_pace(self, uint64_t size) noexcept:
+        """Before a claim by who may wait a moment: see lane_keep_pace."""
+        if self._lane.alive():
+            lane_keep_pace(&self._writer, size)
 
     cdef int64_t policy_version(self) noexcept:
         """The newest the hub has announced, -1 before the first; the lane must be alive."""

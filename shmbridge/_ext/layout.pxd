@@ -62,6 +62,13 @@ cdef extern from "layout.h" nogil:
         shm_u64 weights_floor
         shm_u64 latency_counts[30]
         shm_u64 latency_ns_total
+        shm_u64 run_id
+        shm_u64 run_open
+        shm_u64 start_version
+        shm_u64 start_same_as
+        shm_u64 most_stale
+        shm_u64 batch_wants
+        shm_u64 batch_has
 
     ctypedef struct lane_header:
         shm_u64 magic

@@ -9,6 +9,7 @@ class Descriptor:
 
 class Mapping:
     size: int
+    file: Descriptor
     def __init__(self, file: Descriptor, size: int, readonly: bool = False) -> None: ...
     @property
     def fd(self) -> int: ...

@@ -13,6 +13,7 @@ from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ,
     PROT_WRITE, mlock, mmap, munmap,
 )
+from posix.stat cimport fstat, struct_stat
 from posix.types cimport off_t
 from posix.unistd cimport _SC_PAGESIZE, close, sysconf
 
@@ -20,6 +21,7 @@ cdef extern from "fork.h" nogil:
     int fork_watch(int fd)
     void fork_unwatch(int fd)
     unsigned fork_generation()
+    const unsigned* fork_generation_at()
     unsigned fork_count()
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -139,6 +141,7 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
     return done
 
 
+@cython.final
 @cython.no_gc  # a descriptor refers to nothing
 cdef class Mapping:
     """A shared mapping of a whole segment, closed with the last reference.
@@ -150,7 +153,7 @@ cdef class Mapping:
     def __cinit__(self, Descriptor file not None, size_t size, bint readonly=False):
         cdef void* base
         self.base = NULL
-        self._born = fork_generation()
+        self._born, self._generation = fork_generation(), fork_generation_at()
         base = map_aligned(file.number(), size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
         if base == MAP_FAILED:
             raise OSError(errno, f"mmap of {size} bytes failed")
@@ -161,14 +164,16 @@ cdef class Mapping:
         madvise(base, size, MADV_DONTDUMP)
         if size >= HUGE_PAGE:
             madvise(base, size, MADV_HUGEPAGE)
-        self._file = file
+        self.file = file
 
-    cdef bint alive(self) noexcept nogil:
-        return self.base != NULL and self._born == fork_generation()
+    cdef size_t segment_size(self) noexcept nogil:
+        """The segment's size now, which is more than `size` if it has grown since; 0 if it cannot be told."""
+        cdef struct_stat about
+        return about.st_size if self.alive() and fstat(self.file._fd, &about) == 0 else 0
 
     @property
     def fd(self) -> int:
-        return self._file.number() if self.alive() else -1
+        return self.file.number() if self.alive() else -1
 
     @property
     def address(self) -> int:

@@ -5,7 +5,7 @@ Raises BadValue, with the place, for what does not fit.
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
-from cpython.list cimport PyList_GET_SIZE
+from cpython.list cimport PyList_CheckExact, PyList_GET_SIZE
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
@@ -13,7 +13,7 @@ from operator import index
 
 import numpy as np
 
-from shmbridge._ext.column cimport PackedColumn
+from shmbridge._ext.column cimport IS_TOKENS, PackedColumn
 from shmbridge._ext.layout cimport KIND_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR
 
 cdef extern from "Python.h":
@@ -29,12 +29,13 @@ cdef extern from "pylist.h":
                           uint8_t* to)
 
 cdef extern from "convert.h" nogil:
-    int64_t first_non_finite32(const float* values, int64_t count)
+    ctypedef enum badness:
+        NEGATIVE_IS_BAD
+        NON_FINITE_IS_BAD
+    int64_t first_bad32(const void* values, int64_t count, badness bad)
     int64_t first_non_finite64(const double* values, int64_t count)
-    int64_t copy_finite32(float* to, const float* source, int64_t count, bint is_cold)
+    int64_t copy_checked32(void* to, const void* source, int64_t count, badness bad, bint is_cold)
     int64_t int64_to_int32(int32_t* to, const int64_t* source, int64_t count, int64_t least)
-    int64_t first_negative32(const int32_t* values, int64_t count)
-    int64_t copy_from_zero32(int32_t* to, const int32_t* source, int64_t count, bint is_cold)
     int64_t int64_to_uint8(uint8_t* to, const int64_t* source, int64_t count)
     void float64_to_float32(float* to, const double* source, int64_t count)
 
@@ -64,11 +65,19 @@ cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
     cdef uint64_t item = column.form.item_bytes
     cdef uint8_t* first = to
     cdef uint8_t* end = to + column.count * item
-    cdef const uint32_t* planned = planned_lengths(column)
+    cdef const uint32_t* planned
     cdef Py_ssize_t count, row = 0
+    if cnp.PyArray_CheckExact(column.rows):  # all values
+        count = array_size(column.rows)
+        if <uint64_t>count > column.count:
+            raise_resized(column, 0, count, NULL)
+        if <uint64_t>count < column.count:
+            raise_smaller(column, 0, end - to - count * item)
+        return write_array(column, 0, <cnp.ndarray><PyObject*>column.rows, first, to, count, is_cold)
     if column.form.kind == KIND_BYTES:
         lane_copy(to, PyBytes_AS_STRING(column.rows), column.count, is_cold)
         return 0
+    planned = planned_lengths(column)
     for source in <list>column.rows:
         count = array_size(source) if cnp.PyArray_CheckExact(source) else PySequence_Fast_GET_SIZE(source)
         if planned != NULL and count != planned[row] or <uint64_t>count > <uint64_t>(end - to) // item:
@@ -81,8 +90,7 @@ cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
         to += count * item
         row += 1
     if to != end:
-        reason = "bytes are missing: the group became smaller after it was handed over"
-        raise BadValue(column.form.name, max(row - 1, 0), 0, end - to, reason)
+        raise_smaller(column, max(row - 1, 0), end - to)
     return 0
 
 
@@ -101,6 +109,11 @@ cdef int raise_resized(PackedColumn column, Py_ssize_t row, Py_ssize_t count,
     """Raises for a row whose length has changed since the group was handed over."""
     then = "smaller" if planned == NULL else planned[row]
     return raise_bad(column, row, 0, count, f"is a length that was {then} when the group was handed over")
+
+
+cdef int raise_smaller(PackedColumn column, Py_ssize_t row, Py_ssize_t missing) except -1:
+    reason = "bytes are missing: the group became smaller after it was handed over"
+    raise BadValue(column.form.name, row, 0, missing, reason)
 
 
 cdef inline Py_ssize_t array_size(object array) noexcept:
@@ -131,7 +144,7 @@ cdef int write_list(PackedColumn column, Py_ssize_t row, source, uint8_t* first,
 
 cdef inline int64_t least_of(PackedColumn column) noexcept:
     """The least value of an int32 column."""
-    return 0 if column.form.is_tokens else -(<int64_t>1 << 31)
+    return 0 if column.form.role == IS_TOKENS else -(<int64_t>1 << 31)
 
 
 cdef int write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to,
@@ -143,15 +156,15 @@ cdef int write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, ui
     if not cnp.PyArray_ISCARRAY_RO(source):  # its strides or its byte order were set since it was planned
         copy_array(column, row, source.reshape(-1), temporary_view(column, to, count))
         check_negative(column, first, to, count)
-    elif have == want and column.form.is_tokens:
-        bad = copy_from_zero32(<int32_t*>to, <const int32_t*>values, count, is_cold)
+    elif have == want and column.form.role == IS_TOKENS:
+        bad = copy_checked32(to, values, count, NEGATIVE_IS_BAD, is_cold)
         if bad >= 0:
-            raise_unfit(column, row, bad, (<int32_t*>values)[bad])
+            raise_unfit(column, row, bad, (<int32_t*>to)[bad])
         return 0
     elif have == want and want == cnp.NPY_FLOAT32 and column.form.finite:
-        bad = copy_finite32(<float*>to, <const float*>values, count, is_cold)
+        bad = copy_checked32(to, values, count, NON_FINITE_IS_BAD, is_cold)
         if bad >= 0:
-            raise_non_finite(column, (to - first) // 4 + bad, (<float*>values)[bad])
+            raise_non_finite(column, (to - first) // 4 + bad, (<float*>to)[bad])
         return 0
     elif have == want:
         lane_copy(to, values, count * column.form.item_bytes, is_cold)
@@ -181,7 +194,7 @@ cdef int fold_values(PackedColumn column, uint8_t* to, const int32_t* tokens) ex
     cdef Py_ssize_t count, row = 0
     cdef uint8_t* end = to + column.count
     cdef PyObject* same
-    cdef list token_rows = folded.rows
+    cdef list token_rows = <list>folded.rows if PyList_CheckExact(folded.rows) else []
     cdef bint by_row = len(token_rows) == folded.entries
     for masks in <list>column.rows:
         count = PySequence_Fast_GET_SIZE(masks)
@@ -259,7 +272,9 @@ cdef int check_column(PackedColumn column, uint8_t* values) except -1:
 
 cdef int check_negative(PackedColumn column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
     """`count` values of a column that begins at `first`. Raises BadValue for a negative token."""
-    cdef int64_t bad = first_negative32(<int32_t*>values, count) if column.form.is_tokens else -1
+    cdef int64_t bad = -1
+    if column.form.role == IS_TOKENS:
+        bad = first_bad32(values, count, NEGATIVE_IS_BAD)
     if bad >= 0:
         row, position = row_of(column.lengths, (values - first) // 4 + bad)
         raise BadValue(column.form.name, row, position, (<int32_t*>values)[bad], NEGATIVE)
@@ -272,7 +287,7 @@ cdef int check_finite(PackedColumn column, uint8_t* first, uint8_t* values, Py_s
     if not column.form.finite:
         return 0
     if column.form.code == c"f":
-        bad = first_non_finite32(<float*>values, count)
+        bad = first_bad32(values, count, NON_FINITE_IS_BAD)
     elif column.form.code == c"d":
         bad = first_non_finite64(<double*>values, count)
     if bad >= 0:
@@ -283,7 +298,7 @@ cdef int check_finite(PackedColumn column, uint8_t* first, uint8_t* values, Py_s
 
 cdef int raise_unfit(PackedColumn column, Py_ssize_t row, Py_ssize_t position, value) except -1:
     """Of a value that its column's type does not hold, or a negative token."""
-    negative = column.form.is_tokens and isinstance(value, (int, np.integer)) and -(1 << 31) <= value < 0
+    negative = column.form.role == IS_TOKENS and isinstance(value, (int, np.integer)) and -(1 << 31) <= value < 0
     reason = NEGATIVE if negative else f"does not fit {column.form.dtype}"
     return raise_bad(column, row, position, value, reason)
 
@@ -296,7 +311,7 @@ cdef int raise_bad(PackedColumn column, Py_ssize_t row, Py_ssize_t position, val
         row, position = row_of(column.lengths, position)
     elif column.form.kind == KIND_LIST_LIST:
         row = row_of(column.lengths, row)[0]
-    elif len(column.rows) != column.entries:
+    elif type(column.rows) is not list or len(column.rows) != column.entries:
         row, position = row_of(column.lengths, position)
     raise BadValue(column.form.name, row, position, value, reason)
 

@@ -11,6 +11,9 @@ cdef enum:
     SAID_BOTH                        # every token is within
 
 
+cdef int check_columns(list columns) except -1
+
+
 cdef class Stamp:
     cdef readonly bytes group_id
     cdef readonly uint32_t group_size  # 0: as many rows as are given
@@ -18,6 +21,7 @@ cdef class Stamp:
     cdef int said                    # how much of the versions: SAID_NOTHING, SAID_OLDEST or SAID_BOTH
     cdef int64_t oldest
     cdef int64_t newest
+    cdef int64_t created_ns          # when `put` or `claim` began
 
 
 cdef class RowSampler:
@@ -35,6 +39,7 @@ cdef class Plan:
     cdef public bint done            # committed, or counted as dropped
     cdef public object source        # the group, to make the plan again
     cdef bint has_nulls              # some row of some column is None
+    cdef bint worth_a_look           # a caller may have to be told something of the group: put/untrainable_notices.py
     cdef slot _slot
     cdef PackedColumn _versions            # token_versions, or None
     cdef uint64_t _first_row         # its number among the producer's rows

@@ -3,29 +3,36 @@
 Knows layout.h and columns; how values become bytes is pack.pyx's. A Plan is for one record and one thread.
 """
 
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from libc.stdint cimport uint16_t
 from libc.string cimport memcpy, memset
 
 import numpy as np
 
 from shmbridge._ext.futex cimport monotonic_ns
+from shmbridge._ext.column cimport (
+    COUNTS_PROMPTS, ENDS_STEPS, IS_MASK, IS_TOKENS, REWARDS_STEPS, Role, SAYS_MORE, SAYS_VERSIONS,
+)
 from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry
 from shmbridge._ext.pack cimport check_column, fold_values, write_values
 from shmbridge._ext.lane_writer cimport Claim, LaneWriter
 
-from shmbridge._ext.column import BeyondLayout
+from shmbridge._ext.column import BeyondLayout, WrongLengths
 from shmbridge._ext.pack import BadValue
 
 cdef extern from "lane_copy.h" nogil:
     void lane_copies_done(bint is_cold)
 
 cdef extern from "row_check.h" nogil:
-    bint any_row_is_checked(uint64_t first, uint64_t rows, uint32_t every)
-    void row_checks_write(uint64_t* to, const uint8_t* values, const uint32_t* lengths, const uint8_t* valid,
-                          uint64_t rows, uint32_t item, uint64_t seed, uint64_t first, uint32_t every)
+    uint64_t next_checked(uint64_t number, uint32_t every)
+    int row_checks_write(uint64_t* to, const uint8_t* values, uint64_t count, const uint32_t* lengths,
+                         const uint8_t* valid, uint64_t rows, uint32_t item, uint64_t seed, uint64_t first,
+                         uint32_t every)
 
 
+@cython.freelist(8)
 cdef class Stamp:
     """What a caller says of a group beside its columns; already checked."""
 
@@ -33,6 +40,7 @@ cdef class Stamp:
                  bint is_eval, int said=SAID_BOTH):
         self.group_id, self.group_size, self.is_eval = group_id, group_size, is_eval
         self.oldest, self.newest, self.said = oldest, newest, said
+        self.created_ns = monotonic_ns()
 
 
 cdef inline uint64_t lines(uint64_t size) noexcept:
@@ -51,34 +59,62 @@ cdef class RowSampler:
         return self._next - rows
 
 
+cdef int check_columns(list columns) except -1:
+    """Raises TypeError unless all are PackedColumns, which `column_at` believes."""
+    for each in columns:
+        if type(each) is not PackedColumn:
+            raise TypeError(f"{each!r:.80} is not a PackedColumn")
+    return 0
+
+
+cdef inline PackedColumn column_at(list columns, Py_ssize_t place):
+    return <PackedColumn>PyList_GET_ITEM(columns, place)
+
+
+@cython.freelist(8)
 cdef class Plan:
-    """The layout of one record. Raises BeyondLayout for one too large for a directory."""
+    """The layout of one record. Raises BeyondLayout for one too large for a directory, WrongLengths."""
 
     def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens,
                  bint uneven, int32_t env_id, source=None, RowSampler sampler=None):
+        check_columns(columns)
+        cdef PackedColumn column
+        for column in columns:
+            if column.tag == TAG_VALUES and column.entries != (1 if column.form.per_record else rows):
+                if column.form.per_record or column.form.role == IS_TOKENS or not uneven:
+                    raise WrongLengths(f"column {column.name!r} has {column.entries} entries for {rows} rows")
         self.lay_out(columns, stamp, rows, tokens, uneven, env_id, source, sampler)
 
     cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven,
                      int32_t env_id, object source, RowSampler sampler) except -1:
-        cdef uint64_t at, head = len(columns) * sizeof(directory_entry) + PyBytes_GET_SIZE(stamp.group_id)
+        cdef Py_ssize_t place, count = PyList_GET_SIZE(columns)
+        cdef uint64_t at = lines(count * sizeof(directory_entry) + PyBytes_GET_SIZE(stamp.group_id))
         cdef PackedColumn column
+        cdef Role role
+        cdef bint is_masked = False
         self.columns, self.stamp, self.source = columns, stamp, source
         if sampler is not None and sampler.every:
             self._first_row = sampler.take(rows)
-            if any_row_is_checked(self._first_row, rows, sampler.every):
+            if next_checked(self._first_row, sampler.every) - self._first_row < rows:
                 self._check_every = sampler.every
-        at = lines(head)
-        for column in columns:
-            if column.form.says_versions:
-                self._versions = column
-            elif column.form.is_tokens:
+        for place in range(count):
+            column = column_at(columns, place)
+            role = column.form.role
+            if role == IS_TOKENS:
                 self._tokens = column
-            elif column.form.ends_steps:
+            elif role == IS_MASK:
+                is_masked |= column.tag == TAG_VALUES
+            elif role == SAYS_VERSIONS:
+                self._versions = column
+            elif role == ENDS_STEPS:
                 self._ends = column
-            elif column.form.rewards_steps:
+            elif role == REWARDS_STEPS:
                 self._rewards = column
-            elif column.form.counts_prompts:
+            elif role == COUNTS_PROMPTS:
                 self._prompts = column
+                is_masked |= column.tag == TAG_VALUES
+            elif role == SAYS_MORE:
+                self.worth_a_look = True
             if column.row_lengths is not None:
                 column.lengths_at = at
                 at += lines(PyBytes_GET_SIZE(column.row_lengths))
@@ -88,7 +124,8 @@ cdef class Plan:
         if at >= 1 << 26:
             raise BeyondLayout(f"{at * ALIGNMENT} bytes of lengths; the layout ends at 4 GiB")
         self._slot.index_bytes = at * ALIGNMENT
-        for column in columns:
+        for place in range(count):
+            column = column_at(columns, place)
             if column.count:
                 column.values_at = at
                 at += lines(column.count * column.form.item_bytes)
@@ -105,13 +142,14 @@ cdef class Plan:
         self.extent_bytes = at * ALIGNMENT
         if at >= 1 << 32:
             raise BeyondLayout(f"a record of {self.extent_bytes} bytes; the layout ends at 256 GiB")
-        self._slot.rows, self._slot.columns, self._slot.tokens = rows, len(columns), tokens
+        self.worth_a_look |= not is_masked
+        self._slot.rows, self._slot.columns, self._slot.tokens = rows, <uint32_t>count, tokens
         self._slot.group_id_bytes = <uint16_t>PyBytes_GET_SIZE(stamp.group_id)
         self._slot.flags = (SLOT_EVAL if stamp.is_eval else 0) | (SLOT_UNEVEN if uneven else 0)
         self._slot.min_policy_version, self._slot.max_policy_version = stamp.oldest, stamp.newest
         self._slot.group_size = stamp.group_size if stamp.group_size else rows
         self._slot.env_id = env_id
-        self._slot.t_created_ns = monotonic_ns()
+        self._slot.t_created_ns = stamp.created_ns
         return 0
 
     def become(self, Plan other not None):
@@ -166,22 +204,28 @@ cdef class Plan:
         cdef bint is_cold = writer._writer.claim_is_cold
         cdef const int32_t* tokens
         cdef PackedColumn column
+        cdef Py_ssize_t place
         self.write_index(base)
-        for column in self.columns:
+        for place in range(PyList_GET_SIZE(self.columns)):
+            column = column_at(self.columns, place)
             if column.folds is not None:
                 tokens = <int32_t*>(base + column.folds.values_at * ALIGNMENT)
                 fold_values(column, base + column.values_at * ALIGNMENT, tokens)
             elif column.rows is not None and column.count:
                 write_values(column, base + column.values_at * ALIGNMENT, is_cold)
-        self.write_checks(base)
+        if self._check_every:
+            self.write_checks(base)
         lane_copies_done(is_cold)
         return self.publish(writer, number, base)
 
     cdef int publish(self, LaneWriter writer, uint64_t number, const uint8_t* base) except -1:
         """Checks what depends on several columns, then publishes the claim."""
-        self.check_steps(base)
-        self.check_prompts(base)
-        self.stamp_by_tokens(base)
+        if self._ends is not None:
+            self.check_steps(base)
+        if self._prompts is not None:
+            self.check_prompts(base)
+        if self._versions is not None:
+            self.stamp_by_tokens(base)
         self.sequence = writer.publish(number, &self._slot)
         self.done = True
         return 0
@@ -210,11 +254,12 @@ cdef class Plan:
                 valid = NULL
                 if column.validity is not None:
                     valid = <const uint8_t*>PyBytes_AS_STRING(column.validity)
-                row_checks_write(
+                if row_checks_write(
                     <uint64_t*>(base + column.checks_at * ALIGNMENT), base + column.values_at * ALIGNMENT,
-                    <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries,
+                    column.count, <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries,
                     column.form.item_bytes, column.form.check_seed, self._first_row, self._check_every,
-                )
+                ):
+                    raise BadValue(column.name, 0, 0, column.count, "values, fewer than its lengths make")
         return 0
 
     cdef int check_steps(self, const uint8_t* base) except -1:
@@ -277,7 +322,7 @@ cdef class Plan:
         cdef int32_t newest = -1
         cdef uint32_t oldest = 0xFFFFFFFF  # as which whatever is below 0, and says nothing, comes last
         cdef uint64_t place
-        if self._versions is None or not self._versions.count:
+        if not self._versions.count:
             return 0
         values = <const int32_t*>(base + self._versions.values_at * ALIGNMENT)
         for place in range(self._versions.count):
@@ -317,9 +362,11 @@ cdef class Plan:
     cdef int write_index(self, uint8_t* base) except -1:
         """Directory, group id, lengths, keys and validity."""
         cdef directory_entry* entry = <directory_entry*>base
+        cdef Py_ssize_t place, count = PyList_GET_SIZE(self.columns)
         cdef PackedColumn column
-        memset(base, 0, len(self.columns) * sizeof(directory_entry))
-        for column in self.columns:
+        memset(base, 0, count * sizeof(directory_entry))
+        for place in range(count):
+            column = column_at(self.columns, place)
             entry.column, entry.kind, entry.tag = <uint16_t>column.form.number, column.form.kind, column.tag
             entry.entries, entry.values_at = column.entries, <uint32_t>column.values_at
             entry.values_bytes = column.count * column.form.item_bytes

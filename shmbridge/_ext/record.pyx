@@ -12,6 +12,7 @@ from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from cython.dataclasses cimport dataclass
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
@@ -26,6 +27,7 @@ cdef extern from "numpy/arrayobject.h":
 
 cnp.import_array()
 MOST_ARROW_VALUES = 2**31 - 1
+cdef type NDARRAY = np.ndarray
 cdef cnp.dtype UINT32 = cnp.PyArray_DescrFromType(cnp.NPY_UINT32)
 
 
@@ -62,7 +64,7 @@ cdef View view_of(LeasedRecord record, uint32_t column):
     return view
 
 
-class LaneArray(np.ndarray):
+class LaneArrayBody:
     """A read-only view of a lane.
 
     NumPy keeps it read-only; what NumPy cannot tell others, who may write then, is refused: take to_torch()
@@ -91,11 +93,32 @@ class LaneArray(np.ndarray):
     def __reduce_ex__(self, protocol):
         return self.view(np.ndarray).__reduce_ex__(protocol)
 
-    def __repr__(self):
-        return repr(self.view(np.ndarray))
+
+cdef extern from *:
+    """
+    /* LaneArray has ndarray's own layout and frees nothing: an array becomes one by its type word alone, and ends as
+     * any array does. A class made by Python would cost each view a quarter more. */
+    static PyTypeObject lane_array_type = {
+        PyVarObject_HEAD_INIT(NULL, 0)
+        .tp_name = "shmbridge._ext.record.LaneArray",
+        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    };
+    static PyObject *lane_array_made(PyTypeObject *base, PyObject *body, reprfunc repr) {
+        lane_array_type.tp_base = base, lane_array_type.tp_dict = body, lane_array_type.tp_repr = repr;
+        Py_INCREF(body);
+        return PyType_Ready(&lane_array_type) ? NULL : Py_NewRef(&lane_array_type);
+    }
+    #define become_lane_array(array) Py_SET_TYPE(array, &lane_array_type)
+    """
+    object lane_array_made(type base, dict body, object (*repr)(object))
+    void become_lane_array(object array)
 
 
-cdef type LANE_ARRAY = LaneArray
+cdef object repr_of(object self):
+    return repr(self.view(np.ndarray))
+
+
+LaneArray = lane_array_made(NDARRAY, dict(vars(LaneArrayBody)), &repr_of)
 
 
 cdef object array_over(object keeper, cnp.dtype dtype, const void* at, uint64_t count):
@@ -103,8 +126,9 @@ cdef object array_over(object keeper, cnp.dtype dtype, const void* at, uint64_t 
     cdef cnp.npy_intp shape = count
     Py_INCREF(dtype)  # the call keeps one
     cdef object made = PyArray_NewFromDescr(
-        LANE_ARRAY, dtype, 1, &shape, NULL, <void*>at, cnp.NPY_ARRAY_CARRAY_RO, NULL)
+        NDARRAY, dtype, 1, &shape, NULL, <void*>at, cnp.NPY_ARRAY_CARRAY_RO, NULL)
     cnp.set_array_base(made, keeper)
+    become_lane_array(made)
     return made
 
 
@@ -158,13 +182,6 @@ cdef class Ragged:
     def __init__(self, values, lengths, valid):
         self._values, self._lengths, self._valid = values, lengths, valid
         self._rows = len(lengths)
-
-    @property
-    def values(self):
-        """The values of all rows, flat: a read-only view of the lane, valid as long as it is referenced, also
-        after the record's release().
-        """
-        return self._values
 
     @property
     def valid(self):
@@ -268,6 +285,32 @@ cdef class Ragged:
         return f"<Ragged {self._values.dtype}: {shown}{', …' if len(self) > 8 else ''}>"
 
 
+cdef extern from *:
+    """
+    #include <structmember.h>
+    /* `values` as a member: Python reads one in place, while a property is a lookup and a call each time. */
+    static PyMemberDef ragged_values = {"values", T_OBJECT_EX, 0, READONLY,
+        "The values of all rows, flat: a read-only view of the lane, valid as long as it is referenced, also\\n"
+        "after the record's release()."};
+    static int ragged_add_values(PyTypeObject *type, Py_ssize_t offset) {
+        PyObject *member;
+        int status;
+        ragged_values.offset = offset;
+        if (!(member = PyDescr_NewMember(type, &ragged_values))) return -1;
+        status = PyDict_SetItemString(type->tp_dict, "values", member);
+        Py_DECREF(member);
+        PyType_Modified(type);
+        return status;
+    }
+    #define RAGGED_VALUES_AT offsetof(struct __pyx_obj_9shmbridge_4_ext_6record_Ragged, _values)
+    """
+    Py_ssize_t RAGGED_VALUES_AT
+    int ragged_add_values(type ragged, Py_ssize_t offset) except -1
+
+
+ragged_add_values(Ragged, RAGGED_VALUES_AT)
+
+
 @cython.final
 @cython.auto_pickle(True)
 @dataclass(frozen=True)
@@ -359,9 +402,17 @@ cdef class LeasedRecord(Lease):
 
         One that has values comes last (index_check), so the last one counts.
         """
-        cdef PyObject* number = PyDict_GetItemWithError(self._lane_reader.numbers, name)
         cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self._index)
+        cdef tuple names = self._lane_reader.names
+        cdef PyObject* number
         cdef uint32_t column, i = self._column_entries
+        if PyTuple_GET_SIZE(names):  # the lane was described
+            while i > 0:
+                i -= 1
+                # a name in a program's text is the very string of the lane's table
+                if PyTuple_GET_ITEM(names, entries[i].column) == <PyObject*>name:
+                    return &entries[i]
+        number, i = PyDict_GetItemWithError(self._lane_reader.numbers, name), self._column_entries
         if number != NULL:
             column = <object>number
             while i > 0:

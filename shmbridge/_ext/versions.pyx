@@ -168,23 +168,37 @@ cdef class Versions:
         fault_hit(b"weights.filling")
 
     def touch(self, uint32_t slot, uint32_t tensor):
-        """Marks a tensor of the slot as torn, until `commit`."""
+        """Marks a tensor of the slot as torn, until `commit`, and as finite."""
+        self._require(tensor)
+        store_release64(self._stamps(slot) + tensor, 0)  # SYNC(weights-stamps)
+        store_release64(self._stamps(slot) + self._tensors + tensor, 0)  # SYNC(weights-finite)
+
+    def mark_not_finite(self, uint32_t slot, uint32_t tensor):
+        """Marks a tensor of the slot: some value that was written since `touch` is NaN or infinite."""
+        self._require(tensor)
+        store_release64(self._stamps(slot) + self._tensors + tensor, 1)  # SYNC(weights-finite)
+
+    def not_finite(self, uint32_t slot):
+        """uint64[tensors]: 0 where all values of a tensor are finite."""
+        found = np.empty(self._tensors, np.uint64)
+        cdef shm_u64* words = self._stamps(slot) + self._tensors
+        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), words, self._tensors)  # SYNC(weights-finite)
+        return found
+
+    cdef int _require(self, uint32_t tensor) except -1:
         if tensor >= self._tensors:
             raise ValueError(f"a weights segment of {self._tensors} tensors has no tensor {tensor}")
-        store_release64(self._stamps(slot) + tensor, 0)  # SYNC(weights-stamps)
+        return 0
 
     def commit(self, uint32_t slot, int64_t version, stamps not None):
         """Publishes the filled slot with its uint64[tensors] stamps; call `ring` once it can be held."""
         cdef cnp.ndarray changed = np.ascontiguousarray(stamps, np.uint64)
         cdef shm_u64* words = self._stamps(slot)
-        cdef uint64_t i
         if changed.size != self._tensors:
             raise ValueError(f"a weights segment of {self._tensors} tensors has as many stamps")
         fault_hit(b"weights.filled")
         if self._tensors:
             store_release_words(words, cnp.PyArray_DATA(changed), self._tensors)  # SYNC(weights-stamps)
-        for i in range(self._tensors):
-            store_release64(words + self._tensors + i, 0)  # SYNC(weights-stamps): reserved
         fault_hit(b"weights.stamped")
         store_release64(&self._header.slot_version[slot], version + 1)  # SYNC(weights-slot)
         fault_hit(b"weights.slot_whole")
@@ -221,8 +235,7 @@ cdef class Versions:
 
     def add_written(self, uint32_t tensor, uint64_t size):
         """Counts bytes of a tensor that have been written in this filling."""
-        if tensor >= self._tensors:
-            raise ValueError(f"a weights segment of {self._tensors} tensors has no tensor {tensor}")
+        self._require(tensor)
         add_seq64(self._words + tensor, size)  # SYNC(weights-written)
 
     @property

@@ -9,12 +9,14 @@ import msgspec
 import pyarrow as pa
 
 from shmbridge.errors import ArchiveUnreadable
+from shmbridge.record.checked import checked_batch
 from shmbridge.record.meta_types import META_TYPES
 from shmbridge.schema import Column, Columns, Kind, arrow_type
 
-VERSION = "1"
+VERSION = "1"  # of the columns
+REVISION = "2"  # of the bytes of a file: from 2 on they carry checksums
 _MOST_NULLS = 1024
-_VERSION, _COLUMNS = b"shmbridge.archive", b"shmbridge.columns"
+_VERSION, _COLUMNS, _REVISION = b"shmbridge.archive", b"shmbridge.columns", b"shmbridge.revision"
 
 # Files of earlier builds, which knew no relay, do not have it; such builds pass over it.
 ORIGIN = "record_origin"
@@ -33,6 +35,9 @@ OF_RECORD: dict[str, pa.DataType] = {
     "record_odd": pa.binary(),
     ORIGIN: ORIGIN_TYPE,
 }
+_WITHOUT_ORIGIN = {name: kind for name, kind in OF_RECORD.items() if name != ORIGIN}
+KEYS = ("producer_id", "sequence", "record_row")
+_MAY_BE_NULL = ("env_id", "record_odd", ORIGIN)
 
 
 class Layout:
@@ -76,21 +81,53 @@ class Layout:
                 f"this build reads {VERSION!r}",
                 hint="name a folder that `shmbridge record` or a Recorder wrote",
             )
+        if (revision := revision_of(schema)) not in (None, REVISION):
+            raise ArchiveUnreadable(
+                f"{where} has revision {revision}, and this build reads files of none, and of {REVISION}",
+                hint="read it with the release of shmbridge that wrote it",
+            )
         said = msgspec.json.decode(metadata[_COLUMNS], type=list[tuple[str, str]])
         about = {
             key.decode(): value.decode()
             for key, value in metadata.items()
-            if key.startswith(b"shmbridge.") and key not in (_VERSION, _COLUMNS)
+            if key.startswith(b"shmbridge.") and key not in (_VERSION, _COLUMNS, _REVISION)
         }
         columns = Columns(Column.decode(bytes.fromhex(raw)) for _, raw in said)
-        names = {name: file_name for name, (file_name, _) in zip(columns, said, strict=True)}
+        names = {name: file_name for name, (file_name, _) in zip(columns, said, strict=False)}
+        if not len(columns) == len(said) == len({*names.values()} - _WITHOUT_ORIGIN.keys()):
+            raise ArchiveUnreadable(
+                f"{where} names {len(said)} columns, some of them twice, or as a record names its own",
+                hint="move that file away to read the others",
+            )
         return cls(columns, about, names)
+
+    def checked(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Returns a batch of a file of this layout, once all in it is true. Raises InvalidRecord."""
+        types = OF_RECORD if has_origin(batch.schema, self.names) else _WITHOUT_ORIGIN
+        own = {file_name: file_type(self.columns[name]) for name, file_name in self.names.items()}
+        return checked_batch(batch, types | own, (*_MAY_BE_NULL, *own))
 
     def with_columns(self, more: Columns) -> "Layout":
         """Returns a layout that has the columns of `more` too, in their types; itself if it has them."""
         if all(name in self.columns and self.columns[name].same_type(each) for name, each in more.items()):
             return self
         return Layout(Columns([*self.columns.order, *more.order]), self.about)
+
+
+def checked_keys(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Returns the key of each row of a batch, and its number in its record. Raises InvalidRecord."""
+    return checked_batch(batch, {name: OF_RECORD[name] for name in KEYS})
+
+
+def marked(schema: pa.Schema) -> pa.Schema:
+    """Returns the schema of a file that carries checksums."""
+    return schema.with_metadata({**(schema.metadata or {}), _REVISION: REVISION.encode()})
+
+
+def revision_of(schema: pa.Schema) -> str | None:
+    """Returns the revision that a file's schema states; None for one without checksums."""
+    said = (schema.metadata or {}).get(_REVISION)
+    return None if said is None else said.decode(errors="replace")
 
 
 def has_origin(schema: pa.Schema, names: dict[str, str]) -> bool:

@@ -1,12 +1,15 @@
 """Records a bridge from outside, beside its consumer: slows nobody, and says what it came too late for."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shmbridge.archive.recorder import Recorder
 from shmbridge.errors import BadArgument
+from shmbridge.watch import spare_cpu
 from shmbridge.watch.observer import Observer
 
 _LOOK_S = 0.2
@@ -37,7 +40,8 @@ def observe(
 ) -> Observed:
     """Records copies of a bridge's records until `stopped()`, and closes the recorder.
 
-    Waits for a bridge that does not exist yet.
+    Waits for a bridge that does not exist yet. Copies in a thread that gives way to other processes once it
+    has recorded what there is at first; the end of it all does not.
 
     Args:
         bridge: name of the bridge.
@@ -55,8 +59,11 @@ def observe(
         if seconds is not None and not seconds >= 0:
             raise BadArgument(f"seconds={seconds} is no time", hint="give seconds from 0, or none")
         until_s = float("inf") if seconds is None else time.monotonic() + seconds
-        with Observer(bridge) as observer:
-            while not stopped() and time.monotonic() < until_s:
+        over = threading.Event()
+
+        def copy() -> None:
+            has_given_way = False
+            while not (over.is_set() or stopped()) and time.monotonic() < until_s:
                 left = 256 if limit is None else min(256, limit - int(recorder.stats()["recorded_total"]))
                 if left <= 0:
                     break
@@ -65,9 +72,18 @@ def observe(
                     recorder.take(records)
                     for record in records:
                         record.release()
-                    del records
                 else:
                     observer.wait(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
+                del records
+                if not has_given_way:
+                    has_given_way = True
+                    spare_cpu.give_way()
+
+        with Observer(bridge) as observer, ThreadPoolExecutor(1, "shmbridge-record") as apart:
+            try:
+                apart.submit(copy).result()
+            finally:
+                over.set()
             stats, missed, missed_lanes = recorder.stats(), observer.missed, observer.missed_lanes
             unreadable_lanes = dict(observer.unreadable)
     return Observed(

@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shmbridge.archive.keys import SeenKeys
+from shmbridge.archive.layout import KEYS, Layout, checked_keys, marked
 from shmbridge.archive.refusals import reading
-from shmbridge.archive.stream import read_stream, unread_behind
+from shmbridge.archive.seal import CheckedFile, SealedFile
+from shmbridge.archive.stream import Damage, ReadStream, read_stream
 from shmbridge.errors import ArchiveTaken, ArchiveUnreadable
 
 log = logging.getLogger(__name__)
@@ -43,30 +45,64 @@ class Part:
         """Whether it is still a stream, of a living recorder or of a killed one."""
         return self.path.suffix == STREAM
 
-    def schema_and_batches(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]] | None:
-        """Returns its schema and its batches, each of whole records; None for a stream with no beginning.
+    def opened(self) -> tuple[Layout, Iterator[pa.RecordBatch]] | None:
+        """Returns its layout and its batches, each of whole records; None for a stream that has not begun.
 
-        Every batch is checked in full before it is handed out: what lies in a damaged one could end the
-        process. Raises ArchiveUnreadable, which the batches may too; FileNotFoundError.
+        Every byte is compared with its checksum before Arrow sees it, and every batch is checked in full
+        before it is handed out: what lies in a damaged one could end the process. Raises ArchiveUnreadable,
+        which the batches may too; FileNotFoundError.
         """
         with reading(self.path):
-            if self.is_stream:
-                if (stream := read_stream(self.path)) is None:
-                    return None
-                return stream.schema, self._checked(stream.batches)
-            read = _read_file if self.path.suffix == ".arrow" else _read_parquet
-            schema, batches = read(self.path)
-        return schema, self._checked(batches)
+            if not self.is_stream:
+                schema, batches = _read_finished(self.path)
+            elif (stream := read_stream(self.path)) is None:
+                return None
+            elif stream.schema is None:
+                raise self._damaged(stream.damage())
+            else:
+                schema, batches = stream.schema, self._to_its_end(stream)
+            layout = Layout.of_schema(schema, self.path)
+        return layout, self._checked(layout.checked, batches)
 
-    def _checked(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def record_keys(self) -> Iterator[tuple[str, int]]:
+        """Yields the key of each record; reads three columns, where the format allows it.
+
+        Raises as opened.
+        """
+        if self.path.suffix == ".parquet":
+            with reading(self.path):
+                _, batches = _read_finished(self.path, list(KEYS))
+            keys = self._checked(checked_keys, batches)
+        else:
+            opened = self.opened()
+            keys = iter(()) if opened is None else opened[1]
+        for batch in keys:
+            columns = batch.select(KEYS).to_pydict()
+            for producer_id, sequence, row in zip(*(columns[name] for name in KEYS), strict=True):
+                if row == 0:
+                    yield producer_id, sequence
+
+    def _checked(
+        self, check: Callable[[pa.RecordBatch], pa.RecordBatch], batches: Iterator[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
         while True:
             with reading(self.path):
                 batch = next(batches, None)
                 if batch is None:
                     return
-                if not self.is_stream:  # a stream's are checked where it may end
-                    batch.validate(full=True)
+                batch = check(batch)
             yield batch
+
+    def _to_its_end(self, stream: ReadStream) -> Iterator[pa.RecordBatch]:
+        yield from stream.batches
+        if damage := stream.damage():
+            raise self._damaged(damage)
+
+    def _damaged(self, damage: Damage | None) -> ArchiveUnreadable:
+        return ArchiveUnreadable(
+            f"{self.path} is damaged: {damage}",
+            hint=f"once its recorder is gone, `shmbridge export {self.path.parent}` keeps what stands before",
+        )
 
 
 def parts_of(folder: Path) -> list[Part]:
@@ -122,17 +158,17 @@ def finish(part: Part, kind: Format) -> Path | None:
     A stream with a damaged message is kept under another name, beside what could be read of it. Blocks for
     the disk. Raises OSError; the stream is kept then.
     """
-    opened = read_stream(part.path)
-    first = None if opened is None else next(opened.batches, None)
-    if opened is None or first is None:
-        _put_away(part.path, unread_behind(part.path, 0) if opened is None else opened.unread())
+    stream = read_stream(part.path)
+    first = None if stream is None else next(stream.batches, None)
+    if stream is None or stream.schema is None or first is None:
+        _put_away(part.path, None if stream is None else stream.damage())
         return None
     done = part.path.with_suffix(f".{kind}")
     writing = done.with_name(done.name + WRITING)
     try:
-        with FinishedFile(writing, opened.schema, kind) as file:
+        with FinishedFile(writing, stream.schema, kind) as file:
             file.write(first)
-            for batch in opened.batches:
+            for batch in stream.batches:
                 file.write(batch)
         os.replace(writing, done)
     except BaseException:
@@ -140,16 +176,16 @@ def finish(part: Part, kind: Format) -> Path | None:
             writing.unlink(missing_ok=True)
         raise
     _sync(done.parent)
-    _put_away(part.path, opened.unread())
+    _put_away(part.path, stream.damage())
     return done
 
 
-def _put_away(stream: Path, unread: int) -> None:
-    """Removes a stream that is finished; keeps it under another name if so many bytes could not be read."""
-    if unread:
+def _put_away(stream: Path, damage: Damage | None) -> None:
+    """Removes a stream that is finished; keeps it under another name if some of it could not be read."""
+    if damage:
         kept = stream.with_name(stream.name + DAMAGED)
         os.replace(stream, kept)
-        log.error("%s has a damaged message; what stands behind it is kept in %s", stream, kept)
+        log.error("%s is damaged: %s; it is kept as %s", stream, damage, kept)
     else:
         stream.unlink()
 
@@ -158,37 +194,9 @@ def keys_of(folder: Path) -> SeenKeys:
     """Returns the keys of all records of a folder; reads two columns of each part."""
     seen = SeenKeys()
     for part in parts_of(folder):
-        for producer_id, sequence in _keys(part):
+        for producer_id, sequence in part.record_keys():
             seen.add(producer_id, sequence)
     return seen
-
-
-def _keys(part: Part) -> Iterator[tuple[str, int]]:
-    names = ["producer_id", "sequence", "record_row"]
-    if part.path.suffix == ".parquet":
-        batches = _read_columns(part.path, names)
-    else:
-        opened = part.schema_and_batches()
-        batches = iter(()) if opened is None else opened[1]
-    while True:
-        with reading(part.path):
-            batch = next(batches, None)
-            if batch is None:
-                return
-            columns = batch.select(names).to_pydict()
-        for producer_id, sequence, row in zip(*(columns[name] for name in names), strict=True):
-            if row == 0:
-                yield producer_id, sequence
-
-
-def _read_columns(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(path) as file:
-        if missing := set(names) - set(file.schema_arrow.names):
-            raise ArchiveUnreadable(
-                f"{path} is no part of a recording: it has no column {min(missing)!r}",
-                hint="move that file away, or name a folder that a recorder wrote",
-            )
-        yield from file.iter_batches(columns=names)
 
 
 class _Writer(Protocol):
@@ -197,16 +205,20 @@ class _Writer(Protocol):
 
 
 class FinishedFile:
-    """A Parquet or Arrow file under way, in groups of whole records; on disk when its `with` block ends."""
+    """A Parquet or Arrow file under way, in groups of whole records; sealed and on disk when its `with` block
+    ends.
+    """
 
     def __init__(self, path: Path, schema: pa.Schema, kind: Format) -> None:
-        self._path, self._schema = path, schema
+        self._path, self._schema = path, marked(schema)
         self._held: list[pa.RecordBatch] = []
         self._bytes = 0
+        self._file = SealedFile(path)
+        sink = pa.PythonFile(self._file, mode="w")
         self._writer: _Writer = (
-            pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=_dictionaries(schema))
+            pq.ParquetWriter(sink, self._schema, compression="zstd", use_dictionary=_dictionaries(schema))
             if kind == "parquet"
-            else pa.ipc.new_file(path, schema)
+            else pa.ipc.new_file(sink, self._schema)
         )
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -230,10 +242,16 @@ class FinishedFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            try:
+                if kind is None:
+                    self._flush()
+                    self._file.hold()
+            finally:
+                self._writer.close()
             if kind is None:
-                self._flush()
+                self._file.seal()
         finally:
-            self._writer.close()
+            self._file.close()
         if kind is None:
             _sync(self._path)
 
@@ -243,20 +261,34 @@ def _dictionaries(schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if pa.types.is_string(field.type)]
 
 
-def _read_parquet(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    file = pq.ParquetFile(path)
+def _read_finished(path: Path, names: list[str] | None = None) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Returns the schema of a finished part, and its batches; of Parquet only the columns `names`, if any."""
+    file = CheckedFile(path)
+    with file.opening():
+        opened = _open_parquet(file, names) if path.suffix == ".parquet" else _open_arrow(file)
+    file.check_schema(opened[0])
+    return opened
+
+
+def _open_parquet(file: CheckedFile, names: list[str] | None) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    parquet = pq.ParquetFile(pa.PythonFile(file, mode="r"), pre_buffer=True)
 
     def batches() -> Iterator[pa.RecordBatch]:
         with file:
-            for group in range(file.num_row_groups):
-                yield from file.read_row_group(group).combine_chunks().to_batches()
+            for group in range(parquet.num_row_groups):
+                yield from parquet.read_row_group(group, columns=names).combine_chunks().to_batches()
 
-    return file.schema_arrow, batches()
+    return parquet.schema_arrow, batches()
 
 
-def _read_file(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    reader = pa.ipc.open_file(pa.memory_map(str(path)))
-    return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
+def _open_arrow(file: CheckedFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    reader = pa.ipc.open_file(pa.PythonFile(file, mode="r"))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with file:
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+    return reader.schema, batches()
 
 
 def _sync(path: Path) -> None:

@@ -29,10 +29,16 @@ _DAMAGE = (
 def reading(path: object) -> Iterator[None]:
     """Turns what goes wrong while a part is read into ArchiveUnreadable.
 
-    A part that is gone (FileNotFoundError) and want of memory stay as they are.
+    A part that is gone (FileNotFoundError) and want of memory stay as they are; not what Arrow cannot get for
+    a size that the file states.
     """
     try:
         yield
+    except pa.ArrowMemoryError as wrong:
+        raise ArchiveUnreadable(
+            f"{path} cannot be read: {_said(wrong)}",
+            hint="it is damaged, or this process may use too little memory for it",
+        ) from wrong
     except (ArchiveUnreadable, FileNotFoundError, MemoryError):
         raise
     except _DAMAGE as wrong:
@@ -81,5 +87,6 @@ def unwritable(path: Path, wrong: OSError) -> ArchiveUnwritable:
 def _said(wrong: BaseException) -> str:
     """Returns the reason in one line, without what only a programmer reads."""
     number = getattr(wrong, "errno", None)
-    text = os.strerror(number) if number is not None else str(wrong)
+    said = wrong.message if isinstance(wrong, ShmBridgeError) else str(wrong)
+    text = os.strerror(number) if number is not None else said
     return (text.strip() or type(wrong).__name__).splitlines()[0]

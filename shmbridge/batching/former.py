@@ -19,7 +19,7 @@ from shmbridge.batching.scheduler import Scheduling, Want, scheduler_of
 from shmbridge.batching.screen import Screen
 from shmbridge.batching.staleness import StalenessHistogram, is_stale
 from shmbridge.batching.stuck import too_big
-from shmbridge.config import check_seconds
+from shmbridge.config import check_seconds, check_staleness
 from shmbridge.errors import BadArgument
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.lanes import LaneSet
@@ -57,13 +57,8 @@ class BatchFormer:
         closing: Closing,
         scheduling: Scheduling,
     ) -> None:
-        self._state, self._lanes, self._waiting, self._control_plane, self._closing = (
-            state,
-            lanes,
-            waiting,
-            control_plane,
-            closing,
-        )
+        self._state, self._lanes, self._waiting = state, lanes, waiting
+        self._control_plane, self._closing = control_plane, closing
         self._policy, self._lock = scheduling.policy, closing.lock()
         self._partial = GroupAssembler(check_seconds("group_timeout_s", scheduling.group_timeout_s))
         self._complete = scheduler_of(
@@ -177,9 +172,11 @@ class BatchFormer:
     # -- the request
 
     def most_stale(self, max_staleness: int | None) -> int | None:
-        """Returns the staleness that a batch may have: the off-policy limit, if there is one, by default."""
-        limit = self._state.limit
-        return limit.max_off_policy_steps if max_staleness is None and limit is not None else max_staleness
+        """Returns the staleness that a batch may have, the off-policy limit by default; observers see it."""
+        limit, given = self._state.limit, check_staleness(max_staleness)
+        most = limit.max_off_policy_steps if given is None and limit is not None else given
+        self._state.note_most_stale(most)
+        return most
 
     def want(self, groups: int | None, rows: int | None) -> Want:
         """Returns the size of a batch. Raises ValueError."""
@@ -232,8 +229,7 @@ class BatchFormer:
             if self._waiting.drained():
                 with self._lock:
                     self._begin_change()
-                    # Cut groups put back in between too: else a stale one would be formed again, only to be
-                    # withdrawn again.
+                    # Cut what was put back in between, too: a stale group would only be withdrawn again.
                     self._cut_stale(request.max_staleness)
                     chosen = self._take(request.size, now, last=True)
                     self._changing = False
@@ -241,7 +237,15 @@ class BatchFormer:
             until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(request.size)
+            if now - idle_since > _LOOK_EVERY_S:
+                with self._lock:
+                    self._note(request.size)
             self._waiting.wait(max(until_s - now, 0.0))
+
+    def _note(self, size: Want) -> None:
+        """Shows observers how much of the batch is there."""
+        there = sum(group.rows for group in self._complete) if size.by_rows else len(self._complete)
+        self._state.note_batch(size.size, size.by_rows, there, len(self._partial))
 
     def _begin_change(self) -> None:
         """Starts a change of the queues, under the lock; first repairs an interrupted change."""

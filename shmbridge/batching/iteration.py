@@ -24,6 +24,7 @@ from shmbridge.record.unreleased import Call
 from shmbridge.segments.closing import Closing
 from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.helper_threads import in_another_thread
+from shmbridge.shown import counted
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +146,10 @@ class Iterations:
             self._former.somebody_waits = False
         if stop_s < until_s:
             return _NOT_YET
+        groups = self._queue.groups()
         raise ConsumerEmpty(
-            f"no batch of {request.size} within {request.timeout_s} s; {self._lanes.live} of "
-            f"{len(self._lanes)} lanes have a living producer, {self._queue.groups()} groups are queued",
+            f"no batch of {request.size} within {request.timeout_s} s; {self._lanes.producers_words()}, "
+            f"{counted(groups, 'group')} {'is' if groups == 1 else 'are'} queued",
             hint=self._waiting.hint_when_empty(),
         )
 

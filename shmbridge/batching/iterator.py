@@ -1,7 +1,8 @@
 """What Consumer.batches and Rank.batches return: batches for `for` and for `async for`."""
 
 from collections.abc import Callable, Generator
-from typing import Self
+from contextlib import AbstractContextManager
+from typing import Protocol, Self
 
 from shmbridge.batch import Batch
 from shmbridge.segments.at_exit import closed_at_exit
@@ -11,6 +12,13 @@ from shmbridge.segments.helper_threads import run_to_end
 Steps = Generator[Batch | None, None, None]
 _TICK_S = 0.25
 _OVER = object()
+
+
+class Waiter(Protocol):
+    """A consumer or rank, as far as its batches use it."""
+
+    def one_wait(self) -> AbstractContextManager[None]:
+        """Makes all that is waited for inside the block one wait."""
 
 
 class Batches:
@@ -23,7 +31,7 @@ class Batches:
     second and loses nothing: the batch that it was about to get comes with the next step.
     """
 
-    def __init__(self, begin: Callable[[float | None], Steps], owner: object, what: str) -> None:
+    def __init__(self, begin: Callable[[float | None], Steps], owner: Waiter, what: str) -> None:
         self._begin, self._owner, self._what = begin, owner, what
         self._steps: Steps | None = None
         self._came: object = None  # by a step that was cancelled
@@ -47,10 +55,11 @@ class Batches:
         return self
 
     async def __anext__(self) -> Batch:
-        while not isinstance(self._came, Batch):
-            if self._came is _OVER:
-                raise StopAsyncIteration
-            await run_to_end(self._step, _TICK_S)
+        with self._owner.one_wait():
+            while not isinstance(self._came, Batch):
+                if self._came is _OVER:
+                    raise StopAsyncIteration
+                await run_to_end(self._step, _TICK_S)
         batch, self._came = self._came, None
         self._count += 1
         return batch

@@ -5,7 +5,7 @@ from typing import Self
 
 from shmbridge.batch import Batch, Hold, Layout, MakeBatch, as_batch
 from shmbridge.batching.batch_size import Want
-from shmbridge.config import check_choice, check_count, check_seconds, check_staleness, check_timeout
+from shmbridge.config import check_choice, check_count, check_seconds, check_timeout
 from shmbridge.errors import BadArgument
 from shmbridge.record.groups import Group
 from shmbridge.shown import shown
@@ -38,9 +38,7 @@ class BatchRequest:
             )
         check_choice("layout", self.layout, ("padded", "packed"))
         check_choice("hold", self.hold, ("step", "gather", "caller"))
-        return replace(
-            self, prefetch=prefetch, timeout_s=timeout_s, max_staleness=check_staleness(self.max_staleness)
-        )
+        return replace(self, prefetch=prefetch, timeout_s=timeout_s)
 
     def batch_of(self, groups: list[Group]) -> Batch:
         """Returns the groups as a batch. Raises TypeError if `make` returns no batch."""

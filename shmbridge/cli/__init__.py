@@ -38,11 +38,25 @@ _ALSO = {
 }
 
 
+class _Unneeded:
+    """A finder of modules that says of some packages that they are not installed."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raises ModuleNotFoundError for those packages; leaves all others to the next finder."""
+        if name in self._packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `shmbridge` command; returns the exit code: 2 for a usage error, 1 for an error of
     shmbridge, 130 after Ctrl-C.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if argv is None and words and words[0] in COMMANDS:  # a process of its own
+        sys.meta_path.insert(0, _Unneeded(COMMANDS[words[0]].unneeded))
     try:
         code = _run(words)
         if sys.stdout is not None:

@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from shmbridge.bench import baselines, machine
     from shmbridge.bench.figures import measure
 
-    began, about = time.monotonic(), machine.about()
+    began, about = time.monotonic(), machine.about() | machine.this_run()
     wanted = _chosen(arguments.only, baselines.CONTENDERS)
     if arguments.plot and not _can_draw(arguments.plot):
         return 2

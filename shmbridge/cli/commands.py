@@ -32,6 +32,7 @@ class Entry:
         options: the module that has this program's parser.
         extras: those of pyproject.toml that it needs.
         on_a_bridge: whether its BRIDGE has to exist.
+        unneeded: packages that its libraries import where they are installed, and that it makes no use of.
     """
 
     help: str
@@ -39,6 +40,7 @@ class Entry:
     options: str = ""
     extras: tuple[str, ...] = ()
     on_a_bridge: bool = False
+    unneeded: tuple[str, ...] = ()
 
 
 GROUPS: dict[str, dict[str, Entry]] = {
@@ -74,7 +76,7 @@ GROUPS: dict[str, dict[str, Entry]] = {
         "report": Entry("finished runs of the learner, as a page", extras=("learner",)),
     },
     "keep": {
-        "record": Entry("write a bridge's records into files"),
+        "record": Entry("write a bridge's records into files", unneeded=("pandas",)),
         "replay": Entry("put recorded files into a bridge again"),
         "export": Entry("copy recorded files into one"),
     },

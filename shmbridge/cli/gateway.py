@@ -7,7 +7,7 @@ import os
 from shmbridge.config import check_lane_bytes, parse_port
 from shmbridge.errors import BadArgument
 from shmbridge.log_format import log_to_stderr, stamp_files
-from shmbridge.parser import Parser, amount, bridge_name, size, whole
+from shmbridge.parser import Parser, amount, bridge_name, host_name, size, whole
 from shmbridge.program import refuse
 
 HELP = (
@@ -47,7 +47,7 @@ def prepare_parser(parser: Parser) -> None:
         "--host-name",
         action="append",
         default=[],
-        type=_host_name,
+        type=host_name,
         metavar="NAME",
         help="host name with a dot under which clients reach the gateway; may be repeated",
     )
@@ -93,8 +93,9 @@ def prepare_parser(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal ends it; prints the address on standard output."""
     from shmbridge.archive.recorder import Recorder
-    from shmbridge.consumers.gateway import listen, serve
+    from shmbridge.consumers.gateway import serve
     from shmbridge.consumers.gateway.options import GatewayOptions
+    from shmbridge.httpd.door import listen
     from shmbridge.sizing import SMALLEST_LANE
 
     if not arguments.json:
@@ -154,9 +155,3 @@ def _token_of_surroundings() -> str:
         return _token(given)
     except argparse.ArgumentTypeError as wrong:
         raise BadArgument(f"{_TOKEN}: {wrong}", hint=f"unset {_TOKEN}, or give it one") from None
-
-
-def _host_name(text: str) -> str:
-    if "/" in text or ":" in text or not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name alone, such as node7.example.org")
-    return text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmbridge.cli.no_bridge import say_none
-from shmbridge.parser import Parser, amount, bridge_name
+from shmbridge.parser import Parser, amount, bridge_name, host_name
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
@@ -22,10 +22,11 @@ EXAMPLES = """examples:
   shmbridge inspect run1 --lanes    every lane, also of a bridge with many
   shmbridge inspect --seconds 5     rates over five seconds; 0: no rates, at once
   shmbridge inspect --json          for programs, at once
+  shmbridge inspect run1 --ready    nothing but the exit code: for the probes of Kubernetes and Compose
   shmbridge inspect --prometheus    once as Prometheus text, for a node exporter's text collector
   shmbridge inspect --listen 127.0.0.1:9400    serve /metrics and /healthz until Ctrl-C
 
-exit codes: 0 shown; 1 cannot listen there; 3 no such bridge"""
+exit codes: 0 shown, or ready; 1 cannot listen there; 3 no such bridge; 4 not ready"""
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
 
 
@@ -38,12 +39,25 @@ def prepare_parser(parser: Parser) -> None:
     parser.add_argument(
         "--seconds", type=amount, default=0.5, help="time between the two looks that rates come from (0.5)"
     )
+    parser.add_argument(
+        "--ready",
+        action="store_true",
+        help="print nothing: exit code 0 if each bridge has a living consumer, else 4",
+    )
     parser.add_argument("--prometheus", action="store_true", help="print the counters as Prometheus text")
     parser.add_argument(
         "--listen",
         type=_address,
         metavar="HOST:PORT",
         help="serve them to Prometheus, also of bridges that come later",
+    )
+    parser.add_argument(
+        "--host-name",
+        action="append",
+        default=[],
+        type=host_name,
+        metavar="NAME",
+        help="with --listen: host name with a dot under which Prometheus asks; may be repeated",
     )
 
 
@@ -68,6 +82,8 @@ def _print(arguments: argparse.Namespace) -> int:
     from shmbridge.watch.text import block
 
     wanted = [info for info in list_bridges() if arguments.bridge in (None, info.name)]
+    if arguments.ready:
+        return 0 if wanted and all(info.consumer_pid is not None for info in wanted) else 4
     if arguments.json:
         print(msgspec.json.encode([of_listing(info) for info in wanted]).decode())
     elif not wanted:
@@ -95,17 +111,17 @@ def _print_text(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Serves Prometheus text until Ctrl-C."""
-    from shmbridge.listening import cannot_listen
+    from shmbridge.httpd.door import cannot_listen
     from shmbridge.watch.scrape import ScrapeServer
 
     host, port = arguments.listen
     try:
-        server = ScrapeServer((host, port), _exporter(arguments.bridge))
+        server = ScrapeServer((host, port), _exporter(arguments.bridge), arguments.host_name)
     except OSError as wrong:
         refuse("shmbridge inspect", cannot_listen(host, port, wrong, "--listen"))
         return 1
     with server:
-        print(f"serving {server.url} until Ctrl-C", flush=True)
+        print(f"serving {server.url}/metrics until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0

@@ -10,19 +10,23 @@ _MOST = 8  # bridges that are named
 
 def refuse_unknown_bridge(program: str, bridge: str) -> bool:
     """Returns whether the bridge does not exist; then says so, in one line on standard error."""
+    if hint := hint_if_unknown(bridge):
+        refuse(program, f"no bridge {bridge!r}", hint)
+    return bool(hint)
+
+
+def hint_if_unknown(bridge: str) -> str:
+    """Returns which bridges there are, and which was probably meant; "" if the bridge exists."""
     from shmbridge.segments.segment import bridges
 
     there = sorted(bridges())
     if bridge in there:
-        return False
-    near = nearest_bridge(bridge, there)
+        return ""
     if not there:
-        hint = "there are none; they begin with an environment or a learner"
-    else:
-        named = ", ".join(there[:_MOST]) + (f" and {len(there) - _MOST} more" if len(there) > _MOST else "")
-        hint = f"did you mean {near}? There are {named}" if near else f"there are {named}"
-    refuse(program, f"no bridge {bridge!r}", hint)
-    return True
+        return "there are none; they begin with an environment or a learner"
+    named = ", ".join(there[:_MOST]) + (f" and {len(there) - _MOST} more" if len(there) > _MOST else "")
+    near = next(iter(difflib.get_close_matches(bridge, there, n=1)), None)
+    return f"did you mean {near}? There are {named}" if near else f"there are {named}"
 
 
 def say_none(program: str, bridge: str | None) -> None:
@@ -31,8 +35,3 @@ def say_none(program: str, bridge: str | None) -> None:
         print("no bridges", file=sys.stderr)
     else:
         refuse_unknown_bridge(program, bridge)
-
-
-def nearest_bridge(bridge: str, there: list[str]) -> str | None:
-    """Returns the bridge that was probably meant."""
-    return next(iter(difflib.get_close_matches(bridge, there, n=1)), None)

@@ -52,10 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Records until it is stopped; prints what was recorded and what was missed."""
     from shmbridge.archive.observing import observe
     from shmbridge.archive.recorder import Recorder
-    from shmbridge.watch.spare_cpu import use_only_spare_cpu
     from shmbridge.watch.text import printable
 
-    use_only_spare_cpu()
     signals: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: signals.append(number))

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ It holds nothing back: records that were released before they could be copied ar
 
 exit codes: 0 shown; 3 no such bridge; 130 ended by Ctrl-C"""
 _LOOK_EVERY_S = 0.5  # whether the bridge is still there
+_FIRST, _NEXT = 64, 256  # records that are copied at a time
 
 
 def prepare_parser(parser: Parser) -> None:
@@ -47,10 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints records until N were shown, the bridge is gone, nobody reads on, or Ctrl-C."""
     from shmbridge.watch.observer import Observer
     from shmbridge.watch.output import to_reader
-    from shmbridge.watch.spare_cpu import use_only_spare_cpu
 
     show = _lines(arguments)
-    use_only_spare_cpu()
     follow = not arguments.no_follow
     with Observer(arguments.bridge, backlog=not arguments.new, follow=follow) as observer, to_reader():
         for record in itertools.islice(_records(observer, arguments), arguments.n):
@@ -61,17 +61,25 @@ def run(arguments: argparse.Namespace) -> int:
 def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[Record]":
     """Yields the wanted records; says on standard error what cannot be shown."""
     from shmbridge.segments.segment import bridges
+    from shmbridge.watch.long_wait import LongWait
     from shmbridge.watch.output import has_reader
+    from shmbridge.watch.spare_cpu import give_way
     from shmbridge.watch.text import printable
 
     said: set[str] = set()
+    most, nothing_since, long_wait = _FIRST, time.monotonic(), LongWait(arguments.bridge)
     if arguments.env is not None and arguments.env not in observer.environments:
         there = ", ".join(sorted(map(printable, observer.environments))) or "none"
         print(f"no lane of environment {arguments.env!r} yet; there are: {there}", file=sys.stderr)
     while True:
-        for record in observer.poll():
+        records = observer.poll(most)
+        for record in records:
+            nothing_since = time.monotonic()
             if arguments.env in (None, record.meta.env_name):
                 yield record
+        if most == _FIRST and not (arguments.no_follow and len(records) < most):
+            most = _NEXT
+            give_way()  # the first screen is there: from now on the run goes first
         for sentence in _not_shown(observer):
             if sentence not in said:
                 said.add(sentence)
@@ -80,16 +88,19 @@ def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[R
             arguments.no_follow or arguments.bridge not in bridges() or not has_reader()
         ):
             return
+        long_wait.look(nothing_since)
 
 
 def _not_shown(observer: "Observer") -> "Iterator[str]":
+    from shmbridge.shown import counted
     from shmbridge.watch.text import printable
 
     if observer.missed:
-        yield f"{observer.missed} records were released before they could be shown"
-    if lanes := observer.missed_lanes:
-        said = "1 lane" if lanes == 1 else f"{lanes} lanes"
-        yield f"{said} came and went unseen, with an unknown count of records"
+        were = "was" if observer.missed == 1 else "were"
+        yield f"{counted(observer.missed, 'record')} {were} released before they could be shown"
+    if observer.missed_lanes:
+        lanes = counted(observer.missed_lanes, "lane")
+        yield f"{lanes} came and went unseen, with an unknown count of records"
     for name, why in observer.unreadable.items():
         yield f"lane {name} cannot be read: {printable(why)}"
 

@@ -90,6 +90,7 @@ class Child:
                 death_signal,
                 os.getcwd(),
                 self.name,
+                *("", "0"),  # its output goes where the guardian's goes
                 *words,
             ]
         with self.log.open("ab") as output:

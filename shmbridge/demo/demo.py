@@ -183,7 +183,8 @@ class Demo:
             screen.say(f"{child.name} {how}; starting it again")
             if child.guarded:
                 self._end_orphans()
-            child.restart(*(["--resume"] if child is self.learner else []))
+            # before its first checkpoint it goes on with the weights that it had published
+            child.restart(*(["--resume", "--from-bridge"] if child is self.learner else []))
 
     def _end_orphans(self) -> None:
         """Ends the orphans of a server that was killed together with its guardian, as by `pkill -9 -f`."""

@@ -112,9 +112,11 @@ class Hub:
         self._state.announce(check_run(run), self._batches.steps)
 
     @then_close
-    def publish_policy_version(self, version: int) -> None:
+    def publish_policy_version(
+        self, version: int, run_id: str | None = None, same_as: int | None = None
+    ) -> None:
         """See Consumer.publish_policy_version."""
-        self._state.publish(version)
+        self._state.publish(version, run_id, same_as)
         self._batches.end_step()  # after the store: a group that begins now begins under this version
 
     def pause(self) -> None:

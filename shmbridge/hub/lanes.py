@@ -25,6 +25,8 @@ from shmbridge.segments import locks, membership, os_limits, segment
 from shmbridge.segments.closing import Closing
 from shmbridge.segments.death_watch import DeathWatch
 from shmbridge.segments.locks import LockByte
+from shmbridge.shown import counted
+from shmbridge.watch.long_wait import LongWait
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class LaneSet:
         self._crowded = False  # there are more lanes than `limit`
         self._blocked = False  # a limit of this process kept a lane from being opened
         self._ranks_before = False
-        self._adopting = closing.lock()
+        self._adopting, self._long_wait = closing.lock(), LongWait(bridge)
         self._watch = DeathWatch(self._on_death, self._tick)
 
     def __iter__(self) -> Iterator[HubLane]:
@@ -326,9 +328,10 @@ class LaneSet:
             self._control.ring()
 
     def _tick(self) -> bool:
-        """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing.
+        """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing; logs
+        what a long wait is for.
 
-        Returns whether any dead lane, or a rank of an earlier hub, is left for later.
+        Returns whether to look again soon: a dead lane or a rank of an earlier hub is left, or a line is due.
         """
         if self._has_new_lanes or self._blocked or self._taken or (self._crowded and self._room()):
             known = len(self._lanes)
@@ -346,7 +349,8 @@ class LaneSet:
         for lane in self:
             if lane.dead:
                 left |= bool(lane.waiting or lane.held or lane.dropped or not self._remove_dead(lane))
-        return left
+        asking_ns = self._control.asking_ns
+        return self._long_wait.look(asking_ns / 1e9 if asking_ns else None) or left
 
     def look_for_ranks(self) -> None:
         """Defers releases while a rank of an earlier hub lives; called once this hub's epoch has begun."""
@@ -431,12 +435,16 @@ class LaneSet:
 
     def dropped_words(self) -> str:
         """Returns an error message's words about dropped records that occupy room; "" for none."""
-        count = sum(lane.dropped for lane in self)
-        return (
-            f"; {count} records were dropped without release and keep their room: take_back_dropped()"
-            if count
-            else ""
-        )
+        if not (dropped := sum(lane.dropped for lane in self)):
+            return ""
+        were, keep = ("was", "keeps its") if dropped == 1 else ("were", "keep their")
+        records = counted(dropped, "record")
+        return f"; {records} {were} dropped without release and {keep} room: take_back_dropped()"
+
+    def producers_words(self) -> str:
+        """Returns an error message's words about how many lanes have a living producer."""
+        live = self.live
+        return f"{live} of {counted(len(self), 'lane')} {'has' if live == 1 else 'have'} a living producer"
 
     def stuck(self, held_here: int) -> Stuck | None:
         """Returns the full lanes if only a release of the caller's `held_here` makes room; else None."""

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 
 from shmbridge._ext import header
 from shmbridge.admission.limit import OffPolicyLimit
-from shmbridge.config import Run, check_version
+from shmbridge.config import Run, check_run_id, check_version
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing
+from shmbridge.watch.long_wait import Waits
+
+_MOST_NOTED = (1 << 62) - 1
 
 
 class HubState:
@@ -34,6 +37,7 @@ class HubState:
         self._closing, self._publishing = closing, closing.lock()
         self._announced: tuple[Run | None, int] = run, 0  # and the steps of the runs before it
         self._training_version = -1
+        self._waits = Waits()
         self.steps_ended = 0
 
     # -- whether it is open
@@ -127,9 +131,11 @@ class HubState:
         """Steps by which the weights in training are ahead of the published ones."""
         return max(self._training_version - self.policy_version, 0)
 
-    def publish(self, version: int) -> None:
-        """Publishes a policy version. Raises ValueError if it goes backwards."""
+    def publish(self, version: int, run_id: str | None = None, same_as: int | None = None) -> None:
+        """See Consumer.publish_policy_version."""
         version = check_version("version", version)
+        run = None if run_id is None else check_run_id(run_id)
+        repeated = -1 if same_as is None else check_version("same_as", same_as)
         with self._publishing:  # the control plane's thread publishes, too
             if version < self.policy_version:
                 raise BadArgument(
@@ -137,7 +143,13 @@ class HubState:
                     "versions of one bridge only rise",
                     hint=f"count on from {self.policy_version}, or use another bridge for a run from 0",
                 )
+            if run is not None:
+                self.words.begin_run(run, version, repeated)
             self.words.policy_version = version
+
+    def end_run(self) -> None:
+        """See Consumer.end_run."""
+        self.words.end_run()
 
     def note_training_version(self, version: int) -> None:
         """See Consumer.note_training_version."""
@@ -160,19 +172,34 @@ class HubState:
 
     # -- for observers
 
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Shows observers, inside the block, that somebody waits for a batch or record."""
-        self.note_asking(True)
-        try:
-            yield
-        finally:
-            self.note_asking(False)
+    def asking(self) -> contextlib.AbstractContextManager[None]:
+        """Shows observers, inside the block, that somebody waits for a batch or record.
+
+        A block inside another one is part of that wait.
+        """
+        return self._waits.open(self.note_asking)
 
     def note_asking(self, waits: bool) -> None:
         """Shows observers that somebody begins to wait for a batch or record, or no longer does."""
         if (words := self._words) is not None and not words.mapping.forked:
             words.note_asking(waits)
+
+    def note_most_stale(self, max_staleness: int | None) -> None:
+        """Shows observers the staleness limit of the batches that are asked for; None: there is none."""
+        if (words := self._words) is not None and not words.mapping.forked:
+            words.note_most_stale(-1 if max_staleness is None else min(max_staleness, _MOST_NOTED))
+
+    def note_batch(self, size: int, by_rows: bool, there: int, in_part: int) -> None:
+        """Shows observers what the batch that is waited for wants and has; a size of 0: no batch is.
+
+        Args:
+            size: its groups, or rows.
+            by_rows: whether `size` and `there` count rows.
+            there: what is there of it.
+            in_part: groups of which some fragments have come.
+        """
+        if (words := self._words) is not None and not words.mapping.forked:
+            words.note_batch(size, by_rows, there, in_part)
 
     def waits(self) -> dict[str, float]:
         """Returns, in seconds since this hub began, how long somebody waited for a batch, also now, and for a

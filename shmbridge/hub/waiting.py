@@ -60,8 +60,7 @@ class Waiting:
     def nothing_came(self, timeout_s: float | None) -> ConsumerEmpty:
         """Returns the error for no record in time."""
         return ConsumerEmpty(
-            f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living "
-            "producer" + self._lanes.dropped_words(),
+            f"no record within {timeout_s} s; {self._lanes.producers_words()}{self._lanes.dropped_words()}",
             hint=self.hint_when_empty(),
         )
 

@@ -1,6 +1,7 @@
 """The config of `shmbridge launch`: the YAML file as typed structs, and its errors, by path."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from shmbridge.config import check_bridge_name, parse_size
+from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import BadConfig, ShmBridgeError
+from shmbridge.launch.flags import Options, Variables, handed_on
 from shmbridge.parser import none_of
-from shmbridge.wrong_value import wrong_value, wrong_yaml
+from shmbridge.wrong_value import plain, read_yaml, wrong_value
 
-Scalar = bool | int | float | str
-Variables = dict[str, str | int | float]
+_NO_ARGUMENT = re.compile("[\0\ud800-\udfff]")  # NUL ends an argument; half a surrogate pair is not UTF-8
+MOST_PROCESSES = 1024  # as many lanes a consumer has at most
+LEAST_LOG_BYTES = 64 << 10
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # a plan is JSON, which has no infinity; this is thirty years
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=10**12)]
 Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: a free one is chosen
 
 
@@ -30,7 +33,7 @@ class PolicyServer(Struct, kw_only=True):
     port: Port = 9004
     ready_timeout: Seconds = 60.0
     stop_grace: Seconds = 10.0
-    options: dict[str, Scalar] = {}
+    options: Options = {}
     env: Variables = {}
 
 
@@ -49,21 +52,7 @@ class Vllm(Struct, kw_only=True):
     port: Port = 8001
     ready_timeout: Seconds = 600.0
     stop_grace: Seconds = 10.0
-    args: list[Scalar] = []
-    env: Variables = {}
-
-
-class Learner(Struct, kw_only=True):
-    """`shmbridge.consumers.grpo`.
-
-    `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped.
-    """
-
-    model: str
-    steps: Count
-    ready_timeout: Seconds = 120.0
-    stop_grace: Seconds = 60.0
-    options: dict[str, Scalar] = {}
+    args: list[str] = []
     env: Variables = {}
 
 
@@ -79,12 +68,12 @@ class Gateway(Struct, kw_only=True):
     token: str = ""
     ready_timeout: Seconds = 30.0
     stop_grace: Seconds = 10.0
-    options: dict[str, Scalar] = {}
+    options: Options = {}
     env: Variables = {}
 
 
 class Restart(Struct, kw_only=True):
-    """When a dead environment starts again: after `first_delay` seconds, twice as long each time, `max_delay`
+    """When a dead process starts again: after `first_delay` seconds, twice as long each time, `max_delay`
     at most.
 
     After `reset_after` seconds of running the delays start over. More than `max_restarts` within `window`
@@ -95,8 +84,24 @@ class Restart(Struct, kw_only=True):
     first_delay: Seconds = 0.5
     max_delay: Seconds = 30.0
     reset_after: Seconds = 60.0
-    max_restarts: Annotated[int, Meta(ge=0)] = 10
+    max_restarts: Annotated[int, Meta(ge=0, le=10**12)] = 10
     window: Seconds = 600.0
+
+
+class Learner(Struct, kw_only=True):
+    """`shmbridge.consumers.grpo`.
+
+    `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped.
+    `restart`: when it was killed; one that ends by itself with an error would end so again.
+    """
+
+    model: str
+    steps: Count
+    ready_timeout: Seconds = 120.0
+    stop_grace: Seconds = 60.0
+    options: Options = {}
+    env: Variables = {}
+    restart: Restart = msgspec.field(default_factory=Restart)
 
 
 class Environment(Struct, kw_only=True):
@@ -109,9 +114,9 @@ class Environment(Struct, kw_only=True):
 
     script: str
     name: str = ""
-    count: Count = 1
-    args: dict[str, Scalar] | list[Scalar] = {}
-    lane_bytes: str | int = "64M"
+    count: Annotated[int, Meta(ge=1, le=MOST_PROCESSES)] = 1
+    args: Variables | list[str] = {}
+    lane_bytes: str = "64M"
     on_full: Literal["block", "raise", "drop"] = "block"
     cwd: str = ""
     env: Variables = {}
@@ -148,6 +153,7 @@ class Config(Struct, kw_only=True):
 
     bridge: str
     run_dir: str = ""
+    log_bytes: str = "64M"
     policy_server: PolicyServer | None = None
     vllm: Vllm | None = None
     learner: Learner | None = None
@@ -165,12 +171,9 @@ def load(path: Path) -> Config:
         ImportError: PyYAML is not installed.
     """
     try:
-        import yaml
+        document = read_yaml(path.read_text(encoding="utf-8"), forbidden=_NO_ARGUMENT)
     except ImportError as missing:
         raise ImportError("PyYAML is not installed -> pip install 'shmbridge[launch]'") from missing
-    try:
-        text = path.read_text()
-        document, tree = yaml.safe_load(text), yaml.compose(text)
     except OSError as error:
         raise BadConfig(
             f"{path}: {error.strerror}",
@@ -178,25 +181,27 @@ def load(path: Path) -> Config:
         ) from error
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path} is not text in UTF-8", hint="give the path of a YAML file") from error
-    except yaml.YAMLError as error:
-        hint = "indent with spaces" if "\\t" in str(error) else "mend that line"
-        raise BadConfig(f"{path} is not YAML: {wrong_yaml(error)}", hint=hint) from error
-    if wrong := list(_lost_in_reading(tree, "", set())):
-        raise BadConfig("; ".join(wrong), hint="mend those lines")
+    except ValueError as error:
+        hint = "indent with spaces" if "\\t" in str(error) else "correct that line"
+        raise BadConfig(f"{path}: {error}", hint=hint) from error
     return parse(document)
 
 
 def parse(document: object) -> Config:
-    """Returns the config of a parsed YAML file; raises BadConfig."""
+    """Returns the config of what `read_yaml` has read; raises BadConfig."""
     if not isinstance(document, Mapping):
         raise BadConfig(
-            f"the file holds {_kind(document)} and no keys",
+            f"the file holds {_kind(plain(document))} and no keys",
             hint="it needs at least bridge: and learner: or gateway:",
         )
     if unknown := list(_unknown_keys(document, Config, "")):
-        raise BadConfig("; ".join(unknown), hint="mend the names: a key that is not known is never skipped")
+        raise BadConfig("; ".join(unknown), hint="correct the names: unknown keys are never skipped")
+    wrong: list[str] = []
+    values = handed_on(document, "", wrong)
+    if wrong:
+        raise BadConfig("; ".join(wrong), hint="docs/reference/launch-file.md has each key")
     try:
-        config = msgspec.convert(document, Config)
+        config = msgspec.convert(plain(values), Config)
     except msgspec.ValidationError as error:
         raise _wrong_value(str(error), document) from error
     _check(config)
@@ -229,33 +234,8 @@ def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
                     yield nearest(path, str(key), list(fields))
 
 
-def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """Yields one line per fault that PyYAML's tree of the file shows and its values do not: a key given
-    twice, of which the last would hold, and NUL, which ends a word for the kernel.
-    """
-    if node is None or id(node) in seen:  # an anchor's node is visited once
-        return
-    seen.add(id(node))
-    if node.id == "scalar":
-        if "\0" in node.value:
-            yield f"line {node.start_mark.line + 1}: a NUL character in {path or 'the text'}"
-        return
-    lines: dict[str, int] = {}
-    for index, each in enumerate(node.value):
-        if node.id == "sequence":
-            yield from _lost_in_reading(each, f"{path}[{index}]", seen)
-            continue
-        key, inner = each
-        name, line = str(key.value), key.start_mark.line + 1
-        where = f"{path}.{name}" if path else name
-        if name in lines:
-            yield f"{where} is given twice, in lines {lines[name]} and {line}"
-        lines[name] = line
-        yield from _lost_in_reading(inner, where, seen)
-
-
 def _wrong_value(message: str, document: object) -> BadConfig:
-    """Returns the error for msgspec's message."""
+    """Returns the error for msgspec's message, with values as the file has them."""
     if choice := re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message):
         what, _, hint = none_of(choice[1], get_args(_annotation_at(choice[2]))).partition(" -> ")
         return BadConfig(f"{choice[2]}: {what}", hint=hint or "choose one of these")
@@ -311,13 +291,19 @@ def _check(config: Config) -> None:
                 raise BadConfig(f"{path}.env: {name!r} cannot name a variable", hint="write NAME: value")
     if config.vllm:
         _check_vllm(config.vllm)
+    _check_size("log_bytes", config.log_bytes, LEAST_LOG_BYTES)
+    _check_run_dir(Path(config.run_dir or f"runs/{config.bridge}"))
+    if (processes := sum(environment.count for environment in config.environments)) > MOST_PROCESSES:
+        raise BadConfig(
+            f"environments: they are {processes:,} processes", hint=f"give {MOST_PROCESSES:,} at most"
+        )
     names: set[str] = {*SECTIONS, "launch"}
     for index, environment in enumerate(config.environments):
         _check_environment(environment, f"environments[{index}]", names)
 
 
 def _check_vllm(vllm: Vllm) -> None:
-    if vllm.python and not Path(vllm.python).is_file():
+    if vllm.python and not os.path.isfile(vllm.python):
         raise BadConfig(
             f"vllm.python: there is no file {vllm.python}", hint="paths count from where the command runs"
         )
@@ -345,21 +331,34 @@ def _check_environment(environment: Environment, path: str, names: set[str]) -> 
                 f"{path}.name: {name} is taken", hint="give each environment a name of its own, or use count:"
             )
         names.add(name)
-    if not Path(environment.script).is_file():
+    if not os.path.isfile(environment.script):
         raise BadConfig(
             f"{path}.script: there is no file {environment.script}",
             hint="paths count from where the command runs",
         )
-    if environment.cwd and not Path(environment.cwd).is_dir():
+    if environment.cwd and not os.path.isdir(environment.cwd):
         raise BadConfig(
             f"{path}.cwd: there is no folder {environment.cwd}",
             hint="paths count from where the command runs",
         )
+    _check_size(f"{path}.lane_bytes", environment.lane_bytes, 1)
+
+
+def _check_size(path: str, given: str, least: int) -> None:
     try:
-        if parse_size(environment.lane_bytes) <= 0:
-            raise ValueError(f"{environment.lane_bytes} is no size to hold a record")
-    except ValueError as error:
-        raise BadConfig(f"{path}.lane_bytes: {error}", hint="lane_bytes: 64M") from error
+        if (size := parse_size(given)) < least or size >= 1 << 62:
+            raise ValueError(f"{given} is {f'below {format_size(least)}' if size < least else 'too much'}")
+    except (ValueError, OverflowError) as error:
+        raise BadConfig(f"{path}: {error}", hint=f"{path.rpartition('.')[2]}: 64M") from error
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Raises BadConfig if no folder can be there: the path, or one above it, is a file, or not writable."""
+    there = next(each for each in (run_dir, *run_dir.absolute().parents) if os.path.lexists(each))
+    if not os.path.isdir(there):
+        raise BadConfig(f"run_dir: {there} is not a folder", hint="set another run_dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadConfig(f"run_dir: {there} is not writable", hint="set one that this user can write to")
 
 
 def instances(environment: Environment) -> list[str]:

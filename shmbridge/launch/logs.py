@@ -1,10 +1,13 @@
 """The logs of a run's services, merged in the order of time; and what they go on to say."""
 
+import contextlib
 import heapq
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from shmbridge.log_format import stamp_of
 
@@ -27,28 +30,47 @@ def log_files(run_dir: Path) -> dict[str, Path]:
     return {path.stem: path for path in found}
 
 
+def log_parts(log: Path) -> list[Path]:
+    """Returns the files of a log that there are, oldest first; see `guardian.Log`."""
+    parts = [log.with_name(f"{log.name}{end}") for end in (".first", ".1", "")]
+    return [part for part in parts if part.exists()]
+
+
 class LogFile:
-    """Reads one log from its beginning, as far as its lines are complete."""
+    """Reads one log, of one or several parts, from its beginning, as far as its lines are complete."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._path = path
-        self._read_to, self._time = 0, ""
+        self._read_to: dict[int, int] = {}  # by the number of the file, which keeps it when it is renamed
+        self._time = ""
 
     def read(self, *, to_the_end: bool = False) -> Iterator[LogLine]:
         """Yields the lines since the last call; `to_the_end`: also one that has no end yet."""
-        with self._path.open("rb") as file:
-            if file.seek(0, 2) < self._read_to:  # cut by log rotation
-                self._read_to = 0
-            file.seek(self._read_to)
-            for raw in file:
-                if not (to_the_end or raw.endswith(b"\n")):
-                    return
-                self._read_to += len(raw)
-                text = raw.decode(errors="replace").rstrip("\n").rpartition("\r")[2]
-                stamp = stamp_of(text)
-                self._time = stamp["time"] if stamp else self._time
-                yield LogLine(self._time, self.name, stamp["level"] if stamp else None, text)
+        with contextlib.ExitStack() as opened:
+            files: dict[int, BinaryIO] = {}
+            for part in reversed(
+                log_parts(self._path)
+            ):  # newest first: a part that is renamed meanwhile is seen
+                with contextlib.suppress(FileNotFoundError):
+                    file = opened.enter_context(part.open("rb"))
+                    files.setdefault(os.fstat(file.fileno()).st_ino, file)
+            self._read_to = {number: self._read_to.get(number, 0) for number in reversed(files)}
+            for number in self._read_to:
+                yield from self._lines(files[number], number, to_the_end)
+
+    def _lines(self, file: BinaryIO, number: int, to_the_end: bool) -> Iterator[LogLine]:
+        if file.seek(0, 2) < self._read_to[number]:  # cut by log rotation
+            self._read_to[number] = 0
+        file.seek(self._read_to[number])
+        for raw in file:
+            if not (to_the_end or raw.endswith(b"\n")):
+                return
+            self._read_to[number] += len(raw)
+            text = raw.decode(errors="replace").rstrip("\n").rpartition("\r")[2]
+            stamp = stamp_of(text)
+            self._time = stamp["time"] if stamp else self._time
+            yield LogLine(self._time, self.name, stamp["level"] if stamp else None, text)
 
 
 def merged(files: list[LogFile]) -> Iterator[LogLine]:

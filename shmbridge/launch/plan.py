@@ -32,7 +32,8 @@ class Service(Struct, kw_only=True):
     """One program.
 
     `env` is added to the launcher's own; if `restart` is None, its end is the end of the run, an orderly one
-    if its status is 0 and it is the `hub`. `key` is its key in the config.
+    if its status is 0 and it is the `hub`. `again` are words for its command from its second start on. `key`
+    is its key in the config.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Service(Struct, kw_only=True):
     folder: str = ""
     env: dict[str, str] = {}
     restart: Restart | None = None
+    again: list[str] = []
 
 
 class Plan(Struct, kw_only=True):
@@ -54,6 +56,7 @@ class Plan(Struct, kw_only=True):
     bridge: str
     run_dir: str
     stages: list[list[Service]]
+    log_bytes: int = 64 << 20  # of each service
     notes: list[str] = []
 
     @property
@@ -62,7 +65,7 @@ class Plan(Struct, kw_only=True):
         return [service for stage in self.stages for service in stage]
 
     def log(self, service: Service) -> Path:
-        """Returns the file with a service's output."""
+        """Returns the file with the newest output of a service."""
         return Path(self.run_dir) / "logs" / f"{service.name}.log"
 
     def save(self, path: Path) -> None:

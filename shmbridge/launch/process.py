@@ -9,6 +9,7 @@ from pathlib import Path
 from shmbridge.launch import guardian
 from shmbridge.launch.backoff import Backoff
 from shmbridge.launch.config import Restart
+from shmbridge.launch.logs import log_parts
 from shmbridge.launch.plan import Service
 from shmbridge.log_format import LOG_NAME, lines
 
@@ -20,22 +21,25 @@ class Process:
 
     Args:
         service: what to run.
-        log: file its output is appended to.
+        log: file its output is appended to; its guardian keeps it within a limit.
+        log_bytes: that limit.
     """
 
-    def __init__(self, service: Service, log: Path) -> None:
+    def __init__(self, service: Service, log: Path, log_bytes: int) -> None:
         self.service = service
         self.log = log
+        self._log_bytes = log_bytes
+        self._missing: int | None = guardian.missing(str(self.log))[0]  # of earlier launches; None: was told
         self.pid = 0  # of the guardian; 0: not running
         self.status: int | None = None  # of its last end
         self.started = 0.0
         self.starts = 0
         self.lived_s = 0.0  # of its last run
-        self.up = False
+        self.up = self.came_up = False  # now; in any of its runs
         self.over = False  # ended for good, and reported
         self.due: float | None = None  # time of the next start
         self.backoff = Backoff(service.restart or Restart())
-        self._log_begins = log.stat().st_size if log.exists() else 0
+        self._begins = b""  # the first line of this start
 
     @property
     def name(self) -> str:
@@ -53,10 +57,9 @@ class Process:
         """
         self.starts += 1
         self.started, self.due, self.status, self.up = time.monotonic(), None, None, False
-        self._log_begins = self.log.stat().st_size if self.log.exists() else 0
-        with self.log.open("a") as log:
-            log.write(lines(self.name, f"start {self.starts} of {self.name}") + "\n")
-            log.flush()
+        self._begins = (lines(self.name, f"start {self.starts} of {self.name}") + "\n").encode()
+        with self.log.open("ab", buffering=0) as log:
+            log.write(self._begins)
             self.pid = os.posix_spawn(
                 sys.executable,
                 guardian.command(
@@ -64,7 +67,9 @@ class Process:
                     signal.SIGKILL,
                     self.service.folder or os.getcwd(),
                     self.name,
-                    self.service.command,
+                    self.service.command + (self.service.again if self.starts > 1 else []),
+                    str(self.log.absolute()),
+                    self._log_bytes,
                 ),
                 os.environ | self.service.env | {LOG_NAME: self.name},
                 file_actions=[
@@ -97,8 +102,19 @@ class Process:
 
     def last_words(self) -> str:
         """Returns the end of its log, of this start alone."""
-        with self.log.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_begins, size - _LAST_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line[:300]}" for line in lines[-_LAST_LINES:])
+        text = b"".join(map(_end_of, log_parts(self.log)[-2:]))[-_LAST_BYTES:].rpartition(self._begins)[2]
+        lines = text.decode(errors="replace").splitlines()
+        return "\n".join(f"    {line[:800]}" for line in lines[-_LAST_LINES:])
+
+    def missing_now(self) -> int:
+        """Returns how many bytes its log lacks, once: when that number grew in this launch; else 0."""
+        if self._missing is None or (found := guardian.missing(str(self.log))[0]) <= self._missing:
+            return 0
+        self._missing = None
+        return found
+
+
+def _end_of(log: Path) -> bytes:
+    with log.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _LAST_BYTES, 0))
+        return file.read()

@@ -7,10 +7,11 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shmbridge.config import parse_size
 from shmbridge.consumers.learner.config import flags as learner_flags
 from shmbridge.consumers.policy_server_parts import options
 from shmbridge.errors import BadConfig
@@ -21,11 +22,10 @@ from shmbridge.launch.config import (
     Gateway,
     Learner,
     PolicyServer,
-    Variables,
     Vllm,
     instances,
 )
-from shmbridge.launch.flags import Scalars, check_options, check_values, dotted_flags, flags, word
+from shmbridge.launch.flags import Options, Variables, check_values, dotted_flags, flags, option_flags
 from shmbridge.launch.plan import Check, Plan, Service
 from shmbridge.parser import Parser
 
@@ -57,6 +57,7 @@ def plan(config: Config, gateway_parser: Parser) -> Plan:
         bridge=config.bridge,
         run_dir=run_dir,
         stages=[*stages, environments] if environments else stages,
+        log_bytes=parse_size(config.log_bytes),
         notes=notes,
     )
 
@@ -79,7 +80,7 @@ def _server(config: Config, server: PolicyServer | Vllm, port: int) -> Service:
 
 
 def _policy_server(config: Config, server: PolicyServer, port: int) -> list[str]:
-    own: Scalars = {"bridge": config.bridge, "model": server.model, "host": server.host, "port": port}
+    own = {"bridge": config.bridge, "model": server.model, "host": server.host, "port": port}
     argv = _checked_flags("policy_server.options", own, server.options, options.parser("shmbridge serve"))
     return [sys.executable, "-m", "shmbridge.consumers.policy_server", *argv]
 
@@ -94,24 +95,21 @@ def _vllm(config: Config, server: Vllm, port: int) -> list[str]:
         argv += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
         argv += ["--additional-config", json.dumps(follower)]
     # The module, not the `vllm` script: that is missing where the environment is not activated.
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *argv, *map(word, server.args)]
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *argv, *server.args]
 
 
 def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -> Service:
-    own: Scalars = {
-        "bridge": config.bridge,
-        "model": learner.model,
-        "steps": learner.steps,
-        "run-dir": run_dir,
-    }
-    recipe = config.trainer.atropos
+    own = {"bridge": config.bridge, "model": learner.model, "steps": learner.steps, "run-dir": run_dir}
+    recipe, resume = config.trainer.atropos, [] if "resume" in learner.options else ["--resume"]
     argv = _checked_flags(
         "learner.options",
         own,
         learner.options,
         learner_flags.parser("shmbridge train"),
-        of_recipe=recipe_flags(recipe) if recipe else [],
+        of_recipe=resume + (recipe_flags(recipe) if recipe else []),
     )
+    if "--resume" in argv:
+        notes += _continued(run_dir, learner.steps)
     if recipe and recipe.api_url:
         notes.append(
             "trainer.atropos.api_url is not used: the learner is the hub of the bridge, there is no "
@@ -125,7 +123,26 @@ def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -
         env=_variables(learner.env),
         check=Check(kind="hub", within_s=learner.ready_timeout),
         stop_grace_s=learner.stop_grace,
+        restart=learner.restart,
+        # From the newest checkpoint, or else with the weights that it had published: they are of this run.
+        again=["--resume", "--from-bridge", "--no-from-scratch"],
     )
+
+
+def _continued(run_dir: str, steps: int) -> list[str]:
+    """Returns the note that an earlier launch's run goes on; raises BadConfig if that has done all steps."""
+    folders = Path(run_dir, "checkpoints").glob("step-*")
+    done = max((int(each.name[5:]) for each in folders if each.name[5:].isdecimal()), default=None)
+    if done is None:
+        return []
+    if done >= steps:
+        raise BadConfig(
+            f"learner.steps: {run_dir} holds a run of {done} steps, and {steps} are asked for",
+            hint="raise learner.steps to train it further, or set another run_dir and bridge for a new run",
+        )
+    return [
+        f"{run_dir} holds a run up to step {done}, which goes on; another run_dir and bridge begin a new one"
+    ]
 
 
 def recipe_flags(atropos: Atropos) -> list[str]:
@@ -151,7 +168,7 @@ def _gateway(config: Config, gateway: Gateway, parser: Parser, notes: list[str])
             "polls it"
         )
     port = port or _free_port()
-    own: Scalars = {"bridge": config.bridge, "host": host, "port": port, "compat": gateway.compat}
+    own = {"bridge": config.bridge, "host": host, "port": port, "compat": gateway.compat}
     argv = _checked_flags("gateway.options", own, gateway.options, parser, of_environment=("token",))
     return Service(
         name="gateway",
@@ -195,10 +212,10 @@ def _environment(
     config: Config, environment: Environment, key: str, name: str, words: dict[str, str]
 ) -> Service:
     args = environment.args
-    given = [word(each) for each in args] if isinstance(args, list) else dotted_flags(args)
+    given = args if isinstance(args, list) else dotted_flags(args)
     script = str(Path(environment.script).absolute())  # it may run in another folder
     lane = {"lane-bytes": environment.lane_bytes, "on-full": environment.on_full}
-    own: Scalars = {"bridge": config.bridge, **lane}
+    own = {"bridge": config.bridge, **lane}
     command = [sys.executable, "-m", "shmbridge.producers.atropos", *flags(own), script, "serve"]
     return Service(
         name=name,
@@ -215,8 +232,8 @@ def _environment(
 
 def _checked_flags(
     path: str,
-    own: Scalars,
-    options: Scalars,
+    own: Mapping[str, object],
+    options: Options,
     parser: Parser,
     *,
     of_recipe: Sequence[str] = (),
@@ -227,8 +244,7 @@ def _checked_flags(
 
     Raises BadConfig if the program's parser would refuse one.
     """
-    check_options(path, options, parser, (*own, *of_environment))
-    argv = [*flags(own), *of_recipe, *flags(options)]
+    argv = [*flags(own), *of_recipe, *option_flags(path, options, parser, (*own, *of_environment))]
     check_values(path, argv, parser)
     return argv
 
@@ -257,7 +273,7 @@ def _filled(text: str, path: str, words: dict[str, str]) -> str:
 
 
 def _variables(env: Variables) -> dict[str, str]:
-    return {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in env.items()}
+    return {"PYTHONUNBUFFERED": "1"} | env
 
 
 def _reachable(host: str) -> str:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import shmbridge
+from shmbridge.config import format_size
 from shmbridge.errors import LaunchFailed, ShmBridgeError
 from shmbridge.launch import guardian
 from shmbridge.launch.config import Restart
@@ -26,6 +27,7 @@ from shmbridge.launch.step_lines import NewSteps, step_line, steps_of
 _STEP_S = 1.0  # between two looks at the learner's metrics
 _TICK_S = 0.1  # between two checks of services that are coming up
 _SAME_SIGNAL_S = 0.3  # a service manager signals the command and this process, which so gets the signal twice
+_STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _REFUSED = 2  # exit status of a program for wrong arguments: a restart will not help
 
 
@@ -48,7 +50,10 @@ class Supervisor:
     def __init__(self, plan: Plan, events: Events) -> None:
         self._plan = plan
         self._events = events
-        self._stages = [[Process(service, plan.log(service)) for service in stage] for stage in plan.stages]
+        self._stages = [
+            [Process(service, plan.log(service), plan.log_bytes) for service in stage]
+            for stage in plan.stages
+        ]
         self._done = False  # the hub has ended in order
         learner = next((service for service in plan.services if service.name == "learner"), None)
         self._steps = learner and NewSteps(Path(plan.run_dir) / "metrics.jsonl", steps_of(learner.command))
@@ -71,9 +76,7 @@ class Supervisor:
         for left in shmbridge.list_bridges():
             held = sum(lane.held for lane in left.lanes)
             if left.name == self._plan.bridge and held:
-                clean = (
-                    f"another run of this bridge takes them, shmbridge clean {left.name} --yes removes them"
-                )
+                clean = f"a run that goes on takes them, shmbridge clean {left.name} --yes removes them"
                 self._events.say(
                     "left", f"{held} groups that reached no batch are in shared memory: {clean}", records=held
                 )
@@ -134,7 +137,7 @@ class Supervisor:
     def _look_at(self, process: Process) -> None:
         check, alive_s = process.service.check, time.monotonic() - process.started
         if is_up(check, self._plan.bridge, alive_s):
-            process.up = True
+            process.up = process.came_up = True
             self._events.say(
                 "up", f"{process.name}: up after {alive_s:.1f} s", service=process.name, after_s=alive_s
             )
@@ -153,6 +156,8 @@ class Supervisor:
     def _watch(self) -> None:
         """Waits for the next event and handles it."""
         due = [process.due for process in self._processes() if process.due is not None]
+        hubs = [process for process in self._processes() if process.service.role == "hub"]
+        due += [time.monotonic() + _TICK_S] if any(hub.coming_up for hub in hubs) else []
         due += [time.monotonic() + _STEP_S] if self._steps else []
         self._wait(min(due) - time.monotonic() if due else None)
         self._show_step()
@@ -160,6 +165,9 @@ class Supervisor:
         for process in self._processes():
             if process.due is not None and process.due <= time.monotonic():
                 self._begin(process)
+        for hub in hubs:
+            if hub.coming_up:
+                self._look_at(hub)
 
     def _look_at_ends(self) -> None:
         for process in self._processes():
@@ -170,6 +178,8 @@ class Supervisor:
             elif process.service.role == "hub" and process.status == 0:
                 process.over = self._done = True
                 self._events.say("done", f"{process.name}: done", service=process.name)
+            elif process.service.role == "hub" and _comes_again(process, process.status):
+                self._start_later(process)
             else:
                 raise _failed(process, "ended")
 
@@ -193,6 +203,11 @@ class Supervisor:
             return
         if status == _REFUSED or (process.starts == 1 and process.lived_s < process.service.check.within_s):
             raise _failed(process, "ended at its start")
+        self._start_later(process)
+
+    def _start_later(self, process: Process) -> None:
+        """Starts an ended process again after its delay; raises LaunchFailed if its rule allows no more."""
+        rule, again = process.service.restart or Restart(), process.service.again
         delay = process.backoff.after(started=process.started, ended=time.monotonic())
         if delay is None:
             raise _failed(
@@ -201,9 +216,10 @@ class Supervisor:
         process.due = time.monotonic() + delay
         self._events.say(
             "ended",
-            f"{how}; starting again in {delay:g} s",
+            f"{process.name}: ended with {process.how()}; starting again in {delay:g} s"
+            + (f" with {' '.join(again)}" if again else ""),
             service=process.name,
-            status=status,
+            status=process.status,
             delay_s=delay,
         )
 
@@ -224,6 +240,7 @@ class Supervisor:
                 raise Stopped(signum)
             self._hurry |= time.monotonic() - self._stopping_since > _SAME_SIGNAL_S
         self._reap()
+        self._look_at_logs()
 
     def _reap(self) -> None:
         running = {process.pid: process for process in self._processes() if process.pid}
@@ -239,6 +256,19 @@ class Supervisor:
                 process.ended(code if code >= 0 else 128 - code)
                 if code < 0:  # its guardian was killed: its processes are ours now
                     guardian.sweep(running)
+
+    def _look_at_logs(self) -> None:
+        """Reports a log from which output is missing; its guardian has signalled us."""
+        for process in self._processes():
+            if missing := process.missing_now():
+                self._events.say(
+                    "log",
+                    f"{process.name}: its log has {format_size(self._plan.log_bytes)}, log_bytes: the "
+                    f"beginning and the newest lines are kept, {missing:,} bytes are missing so far",
+                    service=process.name,
+                    log=str(process.log),
+                    missing_bytes=missing,
+                )
 
     # --- stop -----------------------------------------------------------------------------------------------
 
@@ -276,6 +306,15 @@ class Supervisor:
                 service=process.name,
                 status=process.status,
             )
+
+
+def _comes_again(hub: Process, status: int) -> bool:
+    """Returns whether a hub with a rule for restarts was killed after it had come up.
+
+    One that was asked to stop, or ended by itself with an error, does not come again.
+    """
+    rule, killed = hub.service.restart, status > 128 and status - 128 not in _STOP_SIGNALS
+    return rule is not None and rule.when != "never" and killed and hub.came_up
 
 
 def _failed(process: Process, what: str) -> LaunchFailed:

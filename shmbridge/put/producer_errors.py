@@ -16,6 +16,7 @@ from shmbridge.errors import (
 )
 from shmbridge.segments import locks
 from shmbridge.segments.locks import LockByte
+from shmbridge.shown import counted
 
 
 def lane_full(
@@ -31,7 +32,8 @@ def lane_full(
     elif control.paused:
         culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
     else:
-        culprit = f"consumer pid {control.hub_pid} is alive and has not released {writer.outstanding} records"
+        records = counted(writer.outstanding, "record")
+        culprit = f"consumer pid {control.hub_pid} is alive and has not released {records}"
         hint = "the learner is slow or holds leases: raise lane_bytes, or lower what it holds"
         if dropped := writer.leases_dropped:
             culprit += f", {dropped} of them dropped without release"
@@ -57,7 +59,7 @@ def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
 
 def lane_removed(producer_id: str, lane_name: str, records: int) -> LaneRemoved:
     """The lane was removed by force; no consumer can reach `records` of its records."""
-    left = f"; {records} records in it can be reached by no consumer" if records else ""
+    left = f"; {counted(records, 'record')} in it can be reached by no consumer" if records else ""
     return LaneRemoved(
         f"lane {lane_name} of {producer_id}, or its bridge's control segment, was removed from "
         f"/dev/shm{left}",
@@ -98,7 +100,8 @@ def closed_while_waiting(producer_id: str) -> Closed:
 def not_drained(producer_id: str, records: int, timeout_s: float | None) -> LaneFull:
     """close(drain=True) waited for releases that did not come."""
     return LaneFull(
-        f"{records} records of {producer_id} were not released within {timeout_s} s",
+        f"{counted(records, 'record')} of {producer_id} {'was' if records == 1 else 'were'} not released "
+        f"within {timeout_s} s",
         hint="close(drain=False) leaves them for the next consumer",
     )
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext.column import Form, PackedColumn
+from shmbridge._ext.column import Form, PackedColumn, WrongLengths
 from shmbridge._ext.plan import Plan, RowSampler, Stamp
 from shmbridge.errors import InvalidRecord, SchemaMismatch
 from shmbridge.schema import Column, Columns, Kind, Tag
 
 Array = np.ndarray[Any, Any]
+_DAMAGED = "take another copy of the file that it was read from"
 
 
 @dataclass(slots=True)  # frozen, each costs a recorder four times as much
@@ -38,7 +39,9 @@ class FlatColumn:
     valid: Array | None = None
 
     def packed(self, form: Form, kind: Kind) -> PackedColumn:
-        """Returns it in the form that is written into a lane."""
+        """Returns it in the form that is written into a lane. Raises WrongLengths."""
+        if self.values.dtype != form.dtype or self.values.ndim != 1:
+            raise WrongLengths(f"its values are {self.values.dtype}, the lane's {form.dtype}")
         return PackedColumn(
             form,
             entries=self.entries,
@@ -70,14 +73,22 @@ class RecordedGroup:
     def plan(self, table: Columns, stamp: Stamp, sampler: RowSampler) -> Plan:
         """Returns the plan of its record in a lane with the columns of `table`.
 
-        Raises InvalidRecord without tokens, SchemaMismatch for a column that the lane has not.
+        Raises InvalidRecord without tokens, or for lengths that do not fit; SchemaMismatch for a column that
+        the lane has not.
         """
         tokens = self.values.get("tokens")
         if not isinstance(tokens, FlatColumn) or not tokens.entries:
             raise InvalidRecord("a recorded group has no tokens", column="tokens")
         packed = [self._packed(table, name, value) for name, value in self.values.items()]
+        if not self.uneven:
+            for name, value in self.values.items():
+                if isinstance(value, FlatColumn) and table[name].per_token and not _fit(value, tokens):
+                    raise _unfit(name, "its rows are not as long as their tokens")
         env_id = -1 if self.env_id is None else self.env_id
-        return Plan(packed, stamp, tokens.entries, len(tokens.values), self.uneven, env_id, None, sampler)
+        try:
+            return Plan(packed, stamp, tokens.entries, len(tokens.values), self.uneven, env_id, None, sampler)
+        except WrongLengths as wrong:
+            raise InvalidRecord(f"a recorded group is not what it says: {wrong}", hint=_DAMAGED) from None
 
     def _packed(self, table: Columns, name: str, value: FlatColumn | Tag) -> PackedColumn:
         column: Column | None = table.get(name)
@@ -88,4 +99,21 @@ class RecordedGroup:
                 hint="open the producer with the schema of the archive",
             )
         form = table.forms[name]
-        return PackedColumn(form, tag=value) if isinstance(value, Tag) else value.packed(form, column.kind)
+        try:
+            return (
+                PackedColumn(form, tag=value) if isinstance(value, Tag) else value.packed(form, column.kind)
+            )
+        except WrongLengths as wrong:
+            raise _unfit(name, wrong) from None
+
+
+def _fit(column: FlatColumn, tokens: FlatColumn) -> bool:
+    """Returns whether each row of a column that is not null has as many values as tokens."""
+    if column.entries != tokens.entries:
+        return False
+    fits = column.lengths == tokens.lengths
+    return bool(np.all(fits if column.valid is None else fits | ~column.valid))
+
+
+def _unfit(name: str, why: object) -> InvalidRecord:
+    return InvalidRecord(f"recorded column {name!r} is not what it says: {why}", hint=_DAMAGED, column=name)

@@ -13,7 +13,7 @@ from shmbridge._ext import header
 from shmbridge.batching.former import BatchFormer
 from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.staleness import is_stale
-from shmbridge.config import check_choice, check_count, check_staleness, deadline_of
+from shmbridge.config import check_choice, check_count, deadline_of
 from shmbridge.control.messages import (
     BAD_VALUE,
     NO_MORE_BATCHES,
@@ -65,7 +65,6 @@ class ShareDealer:
     ) -> None:
         world_size = check_count("world_size", world_size, 1, MOST_RANKS)
         prefetch = check_count("prefetch", prefetch, 0, 1024)
-        max_staleness = check_staleness(max_staleness)
         check_choice("mode", mode, ("sharded", "broadcast"))
         check_choice("dead_rank", dead_rank, ("wait", "spread"))
         former.want(groups, None)

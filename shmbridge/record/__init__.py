@@ -4,6 +4,7 @@ __all__ = [
     "attributes",
     "batch_arrow",
     "batch_numbers",
+    "checked",
     "columns",
     "groups",
     "leases",

@@ -1,11 +1,12 @@
 """What relays say to each other: an ask of the destination, and the parcel of records that answers it.
 
-A parcel is a list of arrays of bytes: a head, which is an Arrow stream with one row a record, and the records
-as they lay in their lanes. Nothing is pickled by us; large records are arrays over the lane's own memory, so
-that they are copied once, by what sends them.
+A parcel is a list of arrays of bytes: a head, which is an Arrow stream of one row a record with its checksum,
+and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by us; large
+records are arrays over the lane's own memory, so that they are copied once, by what sends them.
 """
 
 import base64
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from shmbridge._ext import header
+from shmbridge._ext.checksum import checksum
 from shmbridge.config import Run
 from shmbridge.errors import InvalidRecord, LayoutMismatch
+from shmbridge.record.checked import only_batch
 
 Array = np.ndarray[Any, Any]
 Words = tuple[int, int, int, int, int, int, int]
@@ -29,7 +32,10 @@ _WORDS = ("rows", "columns", "index_bytes", "group_id_bytes", "flags", "tokens",
 _OF_RECORD = ("sequence", "min_policy_version", "max_policy_version", "waited_ns")
 # Where a record lies: its array among the parcel's, and the bytes there.
 _PLACE = ("part", "at", "size")
-PARCEL_SCHEMA = pa.schema([(name, pa.int64()) for name in ("lane", *_WORDS, *_OF_RECORD, *_PLACE)])
+PARCEL_SCHEMA = pa.schema(
+    [(name, pa.int64()) for name in ("lane", *_WORDS, *_OF_RECORD, *_PLACE)] + [("check", pa.uint64())]
+)
+_SUM = struct.Struct("<Q")  # of the head, behind it
 _LAYOUT, _LANES, _STATE = b"shmbridge.layout", b"shmbridge.lanes", b"shmbridge.state"
 
 
@@ -160,8 +166,8 @@ def encode(parcel: Parcel, layout_version: int = header.layout_version) -> list[
             place = (len(parts), 0, size)
             parts.append(record.extent)
         own = (record.sequence, record.min_policy_version, record.max_policy_version, record.waited_ns)
-        rows.append((number[record.lane.producer_id], *record.words, *own, *place))
-    columns = np.array(rows, np.int64).reshape(len(rows), len(PARCEL_SCHEMA)).T
+        rows.append((number[record.lane.producer_id], *record.words, *own, *place, _check_of(record)))
+    columns = zip(*rows, strict=True) if rows else [()] * len(PARCEL_SCHEMA)
     said = {
         _LAYOUT: str(layout_version).encode(),
         _LANES: msgspec.json.encode([_lane_words(lane) for lane in lanes.values()]),
@@ -170,45 +176,68 @@ def encode(parcel: Parcel, layout_version: int = header.layout_version) -> list[
     schema = PARCEL_SCHEMA.with_metadata(said)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
-        arrays = [pa.array(np.ascontiguousarray(column)) for column in columns]
+        arrays = [pa.array(column, each.type) for column, each in zip(columns, PARCEL_SCHEMA, strict=True)]
         stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    return [np.frombuffer(sink.getvalue(), np.uint8), *parts]
+    head = sink.getvalue().to_pybytes()
+    return [np.frombuffer(head + _SUM.pack(checksum([head])), np.uint8), *parts]
 
 
 def decode(arrays: Sequence[Array]) -> Parcel:
-    """Returns a parcel, its records over the given arrays.
+    """Returns a parcel, its records over the given arrays; all of them are as they were sent.
 
     Raises:
         LayoutMismatch: its node has another layout of lanes.
-        InvalidRecord: it is no parcel.
+        InvalidRecord: it is no parcel, or not as it was sent.
     """
     try:
-        with pa.ipc.open_stream(pa.py_buffer(arrays[0])) as stream:
-            said = stream.schema.metadata or {}
-            theirs = int(said[_LAYOUT])
-            if theirs != header.layout_version:
-                raise LayoutMismatch(
-                    f"a relay sends records of layout {theirs}, and this node has {header.layout_version}",
-                    hint=_ONE_RELEASE,
-                )
-            state = msgspec.json.decode(said[_STATE], type=State)
-            lanes = [_lane(*words) for words in msgspec.json.decode(said[_LANES])]
-            if not stream.schema.equals(PARCEL_SCHEMA):
-                raise ValueError(f"its columns are {stream.schema.names}")
-            table = stream.read_all()
-        rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
-        return Parcel(state, [_record(row, lanes, arrays[1:]) for row in rows])
-    except (pa.ArrowException, msgspec.MsgspecError, KeyError, IndexError, TypeError, ValueError) as wrong:
-        if isinstance(wrong, LayoutMismatch):
-            raise
-        raise InvalidRecord(f"what a relay sent is no parcel: {wrong}", hint=_ONE_RELEASE) from None
+        whole, *parts = [np.frombuffer(each, np.uint8) for each in arrays]
+        head = whole[: -_SUM.size]
+        if whole[-_SUM.size :].tobytes() != _SUM.pack(checksum([head])):
+            raise ValueError("its head is not what was sent")
+        said = pa.ipc.read_schema(pa.py_buffer(head)).metadata or {}
+        theirs = int(said[_LAYOUT])
+        if theirs != header.layout_version:
+            raise LayoutMismatch(
+                f"a relay sends records of layout {theirs}, and this node has {header.layout_version}",
+                hint=_ONE_RELEASE,
+            )
+        state = msgspec.json.decode(said[_STATE], type=State)
+        lanes = [_lane(*words) for words in msgspec.json.decode(said[_LANES], type=list[_LaneWords])]
+        batch = only_batch(pa.py_buffer(head), {each.name: each.type for each in PARCEL_SCHEMA})
+        if batch.schema.names != PARCEL_SCHEMA.names:
+            raise ValueError(f"its columns are {batch.schema.names}")
+        rows = zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        return Parcel(state, [_record(row, lanes, parts) for row in rows])
+    except LayoutMismatch:
+        raise
+    except (
+        pa.ArrowException,
+        OSError,
+        msgspec.MsgspecError,
+        LookupError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        BufferError,
+        RecursionError,
+    ) as wrong:
+        why = wrong.message if isinstance(wrong, InvalidRecord) else wrong
+        raise InvalidRecord(f"what a relay sent is no parcel: {why}", hint=_ONE_RELEASE) from None
 
 
 def _record(row: tuple[int, ...], lanes: Sequence[SourceLane], parts: Sequence[Array]) -> SentRecord:
-    words, own, (part, at, size) = row[1:8], row[8:12], row[12:]
+    words, own, (part, at, size, check) = row[1:8], row[8:12], row[12:]
     if min(row[0], part, at, size) < 0 or at + size > len(parts[part]):
         raise ValueError(f"a record of {size} bytes at {at} of part {part}")
-    return SentRecord(lanes[row[0]], parts[part][at : at + size], words, *own)  # type: ignore[arg-type]
+    record = SentRecord(lanes[row[0]], parts[part][at : at + size], words, *own)  # type: ignore[arg-type]
+    if _check_of(record) != check:
+        raise ValueError(f"record {record.sequence} of {record.lane.producer_id} is not what was sent")
+    return record
+
+
+def _check_of(record: SentRecord) -> int:
+    """Returns the checksum of a record's bytes, as those of that sequence."""
+    return checksum([memoryview(record.extent)], record.sequence)  # type: ignore[arg-type]
 
 
 def _joined(records: Iterable[SentRecord]) -> Array:
@@ -225,9 +254,12 @@ def _lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-def _lane_words(lane: SourceLane) -> tuple[str, str, str, int]:
+_LaneWords = tuple[str, str, str, int]
+
+
+def _lane_words(lane: SourceLane) -> _LaneWords:
     return lane.producer_id, lane.env_name, base64.b64encode(lane.table).decode(), lane.lane_bytes
 
 
 def _lane(producer_id: str, env_name: str, table: str, lane_bytes: int) -> SourceLane:
-    return SourceLane(producer_id, env_name, base64.b64decode(table), lane_bytes)
+    return SourceLane(producer_id, env_name, base64.b64decode(table, validate=True), lane_bytes)

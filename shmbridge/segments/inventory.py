@@ -65,6 +65,9 @@ class BridgeInfo:
     `weights` is None if no version was ever begun. `waiting` names the lanes for which the living consumer
     has no room yet. `receipts` counts lanes of other nodes' records that are gone, and whose last record a
     relay may have to know: all that is left of a bridge may be these.
+
+    `trained_version` is the version whose weights the newest one has, if these can hold a trained step, and
+    `run_id` the training run of the versions, "" if its learner stored none.
     """
 
     name: str
@@ -75,6 +78,8 @@ class BridgeInfo:
     weights: WeightsInfo | None
     waiting: list[str] = field(default_factory=list)
     receipts: int = 0
+    run_id: str = ""
+    trained_version: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -130,7 +135,19 @@ def _bridge(name: str) -> BridgeInfo:
     alive = locks.is_locked(mapping.fd, LockByte.HUB)
     participants = locks.is_locked(mapping.fd, LockByte.PARTICIPANTS)
     pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
-    return BridgeInfo(name, pid, participants, control.policy_version, lanes, _weights(name), waiting, left)
+    run_id, weights = f"{control.run_id:016x}" if control.run_id else "", _weights(name)
+    return BridgeInfo(
+        name,
+        pid,
+        participants,
+        control.policy_version,
+        lanes,
+        weights,
+        waiting,
+        left,
+        run_id,
+        membership.trained_version(control, None if weights is None else weights.version),
+    )
 
 
 def _waiting(lanes: list[LaneInfo]) -> list[str]:
@@ -214,6 +231,7 @@ def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
         report.removed += swept.removed
         report.kept.update(swept.kept)
         report.undelivered.update(swept.undelivered)
+        report.trained.update(swept.trained)
         _forget_receipts(name, report)
         _forget_gateway(name, report)
     return report

@@ -13,8 +13,9 @@ from typing import Any
 
 import posix_ipc
 
-from shmbridge._ext import header
+from shmbridge._ext import header, versions
 from shmbridge._ext.mapping import Descriptor
+from shmbridge._ext.versions import Versions
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
 from shmbridge.segments import engine_folders, locks, os_limits, receipts, values
 from shmbridge.segments.locks import LockByte
@@ -22,6 +23,7 @@ from shmbridge.segments.segment import (
     control_name,
     foreign_owner,
     lane_names,
+    map_now,
     map_segment,
     open_mapping,
     open_segment,
@@ -167,14 +169,15 @@ def _leave_late(fd: int, bridge: str, pid: int) -> None:
 
 @dataclass(slots=True)
 class CleanReport:
-    """The names that clean() removed (or would remove) and those it kept and why, and the undelivered records
-    removed or kept with each lane.
+    """The names that clean() removed (or would remove) and those it kept and why, the undelivered records
+    removed or kept with each lane, and the trained version removed with a bridge whose learner was killed.
     """
 
     dry_run: bool
     removed: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     undelivered: dict[str, int] = field(default_factory=dict)
+    trained: dict[str, int] = field(default_factory=dict)
 
 
 def lane_header(name: str) -> dict[str, Any] | None:
@@ -200,10 +203,9 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
     except ShmPermission as foreign:
         return False, foreign.message, 0
     try:
-        size = os.fstat(file.fd).st_size
-        mapping = map_segment(file, size, f"segment {name}", readonly=True) if size else None
         if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):
             return False, "its producer is alive", 0
+        mapping = map_now(file, name, readonly=True)  # not before: the producer may have made it larger since
         held = 0
         try:
             if mapping is not None:
@@ -227,7 +229,7 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
 
 def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> CleanReport:
     """Removes the dead segments of a bridge: lanes without undelivered records (with them, if asked), then
-    the rest if there is no participant.
+    the rest if there is no participant; what a killed learner has trained only with the records.
 
     While a consumer lives, undelivered records are never removed: the consumer will take them.
     """
@@ -242,7 +244,7 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
         if held:
             report.undelivered[name] = held
     _sweep_values(bridge, report, with_records)
-    _sweep_control(bridge, report)
+    _sweep_control(bridge, report, with_trained=with_records)
     dead, kept = engine_folders.remove_dead(bridge, dry_run=dry_run)
     report.removed += dead
     report.kept.update(kept)
@@ -278,9 +280,9 @@ def _left(bridge: str) -> list[str]:
     return lane_names(bridge) + value_names(bridge)
 
 
-def _sweep_control(bridge: str, report: CleanReport) -> None:
+def _sweep_control(bridge: str, report: CleanReport, *, with_trained: bool = False) -> None:
     """Removes control segment, weights and socket directory together, once there is no participant and no
-    lane; keeps another user's.
+    lane; keeps another user's, and what a killed learner has trained, unless `with_trained`.
     """
     name, weights, directory = control_name(bridge), weights_name(bridge), f"/{socket_directory(bridge).name}"
     odd = {each: foreign for each in (weights, directory) if (foreign := foreign_owner(each))}
@@ -296,6 +298,11 @@ def _sweep_control(bridge: str, report: CleanReport) -> None:
         file = open_segment(name, posix_ipc.O_CREAT)
         try:
             reason = _unused_control(file.fd, name) or ("" if report.dry_run or not _left(bridge) else _LEFT)
+            if not reason and (trained := _unsaved(bridge)) is not None:
+                if with_trained:
+                    report.trained[present[-1]] = trained
+                else:
+                    reason = f"version {trained} is there, trained by a learner that was killed"
             if not reason and not (report.dry_run and name in present):
                 _remove_control(file.fd, bridge, {weights, directory} if report.dry_run else odd)
         finally:
@@ -317,6 +324,38 @@ def _unused_control(fd: int, name: str) -> str:
     if not locks.lock_exclusive(fd, LockByte.PARTICIPANTS):
         return "has living participants"
     return "" if still_named(fd, name) else "was made again just now"
+
+
+def trained_version(control: header.Control, weights: int | None) -> int | None:
+    """Returns the version whose weights the newest one has, if these can hold a trained step; else None.
+
+    `weights`: the newest version of the weights segment.
+    """
+    newest, (started, same_as) = (
+        max(control.policy_version, -1 if weights is None else weights),
+        control.start,
+    )
+    trained = same_as if newest == started else newest
+    return int(trained) if trained > 0 else None
+
+
+def weights_version(bridge: str) -> int | None:
+    """Returns the newest version in the weights segment; None without one."""
+    mapping = open_mapping(weights_name(bridge), readonly=True, minimum=versions.header_bytes)
+    found = None if mapping is None else Versions(mapping)
+    latest = found.latest if found is not None and found.ready else None
+    return None if latest is None else int(latest[0])
+
+
+def _unsaved(bridge: str) -> int | None:
+    """Returns the version that a learner has trained which was killed, or is still there; else None."""
+    mapping = open_mapping(control_name(bridge), readonly=True, minimum=header.control_bytes)
+    if mapping is None:
+        return None
+    control = header.Control(mapping)
+    if control.layout_version != header.layout_version or not control.run_open:
+        return None
+    return trained_version(control, weights_version(bridge))
 
 
 def _remove_control(fd: int, bridge: str, kept: Collection[str]) -> None:

@@ -445,16 +445,24 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
 
 
 def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
-    """Maps an existing segment whole; None if it is gone, is not a segment, or is smaller than `minimum`."""
+    """Maps an existing segment as `map_now`; None too if it is gone, or is not a segment."""
     try:
         file = open_segment(name)
     except (FileNotFoundError, LayoutMismatch):
         return None
     try:
-        size = os.fstat(file.fd).st_size
-        if size >= minimum:
-            return map_segment(file, size, f"segment {name}", readonly=readonly)
+        return map_now(file, name, readonly=readonly, minimum=minimum)
     except BaseException:
         file.close()  # the error's frames keep `file`
         raise
-    return None
+
+
+def map_now(file: Descriptor, name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
+    """Maps an open segment as large as it is now; None if that is less than `minimum`.
+
+    While its creator reserves it, that is not the whole segment: header.read_lane and Versions.ready say
+    that such a mapping is not ready. It is the whole one for a caller who holds the creator's lock, or has
+    seen the magic before. Raises ProcessLimit.
+    """
+    size = os.fstat(file.fd).st_size
+    return map_segment(file, size, f"segment {name}", readonly=readonly) if size >= minimum else None

@@ -42,6 +42,7 @@ TAKING = ("hub.read", "hub.marked")
 RELEASING = ("hub.releasing", "hub.released")
 QUARANTINING = ("hub.quarantining", "hub.quarantined")
 HUB_SLEEPING = ("hub.before_sleep",)
+STARTING_RUN = ("hub.start_changing", "hub.start_stored")
 ENDING_HUB = ("hub.ending", "hub.forming_over", "hub.leases_over", "hub.lanes_closed", "hub.left")
 SERVING_RANKS = ("hub.share_issued", "hub.share_done")
 RANK_JOINING = ("rank.locked", "rank.epoch_loaded", "rank.epoch_locked", "rank.joined")
@@ -83,6 +84,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     + HUB_SLEEPING
     + SERVING_RANKS
     + GRANTING_TICKETS
+    + STARTING_RUN
     + ENDING_HUB,
     "rank": RANK_JOINING + RANK_READING,
     "weights writer": WEIGHTS_REPLACING + WEIGHTS + WEIGHTS_TENSORS + WEIGHTS_FILLING,

@@ -12,6 +12,7 @@ import numpy as np
 from textual.content import Content
 
 from shmbridge.tui.source import Readable
+from shmbridge.watch.record_lines import group_of
 from shmbridge.watch.text import printable
 
 PAGE = 1000  # tokens shown at once
@@ -65,7 +66,7 @@ def summary(record: Readable, row: int, newest_version: int | None) -> list[str]
     parts = [
         printable(meta.producer_id),
         f"record {meta.sequence}",
-        f"group {printable(meta.group_id)}",
+        f"group {printable(group_of(meta))}",
         f"row {row + 1} of {len(record)}"
         + (f" (group of {meta.group_size})" if meta.group_size != len(record) else ""),
     ]

@@ -8,6 +8,7 @@ __all__ = [
     "decode",
     "diagnosis",
     "document",
+    "long_wait",
     "observer",
     "output",
     "processes",

@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from shmbridge.config import format_size
 from shmbridge.metrics import waiting_shares
+from shmbridge.shown import counted
 from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook
 
@@ -16,6 +17,9 @@ LONG_S = 5.0  # a wait shorter than this is nobody's trouble
 _LITTLE = 0.05  # of the mount
 _SMALL = 64 << 20  # bytes: a lane's usual size
 _NAMED = 3  # environments named in one sentence
+_MOST_LAG = 8  # versions behind, where the consumer has no limit of its own
+_FULL = 0.95  # of a lane's slots or bytes
+_MOST_OF_TIME = 0.5
 
 
 class Severity(IntEnum):
@@ -40,12 +44,29 @@ class Finding:
 
 def headline(now: BridgeLook, before: BridgeLook | None = None) -> Finding:
     """Returns the worst finding, or what a healthy bridge does. Never blocks."""
-    return (findings(now) or [Finding(Severity.FINE, _healthy(now, before))])[0]
+    return (findings(now, before) or [Finding(Severity.FINE, _healthy(now, before))])[0]
 
 
-def findings(now: BridgeLook) -> list[Finding]:
-    """Returns all findings, worst first; none for a healthy bridge. Never blocks."""
-    found = [*_room(now), *_lanes_given_up(now), *_unreadable(now), *_consumer(now), *_environments(now)]
+def findings(now: BridgeLook, before: BridgeLook | None = None) -> list[Finding]:
+    """Returns all findings, worst first; none for a healthy bridge. Never blocks.
+
+    Args:
+        now: a look.
+        before: an earlier one, from which on waiting is measured; None: it is not.
+    """
+    found = [
+        *_room(now),
+        *_lanes_given_up(now),
+        *_unreadable(now),
+        *_consumer(now),
+        *_stopped(now),
+        *_blocked(now),
+        *_without_a_lane(now),
+        *_hungry(now),
+        *_stale(now),
+        *_slow_side(now, before),
+        *_full(now),
+    ]
     return sorted(found, key=lambda finding: -finding.severity)
 
 
@@ -60,26 +81,39 @@ def rate(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float | 
     return (lane.records - earlier) / (now.at_s - before.at_s)
 
 
+def wait_share(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float | None:
+    """Returns the share of the time between two looks in which a lane's puts waited; None without two.
+
+    Never blocks.
+    """
+    if before is None or now.at_s <= before.at_s:
+        return None
+    if lane.blocked_s is not None:  # a sleep under way is counted when it ends
+        return min(1.0, lane.blocked_s / (now.at_s - before.at_s))
+    earlier_s = next((each.wait_s for each in before.lanes if each.name == lane.name), 0.0)
+    return min(1.0, (lane.wait_s - earlier_s) / (now.at_s - before.at_s))
+
+
 def waited_for(now: BridgeLook, before: BridgeLook | None) -> dict[str, float] | None:
     """Returns for each side the share of the time between two looks in which the other waited for it.
 
-    None without two looks at one living consumer. As `shmbridge.metrics.waiting_shares`. Never blocks.
+    None without two looks at one living consumer. As `shmbridge.metrics.waiting_shares`; a stopped producer
+    waits for nobody. Never blocks.
     """
     if before is None or now.consumer is None or before.consumer is None:
         return None
     if now.consumer.pid != before.consumer.pid:
         return None
-    return waiting_shares(_waits(before), _waits(now), now.at_s - before.at_s)
-
-
-def _waits(look: BridgeLook) -> dict[str, float]:
-    living = [lane for lane in look.lanes if lane.state is not State.DEAD]
-    return {
-        "batch_wait_s": look.consumer.batch_wait_s if look.consumer is not None else 0.0,
-        "tap_wait_s": look.consumer.tap_wait_s if look.consumer is not None else 0.0,
-        "producer_wait_s": sum(lane.wait_s for lane in living),
-        "lanes_live": len(living),
+    seconds = now.at_s - before.at_s
+    shares = [wait_share(now, before, lane) or 0.0 for lane in _running(now)]
+    earlier = {"batch_wait_s": before.consumer.batch_wait_s, "tap_wait_s": before.consumer.tap_wait_s}
+    later = {
+        "batch_wait_s": now.consumer.batch_wait_s,
+        "tap_wait_s": now.consumer.tap_wait_s,
+        "producer_wait_s": sum(shares) * seconds,
+        "lanes_live": len(shares),
     }
+    return waiting_shares(earlier, later, seconds)
 
 
 def in_words(seconds: float) -> str:
@@ -89,89 +123,192 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def count(number: int, thing: str) -> str:
-    """Returns a number of things: 1 lane, 2 lanes."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def _living(now: BridgeLook) -> list[LaneLook]:
+    return [lane for lane in now.lanes if lane.state is not State.DEAD]
 
 
-def _consumer(now: BridgeLook) -> list[Finding]:
-    """The learner's side: gone, stopped, slow, or waiting."""
-    living = [lane for lane in now.lanes if lane.state is not State.DEAD]
+def _running(now: BridgeLook) -> list[LaneLook]:
+    return [lane for lane in _living(now) if lane.state is not State.STOPPED]
+
+
+def _asking_s(now: BridgeLook) -> float:
+    """How long somebody has waited for a batch or record; 0 for a wait that is nobody's trouble."""
+    asking_s = 0.0 if now.consumer is None else now.consumer.asking_s or 0.0
+    return asking_s if asking_s > LONG_S else 0.0
+
+
+def _consumer(now: BridgeLook) -> Iterable[Finding]:
+    """The consumer: gone, stopped, pausing, draining."""
     if not now.is_consumer_known:
-        return []
+        return
+    living = _living(now)
     if now.consumer is None:
-        held = f"{count(now.held, 'record')} {'waits' if now.held == 1 else 'wait'}"
-        text = f"no consumer: {held}, and {count(len(living), 'environment')} {_live(len(living))}"
+        held = f"{counted(now.held, 'record')} {'waits' if now.held == 1 else 'wait'}"
+        text = f"no consumer: {held}, and {counted(len(living), 'environment')} {_live(len(living))}"
         if not now.held and not living:
-            return [Finding(Severity.NOTE, text, f"shmbridge clean {now.name} --yes")]
-        return [Finding(Severity.TROUBLE, text, "start a learner on this bridge")]
-    found = []
+            yield Finding(Severity.NOTE, text, f"shmbridge clean {now.name} --yes")
+        else:
+            yield Finding(Severity.TROUBLE, text, "start a learner on this bridge")
+        return
     if now.consumer.state is State.STOPPED:
-        found.append(
-            Finding(
-                Severity.TROUBLE,
-                f"the learner is stopped (pid {now.consumer.pid}){_since_batch(now.consumer)}",
-                f"kill -CONT {now.consumer.pid}",
-            )
-        )
-    elif blocked := [lane for lane in living if (lane.blocked_s or 0) > LONG_S and not now.consumer.paused]:
-        found.append(
-            Finding(
-                Severity.TROUBLE,
-                f"environments wait for the learner: {len(blocked)} of {len(living)} "
-                f"{'has' if len(blocked) == 1 else 'have'} no room, for "
-                f"{in_words(max(lane.blocked_s or 0 for lane in blocked))}{_since_batch(now.consumer)}",
-                "make its step quicker, or its lanes larger",
-            )
+        yield Finding(
+            Severity.TROUBLE,
+            f"the learner is stopped (pid {now.consumer.pid}){_since_batch(now.consumer)}",
+            f"kill -CONT {now.consumer.pid}",
         )
     if now.consumer.paused:
-        found.append(Finding(Severity.NOTE, "the consumer holds environments back: it is paused"))
+        yield Finding(Severity.NOTE, "the consumer holds environments back: it is paused")
     if now.consumer.draining:
-        found.append(Finding(Severity.NOTE, "the bridge drains: it takes no new records"))
-    return found
+        yield Finding(Severity.NOTE, "the bridge drains: it takes no new records")
 
 
-def _environments(now: BridgeLook) -> list[Finding]:
-    """The environments' side: stopped, too many for the lanes, or too slow for the learner."""
-    living = [lane for lane in now.lanes if lane.state is not State.DEAD]
-    stopped = [lane for lane in living if lane.state is State.STOPPED]
-    asking = 0.0 if now.consumer is None else now.consumer.asking_s or 0.0
-    waits = f"the learner waits for environments ({in_words(asking)}): " if asking > LONG_S else ""
-    found = []
-    if stopped:
-        found.append(
-            Finding(
-                Severity.TROUBLE,
-                f"{waits}{len(stopped)} of {len(living)} {_are(len(stopped))} stopped: {_names(stopped)}",
-                f"kill -CONT {' '.join(str(lane.pid) for lane in stopped[:_NAMED])}",
-            )
+def _stopped(now: BridgeLook) -> Iterable[Finding]:
+    """Environments that are stopped by a signal: they put nothing, and wait for nobody."""
+    if stopped := [lane for lane in now.lanes if lane.state is State.STOPPED]:
+        yield Finding(
+            Severity.TROUBLE,
+            f"{_learner_waits(now)}{len(stopped)} of {len(_living(now))} {_are(len(stopped))} stopped: "
+            f"{_names(stopped)}",
+            f"kill -CONT {' '.join(str(lane.pid) for lane in stopped[:_NAMED])}",
         )
+
+
+def _blocked(now: BridgeLook) -> Iterable[Finding]:
+    """Environments that have had no room for long."""
+    if now.consumer is None or now.consumer.paused or now.consumer.state is State.STOPPED:
+        return
+    running = _running(now)
+    if blocked := [lane for lane in running if (lane.blocked_s or 0.0) > LONG_S]:
+        action = "make its step quicker, or its lanes larger"
+        if _asking_s(now):
+            action = "release what the learner holds of earlier batches, or make its lanes larger"
+        yield Finding(
+            Severity.TROUBLE,
+            f"environments wait for the learner: {len(blocked)} of {len(running)} "
+            f"{'has' if len(blocked) == 1 else 'have'} no room, for "
+            f"{in_words(max(lane.blocked_s or 0.0 for lane in blocked))}{_since_batch(now.consumer)}",
+            action,
+        )
+
+
+def _without_a_lane(now: BridgeLook) -> Iterable[Finding]:
+    """Environments that the consumer does not read, beside others that it does."""
     if now.waiting:
         read = sum(lane.read for lane in now.lanes)
-        found.append(
-            Finding(
-                Severity.TROUBLE,
-                f"{len(now.waiting)} of {len(now.lanes)} environments {_wait(len(now.waiting))} for a lane: "
-                f"the consumer reads {read} at once",
-                "start it with a higher --lanes, or Consumer(lanes=)",
-            )
+        yield Finding(
+            Severity.TROUBLE,
+            f"{len(now.waiting)} of {len(now.lanes)} environments {_wait(len(now.waiting))} for a lane: "
+            f"the consumer reads {read} at once",
+            "start it with a higher --lanes, or Consumer(lanes=)",
         )
-    if waits and not stopped:
-        found.append(_slow(now, living, waits))
-    return found
 
 
-def _slow(now: BridgeLook, living: list[LaneLook], waits: str) -> Finding:
+def _hungry(now: BridgeLook) -> Iterable[Finding]:
+    """A learner that has waited for long, for environments that are not stopped."""
+    if (waits := _learner_waits(now)) and len(_running(now)) == len(_living(now)):
+        text, action = _cause(now)
+        yield Finding(Severity.TROUBLE, f"{waits}{text}", action)
+
+
+def _learner_waits(now: BridgeLook) -> str:
+    """Returns that the learner has waited for long, what it has of its batch, and a colon; else ""."""
+    if not (asking_s := _asking_s(now)) or now.consumer is None:
+        return ""
+    waited, there = in_words(asking_s), now.consumer
+    if there.wanted:
+        thing = "rows" if there.wanted_rows else "groups"
+        waited += f", {there.there} of {there.wanted} {thing} are there"
+        waited += f" and {there.in_part} in part" if there.in_part else ""
+    return f"the learner waits for environments ({waited}): "
+
+
+def _cause(now: BridgeLook) -> tuple[str, str]:
+    """Returns why a learner that waits gets nothing, and one next action."""
+    consumer, living = now.consumer, _living(now)
+    if consumer is not None and consumer.paused:
+        return "they are paused by the consumer", "Consumer.resume()"
+    if not now.had_lanes:
+        return "no producer has ever come", "start environments on this bridge"
     if not living:
-        return Finding(Severity.TROUBLE, f"{waits}none is alive", "start environments on this bridge")
+        return "no producer is alive any more", "start environments on this bridge"
+    if not any(lane.read for lane in living):
+        lanes = "the one lane" if len(living) == 1 else f"any of {len(living)} lanes"
+        return f"the consumer does not read {lanes}", "its log says why"
+    if consumer is not None and 0 < consumer.wanted <= consumer.there:
+        return (
+            "the batch is kept for environments that are promised a part of it",
+            "look at those, or lower Consumer(allocation_wait_s=)",
+        )
     slowest = max(living, key=lambda lane: float("inf") if lane.newest_age_s is None else lane.newest_age_s)
     age = slowest.newest_age_s
     last = "has put nothing yet" if age is None else f"put last {in_words(age)} ago"
-    return Finding(
-        Severity.TROUBLE,
-        f"{waits}the slowest of {len(living)}, {slowest.env_name or slowest.producer_id}, {last}",
+    return (
+        f"the slowest of {len(living)}, {slowest.env_name or slowest.producer_id}, {last}",
         "look at that environment, or start more",
     )
+
+
+def _stale(now: BridgeLook) -> Iterable[Finding]:
+    """Environments whose newest record is too old for the policy."""
+    limit = None if now.consumer is None else now.consumer.max_staleness
+    most, running = _MOST_LAG if limit is None else limit, _running(now)
+    if late := [lane for lane in running if (now.lag(lane) or 0) > most + _is_trained(now, lane)]:
+        late.sort(key=lambda lane: -(now.lag(lane) or 0))
+        allowed = "and no max_staleness is set" if limit is None else f"and max_staleness is {limit}"
+        yield Finding(
+            Severity.TROUBLE,
+            f"{len(late)} of {len(running)} environments {_are(len(late))} up to "
+            f"{counted(now.lag(late[0]) or 0, 'version')} behind, {allowed}: {_names(late)}",
+            "let fewer groups wait: --tickets of the environments, or smaller lanes"
+            + ("; set max_staleness" if limit is None else "; or raise max_staleness"),
+        )
+
+
+def _is_trained(now: BridgeLook, lane: LaneLook) -> bool:
+    """Whether the lane's newest record may be in the newest version's last step, and so be one behind."""
+    is_older = (lane.newest_age_s or 0.0) >= (now.published_age_s or 0.0)
+    return not lane.untaken and is_older
+
+
+def _full(now: BridgeLook) -> Iterable[Finding]:
+    """Lanes without room beside a living consumer, and whether bytes or slots are their limit."""
+    living = _living(now)
+    if now.consumer is None or not (full := [lane for lane in living if lane.fill >= _FULL]):
+        return
+    fullest = max(full, key=lambda lane: lane.fill)
+    by_slots, by_bytes = fullest.fill_slots >= _FULL, fullest.fill_bytes >= _FULL
+    limit = "slots and bytes" if by_slots and by_bytes else "slots" if by_slots else "bytes"
+    yield Finding(
+        Severity.NOTE,
+        f"{len(full)} of {counted(len(living), 'lane')} {_are(len(full))} full of {limit} "
+        f"(slots {fullest.fill_slots:.0%}, bytes {fullest.fill_bytes:.0%}): {_names(full)}",
+        "make the learner's step quicker; a larger lane_bytes has more of both",
+    )
+
+
+def _slow_side(now: BridgeLook, before: BridgeLook | None) -> Iterable[Finding]:
+    """The side that the other waited for most of the time between two looks."""
+    shares = waited_for(now, before)
+    if shares is None or before is None or now.consumer is None or now.consumer.draining:
+        return
+    of_time = {side: f"{share:.0%} of {in_words(now.at_s - before.at_s)}" for side, share in shares.items()}
+    if shares["environments"] > _MOST_OF_TIME and not _asking_s(now):
+        text, action = _cause(now)
+        said = f"the environments are the slow side: the learner waited {of_time['environments']}; {text}"
+        yield Finding(Severity.NOTE, said, action)
+    if shares["learner"] > _MOST_OF_TIME and not now.consumer.paused and not list(_blocked(now)):
+        yield Finding(
+            Severity.NOTE,
+            f"the learner is the slow side: environments waited for room {of_time['learner']}"
+            f"{_since_batch(now.consumer)}",
+            "make its step quicker; more environments do not help",
+        )
+    if shares["tap"] > _MOST_OF_TIME:
+        yield Finding(
+            Severity.NOTE,
+            f"the recording is the slow side: the learner waited for it {of_time['tap']}",
+            "record to a faster disk, or record less",
+        )
 
 
 def _room(now: BridgeLook) -> Iterable[Finding]:
@@ -187,7 +324,7 @@ def _lanes_given_up(now: BridgeLook) -> Iterable[Finding]:
     if given_up := [lane for lane in now.lanes if lane.quarantined]:
         yield Finding(
             Severity.TROUBLE,
-            f"{count(len(given_up), 'lane')} {_are(len(given_up))} quarantined, memory was overwritten: "
+            f"{counted(len(given_up), 'lane')} {_are(len(given_up))} quarantined, memory was overwritten: "
             f"{_names(given_up)}",
             "end these environments and look for what writes into their memory",
         )
@@ -200,7 +337,7 @@ def _unreadable(now: BridgeLook) -> Iterable[Finding]:
     more = len(now.unreadable) - 1
     yield Finding(
         Severity.TROUBLE,
-        f"{count(more + 1, 'segment')} cannot be read from here: {name}, {why}"
+        f"{counted(more + 1, 'segment')} cannot be read from here: {name}, {why}"
         + (f", and {more} more" if more else ""),
         "install one version of shmbridge everywhere"
         if "layout" in why
@@ -220,7 +357,7 @@ def _healthy(now: BridgeLook, before: BridgeLook | None) -> str:
             if not now.lanes
             else "healthy: no environment is alive any more"
         )
-    return f"healthy: {count(living, 'environment')}{speed}, {count(now.held, 'record')} held"
+    return f"healthy: {counted(living, 'environment')}{speed}, {counted(now.held, 'record')} held"
 
 
 def _since_batch(consumer: ConsumerLook) -> str:
@@ -237,13 +374,13 @@ def _names(lanes: list[LaneLook]) -> str:
     return named + (f" and {len(lanes) - _NAMED} more" if len(lanes) > _NAMED else "")
 
 
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
-def _live(count: int) -> str:
-    return "lives" if count == 1 else "live"
+def _live(number: int) -> str:
+    return "lives" if number == 1 else "live"
 
 
-def _wait(count: int) -> str:
-    return "waits" if count == 1 else "wait"
+def _wait(number: int) -> str:
+    return "waits" if number == 1 else "wait"

@@ -28,7 +28,7 @@ def of_look(now: BridgeLook, before: BridgeLook | None = None) -> dict[str, obje
         "bridge": now.name,
         "at_s": now.at_s,
         "headline": str(headline(now, before)),
-        "findings": _findings(now),
+        "findings": _findings(now, before),
         "consumer": None if now.consumer is None else asdict(now.consumer),
         "policy_version": now.policy_version,
         "published_age_s": now.published_age_s,
@@ -48,9 +48,10 @@ def of_look(now: BridgeLook, before: BridgeLook | None = None) -> dict[str, obje
     }
 
 
-def _findings(now: BridgeLook) -> list[dict[str, str]]:
+def _findings(now: BridgeLook, before: BridgeLook | None = None) -> list[dict[str, str]]:
     return [
-        {"severity": each.severity.name, "text": each.text, "action": each.action} for each in findings(now)
+        {"severity": each.severity.name, "text": each.text, "action": each.action}
+        for each in findings(now, before)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.record.record import Record
+from shmbridge.record.record import Record, RecordMeta
 from shmbridge.watch.text import printable
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -23,7 +23,7 @@ def line_of(record: Record, newest_version: int | None) -> str:
     of_group = f"{len(record)}/{meta.group_size}" if meta.group_size > 0 else f"{len(record)}"
     parts = [
         f"{printable(meta.producer_id)}#{meta.sequence}",
-        f"group {printable(meta.group_id)} ({of_group})",
+        f"group {printable(group_of(meta))} ({of_group})",
     ]
     if meta.split != "train":
         parts.append(meta.split)
@@ -38,6 +38,11 @@ def line_of(record: Record, newest_version: int | None) -> str:
     if rewards := _finite(record, "step_rewards"):
         parts.append(f"{len(rewards)} steps {min(rewards):.2f}..{max(rewards):.2f}")
     return "  ".join(parts)
+
+
+def group_of(meta: RecordMeta) -> str:
+    """Returns the id of the record's group; of one that its producer has numbered, the number alone."""
+    return meta.group_id.removeprefix(f"{meta.producer_id}:")
 
 
 def rows_of(record: Record, pieces: Pieces | None = None) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from shmbridge.watch.diagnosis import rate
+from shmbridge.watch.diagnosis import rate, wait_share
 from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import BridgeLook, LaneLook
 
@@ -125,24 +125,15 @@ def _row(now: BridgeLook, before: BridgeLook | None, lane: LaneLook, waits_for_l
         state,
         rate(now, before, lane),
         lane.held,
-        lane.held_bytes / max(lane.data_bytes, 1),
-        lane.held / max(lane.slot_count, 1),
+        lane.fill_bytes,
+        lane.fill_slots,
         lane.newest_age_s,
-        _wait(now, before, lane),
+        wait_share(now, before, lane),
         now.lag(lane),
         sum(lane.dropped.values()) + sum(lane.discarded.values()),
         waits_for_lane or lane.quarantined or lane.state is State.STOPPED,
         lane.origin_node,
     )
-
-
-def _wait(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> float | None:
-    if before is None or now.at_s <= before.at_s:
-        return None
-    if lane.blocked_s is not None:  # what it sleeps now is counted when it ends
-        return min(1.0, lane.blocked_s / (now.at_s - before.at_s))
-    earlier_s = next((each.wait_s for each in before.lanes if each.name == lane.name), 0.0)
-    return min(1.0, (lane.wait_s - earlier_s) / (now.at_s - before.at_s))
 
 
 def _states(each: list[Row]) -> str:

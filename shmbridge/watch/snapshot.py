@@ -43,17 +43,30 @@ class LaneLook:
     oldest_age_s: float | None  # of the oldest held record
     newest_version: int | None  # smallest policy version of the last put; None: not stamped
     wait_s: float  # slept for room
-    blocked_s: float | None  # since when a put waits for room or the end of a pause; None: none does
+    blocked_s: (
+        float | None
+    )  # since when a put waits for room or the end of a pause; None: none that runs does
     dropped: dict[str, int]  # by reason: never committed
     discarded: dict[str, int]  # by reason: released unread, or given up with the lane
     leases_dropped: int
     quarantined: bool
     origin_node: str = ""  # from which a relay brings its records; "": from none
+    untaken: int = 0  # committed records that no consumer has taken yet
+
+    @property
+    def fill_bytes(self) -> float:
+        """The share of its bytes that records hold, 0 to 1."""
+        return self.held_bytes / max(self.data_bytes, 1)
+
+    @property
+    def fill_slots(self) -> float:
+        """The share of its slots that records hold, 0 to 1."""
+        return self.held / max(self.slot_count, 1)
 
     @property
     def fill(self) -> float:
         """The fuller of its bytes and its slots, 0 to 1."""
-        return max(self.held_bytes / max(self.data_bytes, 1), self.held / max(self.slot_count, 1))
+        return max(self.fill_bytes, self.fill_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,11 @@ class ConsumerLook:
     tap_wait_s: float  # since it began, a tap that records kept it waiting so long
     latency_counts: list[int]  # since it began, records by the time from commit to hand-out: LATENCY_BOUNDS_S
     latency_s: float  # the sum of those times
+    max_staleness: int | None = None  # versions, of the batches asked for last; None: no limit
+    wanted: int = 0  # size of the batch that is waited for; 0: of none, or not known
+    wanted_rows: bool = False  # whether that and `there` are rows; else groups
+    there: int = 0  # of the batch that is waited for
+    in_part: int = 0  # groups of which some fragments have come
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +103,7 @@ class BridgeLook:
     mount_bytes: int
     lanes: list[LaneLook] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # segments that cannot be read, and why
+    had_lanes: bool = True  # whether a producer has ever come; removed lanes count
 
     @property
     def is_consumer_known(self) -> bool:
@@ -125,36 +144,37 @@ def look(bridge: str) -> BridgeLook | None:
         except _UNREADABLE as wrong:
             unreadable[name] = str(wrong)
     lanes.sort(key=lambda lane: (lane.env_name, lane.producer_id))
-    consumer, version, published_age_s = None, None, None
+    consumer, version, published_age_s, had_lanes = None, None, None, True
     try:
-        consumer, version, published_age_s = _control(bridge, now_ns)
+        if (words := _control(bridge)) is not None:
+            consumer, version = _consumer(words, now_ns), _version(words)
+            published_age_s, had_lanes = _age(words.published_ns, now_ns), bool(lanes) or words.arrivals > 0
     except _UNREADABLE as wrong:
         unreadable[segment.control_name(bridge)] = str(wrong)
-    return BridgeLook(bridge, now_ns / 1e9, consumer, version, published_age_s, *_mount(), lanes, unreadable)
+    return BridgeLook(
+        bridge, now_ns / 1e9, consumer, version, published_age_s, *_mount(), lanes, unreadable, had_lanes
+    )
 
 
 def policy_version(bridge: str) -> int | None:
     """Returns the newest policy version; None if there is no bridge, or none was published. Never blocks."""
     with contextlib.suppress(*_UNREADABLE):
-        return _control(bridge, time.monotonic_ns())[1]
+        return None if (words := _control(bridge)) is None else _version(words)
     return None
 
 
-def _control(bridge: str, now_ns: int) -> tuple[ConsumerLook | None, int | None, float | None]:
-    """Returns the living consumer, the newest policy version, and seconds since that was published.
-
-    All None while there is no control segment. Raises one of _UNREADABLE.
-    """
+def _control(bridge: str) -> header.Control | None:
+    """Returns the control segment's words; None while there is none. Raises one of _UNREADABLE."""
     mapping = segment.open_mapping(segment.control_name(bridge), readonly=True, minimum=header.control_bytes)
-    if mapping is None:
-        return None, None, None
-    words = header.Control(mapping)
-    if not words.ready:
-        return None, None, None
+    if mapping is None or not (words := header.Control(mapping)).ready:
+        return None
     _check_layout(words.layout_version)
+    return words
+
+
+def _version(words: header.Control) -> int | None:
     version = words.policy_version
-    published_age_s = _age(words.published_ns, now_ns)
-    return _consumer(words, now_ns), None if version < 0 else version, published_age_s
+    return None if version < 0 else version
 
 
 def _check_layout(version: int) -> None:
@@ -167,6 +187,7 @@ def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
         return None
     asking_s = _age(words.asking_ns, now_ns)
     latency_counts, latency_ns = words.latency
+    wanted, wanted_rows, there, in_part = words.batch
     return ConsumerLook(
         words.hub_pid,
         state_of(words.hub_pid, words.hub_pid_namespace, alive=True),
@@ -178,6 +199,11 @@ def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
         words.tap_wait_ns / 1e9,
         latency_counts,
         latency_ns / 1e9,
+        None if words.most_stale < 0 else words.most_stale,
+        wanted,
+        wanted_rows,
+        there,
+        in_part,
     )
 
 
@@ -193,12 +219,13 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
     released = max(words["released"] - sum(discarded), 0)
     discarded[Discard.CORRUPT] += words["quarantined"]
     alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    state = state_of(said["pid"], said["pid_namespace"], alive=alive)
     return LaneLook(
         name,
         said["producer_id"],
         said["env_name"],
         said["pid"],
-        state_of(said["pid"], said["pid_namespace"], alive=alive),
+        state,
         locks.is_locked(mapping.fd, LockByte.READER),
         words["tail"],
         released,
@@ -213,12 +240,13 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         _age(load["oldest_ns"], now_ns),
         None if load["newest_version"] < 0 else load["newest_version"],
         words["wait_ns"] / 1e9,
-        _age(words["blocked_ns"], now_ns) if alive else None,
+        _age(words["blocked_ns"], now_ns) if state not in (State.DEAD, State.STOPPED) else None,
         {reason.name.lower(): words["dropped"][reason] for reason in Drop},
         {reason.name.lower(): discarded[reason] for reason in Discard},
         words["leases_dropped"],
         bool(words["quarantined"]),
         said["origin_node"],
+        max(words["tail"] - words["head"], 0),
     )
 
 

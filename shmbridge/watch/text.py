@@ -2,8 +2,9 @@
 
 from shmbridge.config import format_size
 from shmbridge.segments.inventory import BridgeInfo
+from shmbridge.shown import counted
 from shmbridge.watch.cells import cells, cut, padded
-from shmbridge.watch.diagnosis import count, findings, headline, in_words, waited_for
+from shmbridge.watch.diagnosis import Severity, findings, headline, in_words, waited_for
 from shmbridge.watch.rows import Row, rows
 from shmbridge.watch.snapshot import BridgeLook, look
 
@@ -21,7 +22,7 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
         every_lane: show every lane, not only sums and troubles.
     """
     now = look(info.name)
-    lines = [f"{info.name}  {count(len(info.lanes), 'lane')}, {format_size(info.size_bytes)}"]
+    lines = [f"{info.name}  {counted(len(info.lanes), 'lane')}, {format_size(info.size_bytes)}"]
     if now is not None:
         lines += [f"  {sentence}" for sentence in sentences(now, before)]
         lines.append(f"  {'  '.join(consumer_parts(now))}")
@@ -33,7 +34,9 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
             lines += [_line(_cells(row)) for row in rows(now, before, every_lane=every_lane)]
     for lane in info.lanes:
         if lane.dropped:
-            lines.append(f"  {printable(lane.producer_id)}: {lane.dropped} leases dropped without release")
+            lines.append(
+                f"  {printable(lane.producer_id)}: {counted(lane.dropped, 'lease')} dropped without release"
+            )
         if lane.data_writable:
             lines.append(
                 f"  {printable(lane.producer_id)}: its data is mapped writable by a reader, whose GPU "
@@ -47,7 +50,7 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
             )
     if info.receipts:
         lines.append(
-            f"  {count(info.receipts, 'receipt')} of lanes from other nodes, for a relay that comes back"
+            f"  {counted(info.receipts, 'receipt')} of lanes from other nodes, for a relay that comes back"
         )
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"
@@ -61,8 +64,15 @@ def sentences(now: BridgeLook, before: BridgeLook | None = None) -> list[str]:
 
     Never blocks.
     """
-    first, *more = (printable(str(each)) for each in findings(now) or [headline(now, before)])
+    first, *more = (printable(str(each)) for each in findings(now, before) or [headline(now, before)])
     return [first, *(f"also: {each}" for each in more)]
+
+
+def trouble(bridge: str) -> str:
+    """Returns in one line what is wrong with a bridge now; "" if nothing is. Never blocks."""
+    if (now := look(bridge)) is None:
+        return "its segments were removed -> close this end, and open it again"
+    return "; ".join(sentences(now)) if headline(now).severity is Severity.TROUBLE else ""
 
 
 def consumer_parts(now: BridgeLook) -> list[str]:

@@ -6,9 +6,17 @@ filled, so that a reader's death frees it and a writer's death leaves the last c
 has the public names; docs/reference/weights.md.
 """
 
-from shmbridge.weights.reader import WeightsLease, WeightsReader
+from shmbridge.weights.reader import WeightsLease, WeightsReader, lease_from_outside
 from shmbridge.weights.shard_writer import WeightsPart
 from shmbridge.weights.table import TensorSpec
 from shmbridge.weights.writer import WeightsFilling, WeightsWriter
 
-__all__ = ["TensorSpec", "WeightsFilling", "WeightsLease", "WeightsPart", "WeightsReader", "WeightsWriter"]
+__all__ = [
+    "TensorSpec",
+    "WeightsFilling",
+    "WeightsLease",
+    "WeightsPart",
+    "WeightsReader",
+    "WeightsWriter",
+    "lease_from_outside",
+]

@@ -11,12 +11,12 @@ import numpy as np
 
 from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
-from shmbridge.config import check_timeout, check_version, deadline_of
+from shmbridge.config import check_bridge_name, check_timeout, check_version, deadline_of
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte
 from shmbridge.weights.endpoint import WeightsEnd
-from shmbridge.weights.table import Array, TensorSpec, carrier, open_segment, read_table, view
+from shmbridge.weights.table import Array, TensorSpec, carrier, not_finite, open_segment, read_table, view
 
 _RETRY_S = 0.0005
 _LOOK_S = 0.01  # interval of looking for a segment that does not exist yet
@@ -44,11 +44,23 @@ class WeightsLease:
         self.slot = memory[base : base + found.slot_bytes]
         self.tensors: Mapping[str, Array] = {spec.name: view(memory, base, spec) for spec in table}
         self._stamps = found.stamps(slot)
+        self._not_finite = not_finite(table, found, slot)
         self._comparable_from = comparable_from
 
     def __repr__(self) -> str:
         size = sum(tensor.nbytes for tensor in self.tensors.values())
         return f"<WeightsLease of version {self.version}: {len(self.tensors)} tensors, {size} bytes>"
+
+    def require_finite(self) -> None:
+        """Raises WeightsMismatch if the writer found NaN or an infinity among the values. Never blocks.
+
+        For what loads a version into a model: the bridge carries any values.
+        """
+        if self._not_finite:
+            raise WeightsMismatch(
+                f"version {self.version} of the weights has values that are not finite: {self._not_finite}",
+                hint="look at the learner's loss and gradients of the step before",
+            )
 
     def changed_since(self, version: int) -> frozenset[str]:
         """Returns the names of the tensors that were written after that version; all names if unknown, for
@@ -243,6 +255,32 @@ class WeightsReader(WeightsEnd):
             for name, to in copied.items():
                 np.copyto(to, lease.tensors[name])
             return lease.version, copied
+
+
+@contextmanager
+def lease_from_outside(bridge: str) -> Iterator[WeightsLease]:
+    """Leases the newest version, as `WeightsReader.lease`, without becoming a participant. Never blocks.
+
+    For a bridge in which nobody may live: the last participant that leaves one removes it.
+
+    Raises NotReady if there is no version, or a writer is replacing it.
+    """
+    found = open_segment(check_bridge_name(bridge))
+    latest = None if found is None else found.latest
+    if found is None or latest is None:
+        raise NotReady(f"bridge {bridge!r} has no weights", hint="has the learner published a version?")
+    version, slot = latest
+    byte = LockByte.FIRST_SLOT + slot
+    try:
+        if not (locks.lock_shared(found.mapping.fd, byte) and found.holds(slot, version)):
+            raise NotReady(
+                f"version {version} of the weights of bridge {bridge!r} is being replaced by its writer",
+                hint="end that writer, or try again",
+            )
+        yield WeightsLease(found, version, slot, read_table(found, bridge), 0)
+    finally:
+        if not found.mapping.forked:
+            locks.unlock(found.mapping.fd, byte)
 
 
 class _Hold:

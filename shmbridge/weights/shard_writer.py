@@ -72,8 +72,13 @@ class WeightsPart(WeightsEnd):
             header.fault(b"weights.part_locked")
             if not found.lets_in(wanted.filling) or not locks.is_locked(found.mapping.fd, LockByte.WRITER):
                 raise self._over(wanted)
-            base = found.slot_at(wanted.filling // 2 % versions.slots)
-            size = tensors.write(found.mapping, base, spec, source, index, going_round=found.slot_bytes)
+            slot = wanted.filling // 2 % versions.slots
+            base = found.slot_at(slot)
+            size, finite = tensors.write(
+                found.mapping, base, spec, source, index, going_round=found.slot_bytes
+            )
+            if not finite:
+                found.mark_not_finite(slot, row)
             header.fault(b"weights.part_written")
             found.add_written(row, size)
             header.fault(b"weights.part_counted")

@@ -31,6 +31,17 @@ _CARRIERS = {
         "uint8",
     ),
 }
+# Of numbers of a type: bytes, mask, value; one is NaN or infinite if (bits & mask) == value.
+_BITS = {
+    "float16": (2, 0x7C00, 0x7C00),
+    "bfloat16": (2, 0x7F80, 0x7F80),
+    **dict.fromkeys(("float32", "complex64"), (4, 0x7F80_0000, 0x7F80_0000)),
+    **dict.fromkeys(("float64", "complex128"), (8, 0x7FF << 52, 0x7FF << 52)),
+    "float8_e4m3fn": (1, 0x7F, 0x7F),
+    "float8_e5m2": (1, 0x7C, 0x7C),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz"), (1, 0xFF, 0x80)),
+    "float8_e8m0fnu": (1, 0xFF, 0xFF),
+}
 _PLAIN = frozenset(
     np.dtype(code).name for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 )
@@ -61,6 +72,13 @@ _rows = msgspec.json.Decoder(list[TensorSpec])
 def carrier(dtype: str) -> np.dtype[Any]:
     """Returns the numpy type that carries values of this dtype word bit by bit: uint16 for bfloat16."""
     return np.dtype(_CARRIERS.get(dtype, dtype))
+
+
+def number_bits(dtype: str) -> tuple[int, int, int] | None:
+    """Returns (bytes, mask, value) by which numbers of this dtype word are looked at; None: nothing is to be
+    looked at, or, for numpy's long doubles, nothing is.
+    """
+    return _BITS.get(dtype)
 
 
 def as_specs(given: Iterable[Spec]) -> list[Spec]:
@@ -201,6 +219,14 @@ def difference(here: Sequence[TensorSpec], there: Sequence[Spec]) -> str:
                 f"{mine.dtype}{list(mine.shape)}"
             )
     return ""
+
+
+def not_finite(table: Sequence[TensorSpec], found: Versions, slot: int) -> str:
+    """Returns which tensors of a slot have values that are not finite, in words; "" if none."""
+    rows = np.flatnonzero(found.not_finite(slot))
+    if not len(rows):
+        return ""
+    return f"{len(rows)} of {len(table)} tensors, first {table[int(rows[0])].name!r}"
 
 
 def view(memory: memoryview, at: int, spec: TensorSpec) -> Array:

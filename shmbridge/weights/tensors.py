@@ -1,5 +1,6 @@
 """Copies the values of a tensor into a slot: numpy or torch, host or device, whole or a shard."""
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from shmbridge._ext import tensor_bytes
 from shmbridge._ext.mapping import Mapping
 from shmbridge.errors import WeightsMismatch
-from shmbridge.weights.table import Array, TensorSpec, view
+from shmbridge.weights.table import Array, TensorSpec, number_bits, view
 
 Index = tuple[slice, ...]
 # Signed, since older torch has no unsigned 16-, 32- and 64-bit integers.
@@ -100,18 +101,18 @@ def kind(source: Any) -> tuple[str, tuple[int, ...]]:
 
 def write(
     mapping: Mapping, at: int, spec: TensorSpec, source: Any, index: Index | None = None, *, going_round: int
-) -> int:
+) -> tuple[int, bool]:
     """Copies a source to the place of `spec` in the slot at byte `at`, or to the shard that `index` names;
-    returns the bytes written.
+    returns the bytes written, and whether all values are finite.
 
     Blocks for the copy, and for a device's. Raises WeightsMismatch if type or shape differ.
     """
+    number = number_bits(spec.dtype)
     if index is None:
         _require(spec, spec.shape, source, "")
         flat = _flat(source) if spec.size_bytes else None
         if flat is not None:
-            tensor_bytes.copy_in(mapping, at + spec.offset, flat, going_round)
-            return spec.size_bytes
+            return spec.size_bytes, tensor_bytes.copy_in(mapping, at + spec.offset, flat, going_round, number)
     place = view(memoryview(mapping), at, spec)
     if index is not None:
         place = _part(place, spec, index)
@@ -119,17 +120,29 @@ def write(
             spec, place.shape, source, f", the part {_told(index)} of it is {spec.dtype}{list(place.shape)}"
         )
     if place.size == 0:
-        return 0
+        return 0, True
     flat = _flat(source) if place.flags.c_contiguous else None
     if flat is not None:
-        tensor_bytes.copy_in(mapping, place.ctypes.data - mapping.address, flat, going_round)
-    elif is_torch(source):
+        begin = place.ctypes.data - mapping.address
+        return int(place.nbytes), tensor_bytes.copy_in(mapping, begin, flat, going_round, number)
+    if is_torch(source):
         import torch
 
         torch.from_numpy(place.view(_SAME_SIZE[place.itemsize])).view(source.dtype).copy_(source.detach())
     else:
         np.copyto(place, source, casting="equiv" if source.dtype == place.dtype else "unsafe")
-    return int(place.nbytes)
+    return int(place.nbytes), number is None or _is_finite(source, place, number)
+
+
+def _is_finite(source: Any, place: Array, number: tuple[int, int, int]) -> bool:
+    """Returns whether a source that is not in one piece on the host is finite; its copy is at `place`."""
+    if is_torch(source) and source.device.type != "cpu" and source.is_floating_point() and number[0] > 1:
+        import torch
+
+        return math.isfinite(
+            source.detach().sum(dtype=torch.float64).item()
+        )  # on its device, which is faster
+    return tensor_bytes.are_finite(np.ascontiguousarray(place).reshape(-1).view(np.uint8), number)
 
 
 def _require(spec: TensorSpec, shape: tuple[int, ...], source: Any, part: str) -> None:

@@ -62,13 +62,13 @@ def remove_segment(control: Control, bridge: str, version: int, size: int) -> No
     """
     name = segment.weights_name(bridge)
     with contextlib.suppress(FileNotFoundError):
-        file, mapping = segment.open_segment(name), None
+        file = segment.open_segment(name)
         try:
-            if os.fstat(file.fd).st_size >= versions.header_bytes:
-                mapping = segment.map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
             if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):
                 return
-            if mapping is not None:
+            # Not before: its writer may have reserved it, and published, since.
+            if os.fstat(file.fd).st_size >= versions.header_bytes:
+                mapping = segment.map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
                 keep(control, Versions(mapping), bridge)
             require_above(version, floor(control, bridge))
             segment.require_room_for_weights(bridge, size, freed=os.fstat(file.fd).st_size)

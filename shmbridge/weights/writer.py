@@ -32,6 +32,8 @@ from shmbridge.weights.table import (
     create,
     difference,
     lay_out,
+    not_finite,
+    number_bits,
     read_table,
     segment_bytes,
 )
@@ -67,13 +69,17 @@ class WeightsWriter(WeightsEnd):
     def _attach(self) -> None:
         assert self._control is not None
         version_floor.floor(self._control, self.bridge)
-        mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
-        if mapping is None:
+        name = segment.weights_name(self.bridge)
+        early = segment.open_mapping(name, minimum=versions.header_bytes)
+        if early is None:
             return
-        if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, LockByte.WRITER):
-            raise self._taken(mapping)
-        if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
+        if not locks.lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):
+            raise self._taken(early)
+        if not segment.still_named(early.fd, name):
             return  # another writer has just removed it; our publish makes it again
+        # Again: its creator may have reserved the rest, and published, before it let the lock go.
+        mapping = segment.map_now(early.file, name)
+        assert mapping is not None
         found = Versions(mapping)
         try:
             if found.ready:
@@ -160,15 +166,21 @@ class WeightsWriter(WeightsEnd):
                 spec = self._table[row]
                 found.touch(slot, row)
                 if source is not None:
-                    weights_tensors.write(found.mapping, base, spec, source, going_round=going_round)
+                    _, finite = weights_tensors.write(
+                        found.mapping, base, spec, source, going_round=going_round
+                    )
                     stamps[row] = version + 1
                 else:
                     at = found.slot_at(newest) + spec.offset
                     unchanged = memoryview(found.mapping)[at : at + spec.size_bytes]
-                    tensor_bytes.copy_in(found.mapping, base + spec.offset, unchanged, going_round)
+                    place, number = base + spec.offset, number_bits(spec.dtype)
+                    finite = tensor_bytes.copy_in(found.mapping, place, unchanged, going_round, number)
+                if not finite:
+                    found.mark_not_finite(slot, row)
                 header.fault(b"weights.tensor_written")
             self._require_open()
             found.commit(slot, version, stamps)
+            self._warn_not_finite(slot, version)
 
     async def publish_async(self, version: int, tensors: Iterable[tuple[str, Any]], **more: Any) -> None:
         """`publish` that never blocks the event loop, so that a reader of the version before the last can let
@@ -244,6 +256,7 @@ class WeightsWriter(WeightsEnd):
             with self._no_part_writes(timeout_s):
                 self._require_whole(version)
                 found.commit(slot, version, np.full(len(self._table), version + 1, np.uint64))
+                self._warn_not_finite(slot, version)
 
     def _check(self, version: int) -> int:
         """Returns the version, if it can be written now."""
@@ -370,6 +383,16 @@ class WeightsWriter(WeightsEnd):
                     "one killed?",
                 )
 
+    def _warn_not_finite(self, slot: int, version: int) -> None:
+        if strange := not_finite(self._table, self._segment(), slot):
+            log.warning(
+                "version %d of the weights of bridge %r has values that are not finite: %s -> "
+                "engines refuse it; look at the loss of the step before",
+                version,
+                self.bridge,
+                strange,
+            )
+
     def _before_leaving(self) -> None:
         if self._versions is not None:
             locks.unlock(self._versions.mapping.fd, LockByte.WRITER)
@@ -397,7 +420,7 @@ class WeightsFilling:
             "filling": word,
             "version": version,
         }
-        self._found, self._base = found, found.slot_at(slot)
+        self._found, self._slot, self._base = found, slot, found.slot_at(slot)
         self._rows = {spec.name: (row, spec) for row, spec in enumerate(table)}
 
     def __repr__(self) -> str:
@@ -414,10 +437,10 @@ class WeightsFilling:
         """
         row, spec = self._row(name)
         source = weights_tensors.as_source(name, tensor)
-        size = weights_tensors.write(
+        size, finite = weights_tensors.write(
             self._found.mapping, self._base, spec, source, index, going_round=self._found.slot_bytes
         )
-        self._found.add_written(row, size)
+        self._count(row, size, finite)
 
     def write_bytes(self, name: str, at: int, source: Any) -> None:
         """Copies bytes of a tensor to byte `at` of it: of whatever type, as another segment has them.
@@ -433,8 +456,16 @@ class WeightsFilling:
                 f"bytes {at} to {at + size} of tensor {name!r} were given, it has {spec.size_bytes}",
                 hint=_ONE_MODEL,
             )
-        mapping, place = self._found.mapping, self._base + spec.offset + at
-        tensor_bytes.copy_in(mapping, place, source, self._found.slot_bytes)
+        place, number = self._base + spec.offset + at, number_bits(spec.dtype)
+        first = -at % number[0] if number else 0  # a number that two calls share is not looked at
+        finite = tensor_bytes.copy_in(
+            self._found.mapping, place, source, self._found.slot_bytes, number, first
+        )
+        self._count(row, size, finite)
+
+    def _count(self, row: int, size: int, finite: bool) -> None:
+        if not finite:
+            self._found.mark_not_finite(self._slot, row)
         self._found.add_written(row, size)
 
     def _row(self, name: str) -> tuple[int, TensorSpec]:

@@ -90,7 +90,7 @@ def test_get_waits_for_a_record(producer, consumer) -> None:
 def test_get_without_a_record_says_who_is_there(producer, consumer) -> None:
     consumer.poll()
     began = time.monotonic()
-    with pytest.raises(shmbridge.ConsumerEmpty, match=r"within 0\.05 s; 1 of 1 lanes have a living producer"):
+    with pytest.raises(shmbridge.ConsumerEmpty, match=r"within 0\.05 s; 1 of 1 lane has a living producer"):
         consumer.get(timeout_s=0.05)
     assert time.monotonic() - began >= 0.05
     with pytest.raises(shmbridge.ConsumerEmpty):

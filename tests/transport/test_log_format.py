@@ -118,6 +118,22 @@ def test_a_log_file_has_nothing_else(tmp_path) -> None:
     assert "WARNING mine:" in log
 
 
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_one_pipe_is_a_log_if_a_launch_has_given_a_name(tmp_path, name) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format(then="pass"))
+    kept = {each: value for each, value in os.environ.items() if not each.startswith("SHMBRIDGE_")}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=kept | ({"SHMBRIDGE_LOG_NAME": name} if name else {}),
+    )
+    assert ("a result" in done.stdout.splitlines()) == (not name)
+    assert any(line.endswith(f" INFO {name or 'prog'}: logged") for line in done.stdout.splitlines())
+    assert any(line.endswith(" INFO mine: a result") for line in done.stdout.splitlines()) == bool(name)
+
+
 def test_pipes_get_results_as_they_are(tmp_path) -> None:
     code, out, err = run('refuse("prog", "wrong", "right")', False, tmp_path)
     assert (code, out) == (3, "a result\nprog: told\n")

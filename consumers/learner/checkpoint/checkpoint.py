@@ -10,6 +10,7 @@ An adapter is saved as peft does, with the name of its base model. No pickle any
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -50,6 +51,7 @@ class Progress:
     # producer id -> consumed sequences that may be redelivered
     held: dict[str, list[int]] = field(default_factory=dict)
     mounts: dict[str, str] = field(default_factory=dict)  # producer id of held records -> mount of its lane
+    run_id: str = ""  # the run whose weights these are, as its bridge knows it
 
 
 def save(
@@ -126,6 +128,11 @@ def load_progress(path: Path) -> Progress:
             "update shmbridge"
         )
     return Progress(step, policy_version, **said)
+
+
+def run_id_of(path: Path, progress: Progress) -> str:
+    """Returns the id of a checkpoint's run; one made of its content if an older release stored none."""
+    return progress.run_id or hashlib.sha256((path / "learner.json").read_bytes()).hexdigest()[:16]
 
 
 def load_rng(path: Path) -> dict[str, torch.Tensor] | None:

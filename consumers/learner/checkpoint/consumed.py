@@ -21,7 +21,7 @@ class Consumed:
     One thread, except `contains`.
 
     Args:
-        before: the progress of the checkpoint that the run resumes from.
+        before: the progress of the checkpoint that the run resumes from, or of a new run, with its run's id.
     """
 
     def __init__(self, before: Progress) -> None:
@@ -30,6 +30,7 @@ class Consumed:
         self._last = dict(before.last_sequences)
         self._held: dict[str, set[int]] = {}
         self._groups, self._trajectories, self._tokens = before.groups, before.trajectories, before.tokens
+        self._run_id = before.run_id
         self._begun_s = time.monotonic() - before.wall_s
 
     def contains(self, meta: Any) -> bool:
@@ -76,4 +77,5 @@ class Consumed:
             last_sequences=dict(self._last),
             held={each: sorted(earlier.get(each, set()) | self._held.get(each, set())) for each in producers},
             mounts=mounts | (dict.fromkeys(self._held, here) if here else {}),
+            run_id=self._run_id,
         )

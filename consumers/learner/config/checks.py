@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig
+from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, LearnerConfig
 from shmbridge.consumers.learner.types import Refusal
 
 # option -> the flag it needs, with its values, and the values of that flag under which the option has no
@@ -46,6 +47,10 @@ class IdleOption(Refusal):
     """An option has no effect; the message says which, and why."""
 
 
+class OtherRun(Refusal):
+    """--resume was given options that are not those of its checkpoint; the message says which."""
+
+
 class BadLimit(Refusal):
     """Incompatible limits; the message says which."""
 
@@ -62,6 +67,8 @@ def refuse_idle(config: LearnerConfig) -> None:
     for flag, (other, why) in _BESIDE.items():
         if _given(flag, config) and _given(other, config):
             raise IdleOption(f"{flag} does nothing beside {other}: {why} -> leave one of them out")
+    if config.checkpoints.from_bridge and config.checkpoints.from_scratch:
+        raise IdleOption("--from-bridge and --from-scratch begin with other weights -> leave one of them out")
     if config.weights.engine and config.weights.no_weights:
         raise IdleOption("--engine takes weights, and --no-weights writes none -> leave one of them out")
 
@@ -90,6 +97,48 @@ def refuse_unreachable_limits(config: LearnerConfig) -> None:
                 f"next version, and {flag} is {limit}: raise {flag} to {oldest}, or lower --publish-every "
                 f"to {limit + 1}"
             )
+
+
+def changes_on_resume(earlier: Mapping[str, object], config: LearnerConfig) -> list[str]:
+    """Returns the options that change what is trained and differ from the run's earlier ones: flag and both
+    values.
+
+    Raises:
+        OtherRun: an option differs that the checkpoint depends on.
+    """
+    changed = {
+        name: f"--{name.replace('_', '-')} {_shown(earlier[name])} -> {_shown(config.value(name))}"
+        for name, kind in ON_RESUME.items()
+        if kind != "free" and name in earlier and not _same(name, earlier[name], config.value(name))
+    }
+    for name, change in changed.items():
+        if ON_RESUME[name] == "refused":
+            flag, before = OPTIONS[name].flag, _shown(earlier[name])
+            again = f"leave {flag} out" if before == "none" else f"give {flag} {before} again"
+            moved = f"; was the folder moved? write its new place into {config.run_dir}/config.yaml"
+            raise OtherRun(
+                f"--resume: the checkpoints in {config.run_dir} hold another model than these options train: "
+                f"{change} -> {again}, or another --run-dir for a new run{moved * (name == 'model')}"
+            )
+    return list(changed.values())
+
+
+def _same(name: str, earlier: object, now: object) -> bool:
+    """Returns whether two values mean one thing; a model's folder may be written in several ways."""
+    if name != "model" or earlier == now:
+        return earlier == now
+    one, other = Path(str(earlier)), Path(str(now))
+    return one.exists() and other.exists() and one.resolve() == other.resolve()
+
+
+def _shown(value: object) -> str:
+    if value is None or value in ((), {}):
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _given(flag: str, config: LearnerConfig) -> bool:

@@ -13,6 +13,7 @@ from shmbridge.consumers.learner.config.file import BadConfigFile, read
 from shmbridge.consumers.learner.config.option import Option, described
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
 from shmbridge.parser import Parser
+from shmbridge.shown import shown
 
 _EXAMPLES = """\
 examples:
@@ -24,8 +25,11 @@ examples:
   %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
       --groups 64 --lr 1e-6 --max-staleness 4 --precision bfloat16 --gradient-checkpointing
 
-  # go on after a crash, from the newest checkpoint of the run directory (a fresh start if there is none)
-  %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --resume
+  # one command for the first start and for each restart, from the newest checkpoint of the run directory
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --run-dir /runs/run1 --resume
+
+  # the run directory is lost, shared memory is not: go on with the weights that the bridge has
+  %(prog)s --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --run-dir /runs/run1b --from-bridge
 
   # the same run once more, with another learning rate: every run directory has its configuration
   %(prog)s --config runs/run1/config.yaml --run-dir runs/run1-faster --lr 3e-6
@@ -146,7 +150,7 @@ def _typed(option: Option) -> Callable[[str], Any]:
         try:
             value = number(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {described(option.item)}") from None
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {described(option.item)}") from None
         try:
             return option.one(value)
         except ValueError as error:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shmbridge.config import check_bridge_name
+from shmbridge.wrong_value import plain, shown_value
 
 _LARGEST = sys.float_info.max
 
@@ -84,9 +85,9 @@ class Option:
 
     def _checked(self, value: object, hint: Any) -> Any:
         try:
-            found = msgspec.convert(value, hint)
+            found = msgspec.convert(plain(value), hint)
         except msgspec.ValidationError:
-            raise ValueError(f"{value!r} is not {self._wanted(hint)}") from None
+            raise ValueError(f"{shown_value(value)} is not {self._wanted(hint)}") from None
         for check in (each for each in get_args(self.item) if isinstance(each, types.FunctionType)):
             for text in found if isinstance(found, tuple) else [] if found is None else [found]:
                 check(text)
@@ -110,7 +111,7 @@ def described(kind: Any) -> str:
     """Returns a description of a type's values."""
     return next(
         (str(each.description) for each in get_args(kind) if isinstance(each, Meta)),
-        _PLAIN.get(kind, str(kind)),
+        _PLAIN.get((get_args(kind) or (kind,))[0], str(kind)),
     )
 
 

@@ -60,7 +60,12 @@ class CheckpointConfig:
     """The run directory, and what is saved there.
 
     run_dir (DIR): folder for config.yaml, metrics.jsonl and checkpoints/ [runs/<bridge>]
-    resume: continue from the newest checkpoint; start afresh if there is none
+    resume: continue from the newest checkpoint of the run directory. Without one a bridge that has trained
+        weights is refused; on any other a new run starts
+    from_bridge: begin a run with the weights of the bridge's newest version; the optimizer, the schedule and
+        the step count are new. With --resume: where there is no checkpoint
+    from_scratch: begin a run from --model, whatever the bridge has. With --resume: where there is no
+        checkpoint
     save_every: steps between checkpoints
     keep: how many of the newest checkpoints to keep
     hold_until_saved: hold every group until a checkpoint contains it: a killed run loses none, and lanes must
@@ -72,6 +77,8 @@ class CheckpointConfig:
 
     run_dir: str | None = None
     resume: bool = False
+    from_bridge: bool = False
+    from_scratch: bool = False
     save_every: Positive = 50
     keep: Positive = 2
     hold_until_saved: bool = False
@@ -332,6 +339,30 @@ class LearnerConfig:
 
 SECTIONS: dict[str, Any] = get_type_hints(LearnerConfig)
 OPTIONS = {each.name: each for section, kind in SECTIONS.items() for each in options_of(section, kind)}
+OnResume = Literal["free", "reported", "refused"]
+# What --resume does with an option that differs from the run's earlier config.yaml: nothing, since it changes
+# nothing that is trained; prints both values and notes them in config.yaml; or ends, since the checkpoint is
+# of the earlier value alone.
+_ON_RESUME: Mapping[OnResume, str] = {
+    "free": """
+        run_dir resume from_bridge from_scratch save_every keep hold_until_saved record on_full_disk lanes
+        allocation_wait prefetch host_copy batch_timeout batch_attempts batch_retry_delay max_wait_time
+        mismatch_warn device threads micro_tokens batch_layout chunk_tokens gradient_checkpointing parallel
+        process_group_timeout engine engine_patience wandb_project wandb_group eval_hook eval_every stop_when
+        stop_patience stop_no_better stop_stall log_every progress sample_every tensorboard wandb wandb_name
+    """,
+    "reported": """
+        bridge steps seed groups group_size accumulate max_staleness max_off_policy_steps policy loss
+        clip_low clip_high clip_dual mask_ratio mask_ratio_sequence max_answer_tokens tis_cap tis_level
+        max_token_staleness truncated kl_coef kl_estimator entropy temperature train_whole_rows ignore_images
+        leave_out_unknown_tokens sft_normalization advantages use_advantages fallback_to_grpo clip_advantages
+        process_rewards process_over process_discount process_weight token_rewards token_discount
+        token_weight overlong_length overlong_buffer lr warmup schedule schedule_option weight_decay
+        max_grad_norm precision no_weights publish_every pause max_token_len
+    """,
+    "refused": "model lora_rank lora_alpha lora_dropout lora_targets param_dtype",
+}
+ON_RESUME = {name: what for what, names in _ON_RESUME.items() for name in names.split()}
 # What other trainers call some of them, for "did you mean".
 _ALSO = {
     "learning_rate": "lr",
@@ -350,6 +381,9 @@ _ALSO = {
     "max_steps": "steps",
     "save_steps": "save_every",
     "output_dir": "run_dir",
+    "use_advantage_weighting": "loss",  # of the recipe for verl: --loss sft is cross-entropy times advantage
+    "advantage_normalization": "sft_normalization",
+    "advantage_clipping": "clip_advantages",
 }
 
 

@@ -12,6 +12,7 @@ from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, patience_of
 from shmbridge.consumers.learner.stopping import StopSignals
 from shmbridge.consumers.learner.world import device_kind, say
+from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     from shmbridge.archive.recorder import Recorder
@@ -39,6 +40,14 @@ class HubSource:
     def note_training_version(self, version: int) -> None:
         """Counts staleness up to a version that is not published. Never blocks."""
         self._consumer.note_training_version(version)
+
+    def begin_run(self, version: int, run_id: str, same_as: int | None) -> None:
+        """Announces the weights with which this process starts. Never blocks."""
+        self._consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+
+    def end_run(self) -> None:
+        """Tells the bridge that all it was trained to is saved. Never blocks."""
+        self._consumer.end_run()
 
     def publish_version(self, version: int) -> None:
         """Announces new weights. Never blocks."""
@@ -139,7 +148,7 @@ def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
     stats = consumer.stats()
     live, dead = int(stats["lanes_live"]), int(stats["lanes_dead"])
     lanes = (
-        f"{live} of {live + dead} lanes have a living producer"
+        f"{live} of {counted(live + dead, 'lane')} {'has' if live == 1 else 'have'} a living producer"
         if live + dead
         else "no environment has a lane"
     )

@@ -1,7 +1,11 @@
-"""The limits of waiting for the next batch: reminders, retries, giving up. It never blocks itself."""
+"""The limits of waiting for the next batch: retries, giving up. It never blocks itself.
+
+What a long wait is for is in the log of the consumer, with and without limits.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +14,6 @@ from typing import Any
 
 from shmbridge.consumers.learner.config.run_options import WaitingConfig
 
-_REMINDER_S = 30.0  # until the first reminder of a wait without limits; the interval then doubles
-_LONGEST_REMINDER_S = 600.0
 _LONGEST_WAIT_S = 3600.0  # longest single wait: clocks do not accept every number
 _LONGEST_DELAY_S = 3.0
 _DELAY_GROWTH = 1.5
@@ -58,7 +60,7 @@ def patience_of(waiting: WaitingConfig) -> Patience | None:
 class BatchWait:
     """The wait for one batch, starting at construction: how long to wait at a time, and what to print then.
 
-    Without limits (`patience` is None) it waits for ever, with reminders.
+    Without limits (`patience` is None) it waits for ever, and prints nothing.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class BatchWait:
         self._missing = missing
         self._say = say
         self._begun = time.monotonic()
-        self._words = self._remind() if patience is None else self._attempts(patience)
+        self._words = itertools.repeat(_LONGEST_WAIT_S) if patience is None else self._attempts(patience)
         # shared by all batches within these limits
         self.first_s = min(next(self._words), _LONGEST_WAIT_S)
         self._until = self._begun + self.first_s
@@ -79,17 +81,9 @@ class BatchWait:
         return min(max(self._until - time.monotonic(), 0.0), _LONGEST_WAIT_S)
 
     def look(self) -> None:
-        """Prints a due reminder. Never blocks. Raises `NoBatch` once the limits are exhausted."""
+        """Prints that an attempt is over, once it is. Never blocks. Raises `NoBatch` after the last one."""
         while time.monotonic() >= self._until:
             self._until += next(self._words)
-
-    def _remind(self) -> Iterator[float]:
-        """Yields the time until the next reminder; prints it when resumed."""
-        reminder = _REMINDER_S
-        while True:
-            yield reminder
-            self._say(f"no batch for {self._waited_s:.0f} s: {self._missing()}")
-            reminder = min(2 * reminder, _LONGEST_REMINDER_S)
 
     def _attempts(self, patience: Patience) -> Iterator[float]:
         attempt = 0

@@ -92,6 +92,17 @@ class RankSource:
             self._consumer.note_training_version(version)
         self.training_version = self._world.broadcast(version)
 
+    def begin_run(self, version: int, run_id: str, same_as: int | None) -> None:
+        """Makes rank 0 announce the weights with which it starts. Blocks as `publish_version`."""
+        if self._consumer is not None:
+            self._consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+        self.policy_version = self.training_version = self._world.broadcast(version)
+
+    def end_run(self) -> None:
+        """Makes rank 0 tell the bridge that all it was trained to is saved. Never blocks."""
+        if self._consumer is not None:
+            self._consumer.end_run()
+
     def publish_version(self, version: int) -> None:
         """Makes rank 0 announce new weights. Blocks until it has: no rank may release earlier."""
         if self._consumer is not None:
@@ -136,26 +147,27 @@ class RankSource:
             wait = BatchWait(patience_of(self._config.waiting), missing, say)
         share = None
         own = RankStatus()
-        while True:
-            failure: Exception | None = None
-            try:
-                if own.share == "waited for":
-                    share, own = self._ask(min(_TICK_S, wait.left_s))
-            except Exception as error:  # reported to the other ranks, whatever it is
-                failure, own.failed = error, f"{type(error).__name__}: {error}"
-            try:
-                wait.look()
-            except NoBatch as error:
-                own.gave_up = str(error) if own.share == "waited for" else ""
-            own.signum = self._stops.received or 0
-            words = [RankStatus(**said) for said in self._world.all_gather(asdict(own))]
-            if failure is not None:
-                raise failure
-            leave_together(words)
-            if all(word.share == "drained" for word in words):
-                return "drained"
-            if all(word.share != "waited for" for word in words):
-                return share
+        with self._rank.one_wait():
+            while True:
+                failure: Exception | None = None
+                try:
+                    if own.share == "waited for":
+                        share, own = self._ask(min(_TICK_S, wait.left_s))
+                except Exception as error:  # reported to the other ranks, whatever it is
+                    failure, own.failed = error, f"{type(error).__name__}: {error}"
+                try:
+                    wait.look()
+                except NoBatch as error:
+                    own.gave_up = str(error) if own.share == "waited for" else ""
+                own.signum = self._stops.received or 0
+                words = [RankStatus(**said) for said in self._world.all_gather(asdict(own))]
+                if failure is not None:
+                    raise failure
+                leave_together(words)
+                if all(word.share == "drained" for word in words):
+                    return "drained"
+                if all(word.share != "waited for" for word in words):
+                    return share
 
     def _ask(self, timeout_s: float) -> tuple[RankShare | None, RankStatus]:
         try:

@@ -18,6 +18,7 @@ from shmbridge.consumers.learner.report.curves import curves, lanes, lost_by_rea
 from shmbridge.consumers.learner.report.read_samples import Samples, read_samples
 from shmbridge.consumers.learner.report.run_facts import read_facts
 from shmbridge.consumers.learner.report.run_report import RunMetrics
+from shmbridge.wrong_value import plain, read_yaml
 
 _HERE = Path(__file__).parent
 
@@ -117,12 +118,8 @@ def _digest(text: str) -> str:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        import yaml
-
-        found = yaml.safe_load(path.read_bytes())
+        found = plain(read_yaml(path.read_bytes()))
     except (ImportError, OSError, ValueError):
-        return {}
-    except yaml.YAMLError:
         return {}
     return found if isinstance(found, dict) else {}
 

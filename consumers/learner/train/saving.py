@@ -41,6 +41,11 @@ class Saver:
         """Whether a step ended with all its batches recorded: only then may it be saved."""
         return self._learner.consistent and self._taken_step == self._learner.step
 
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint holds all that was trained; also if no step was."""
+        return self._learner.step == self._saved_step
+
     def took(self, batches: Iterable[shmbridge.Batch], measured: Metrics) -> None:
         """Records this rank's batches of a step, with its metrics over all ranks. Blocks for the others."""
         metas: list[Any] = [meta for batch in batches for meta in batch.meta]

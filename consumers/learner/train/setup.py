@@ -1,20 +1,17 @@
-"""Start of a training run: the checkpoint to resume from, the learner, and the registration of its run."""
+"""Start of a training run: the learner, and the registration of its run."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
 from shmbridge.consumers.learner.checkpoint import checkpoint
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.checkpoint.rng_state import seed_all, set_rng_state
-from shmbridge.consumers.learner.config import file
 from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model import attention
@@ -29,60 +26,8 @@ from shmbridge.consumers.learner.model.load import (
 from shmbridge.consumers.learner.model.reference import Reference
 from shmbridge.consumers.learner.model.schedule import rate_schedule
 from shmbridge.consumers.learner.model.sharding import Parallel, parallel_of
-from shmbridge.consumers.learner.report.run_facts import write_facts
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.world import World, device_kind, say
-
-
-def starting_point(config: LearnerConfig) -> Path | None:
-    """Returns the checkpoint to resume from, or None for a fresh start.
-
-    Raises `StartupError` for a fresh start in a run directory with checkpoints, which would mix two runs.
-    """
-    found = checkpoint.complete(config.run_dir / "checkpoints")
-    if found and not config.checkpoints.resume:
-        raise StartupError(
-            f"{config.run_dir} already holds a run up to {found[-1].name} -> --resume goes on with it, "
-            "another --run-dir starts afresh"
-        )
-    return found[-1] if found else None
-
-
-def agreed_starting_point(config: LearnerConfig, world: World) -> Path | None:
-    """Returns rank 0's starting point; rank 0 also writes the configuration into the run directory.
-
-    Raises as `starting_point`, and PeerFailed for another rank.
-    """
-    if config.batch.groups < world.size:
-        raise StartupError(
-            f"--groups {config.batch.groups}: each of {world.size} ranks needs a group of every batch -> "
-            "raise --groups"
-        )
-    if world.size > world.machine_size:
-        raise StartupError(
-            f"{world.size} ranks, {world.machine_size} of them here: a bridge is one machine's -> start all "
-            "on one"
-        )
-    with world.together():
-        found = starting_point(config) if world.is_main else None
-        if world.is_main:
-            _begin_run_dir(config, world.size)
-    told = world.broadcast("" if found is None else str(found))
-    return Path(told) if told else None
-
-
-def _begin_run_dir(config: LearnerConfig, ranks: int) -> None:
-    folder = config.run_dir
-    on_gpu = device_kind(config.compute.device) == "cuda" and torch.cuda.is_available()
-    device = f"{ranks} x {torch.cuda.get_device_name()}" if on_gpu else "cpu"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write(config, folder / file.NAME)
-        write_facts(folder, device)
-    except OSError as error:
-        raise StartupError(
-            f"cannot write to --run-dir {folder}: {error.strerror} -> give one that can be written to"
-        ) from error
+from shmbridge.consumers.learner.world import World, say
 
 
 def load_learner(source: Path | None, config: LearnerConfig, world: World) -> tuple[Learner, Any, Progress]:
@@ -98,9 +43,6 @@ def load_learner(source: Path | None, config: LearnerConfig, world: World) -> tu
     compute = config.compute
     if compute.threads:
         torch.set_num_threads(compute.threads)
-    if not (world.is_main and sys.stderr.isatty()):
-        # progress bars of file transfers: they clutter logs, and every rank would draw them
-        disable_progress_bar()
     seed_all(config.run.seed)  # fresh adapters are initialised at random
     with world.together():
         device = device_of(compute, world)

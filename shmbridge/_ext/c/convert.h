@@ -8,26 +8,98 @@
 
 #include "lane_copy.h"
 
-#define CHUNK 4096 /* values: they are still in the first cache when they are looked at again */
+#define CHUNK 4096 /* values between two looks whether one was bad */
 
-/* Whether all are finite: an exponent of all ones is infinity or NaN. */
-static inline int all_finite32(const float *values, int64_t count) {
-    const uint32_t ones = 0x7f800000u;
-    uint32_t bad = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, values + i, sizeof bits);
-        bad |= (bits & ones) == ones;
-    }
-    return !bad;
+/* What no value of a column may be. */
+typedef enum { NOTHING_IS_BAD, NEGATIVE_IS_BAD, NON_FINITE_IS_BAD } badness;
+
+/* An exponent of all ones is infinity or NaN. */
+#define EXPONENT 0x7f800000
+
+static inline int is_bad32(int32_t bits, badness bad) {
+    return bad == NEGATIVE_IS_BAD ? bits < 0 : (bits & EXPONENT) == EXPONENT;
 }
 
-static inline int64_t first_non_finite32(const float *values, int64_t count) {
-    for (int64_t at = 0; at < count; at += CHUNK) {
-        int64_t some = count - at < CHUNK ? count - at : CHUNK;
-        if (all_finite32(values + at, some)) continue;
-        for (int64_t i = at; i < at + some; i++)
-            if (!all_finite32(values + i, 1)) return i;
+typedef int32_t wide __attribute__((vector_size(32), aligned(4), may_alias));
+
+#if defined(__SSE2__)
+/* 64 bytes to a whole line, past the cache. */
+static inline __attribute__((always_inline)) void store_past_cache(void *to, wide a, wide b) {
+    __m128i parts[4];
+    memcpy(parts, &a, sizeof a), memcpy(parts + 2, &b, sizeof b);
+    for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)to + i, parts[i]);
+}
+#else
+static inline __attribute__((always_inline)) void store_past_cache(void *to, wide a, wide b) {
+    ((wide *)to)[0] = a, ((wide *)to)[1] = b;
+}
+#endif
+
+/* Copies values (`to` NULL: only looks at them) and returns whether one was bad: each is loaded once. Past the
+ * cache, `to` is the start of a line. */
+static inline __attribute__((always_inline)) int copy_and_look_at(int32_t *to, const int32_t *from, int64_t count,
+                                                                  badness bad, int past_cache) {
+    wide seen = {0};
+    int32_t any = 0;
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        const wide *at = (const wide *)(from + i);
+        wide a = at[0], b = at[1], c = at[2], d = at[3];
+        if (bad == NEGATIVE_IS_BAD) seen |= (a | b) | (c | d);
+        else
+            seen |= (((a & EXPONENT) == EXPONENT) | ((b & EXPONENT) == EXPONENT)) |
+                    (((c & EXPONENT) == EXPONENT) | ((d & EXPONENT) == EXPONENT));
+        if (!to) continue;
+        if (past_cache) store_past_cache(to + i, a, b), store_past_cache(to + i + 16, c, d);
+        else {
+            wide *there = (wide *)(to + i);
+            there[0] = a, there[1] = b, there[2] = c, there[3] = d;
+        }
+    }
+    for (int k = 0; k < 8; k++) any |= seen[k];
+    any = any < 0;
+    for (; i < count; i++) {
+        any |= is_bad32(from[i], bad);
+        if (to) to[i] = from[i];
+    }
+    return any;
+}
+
+#define COPY_AND_LOOK(name, target)                                                                            \
+    static target int name(int32_t *to, const int32_t *from, int64_t count, badness bad, int past_cache) {     \
+        if (bad == NEGATIVE_IS_BAD && past_cache) return copy_and_look_at(to, from, count, NEGATIVE_IS_BAD, 1); \
+        if (bad == NEGATIVE_IS_BAD) return copy_and_look_at(to, from, count, NEGATIVE_IS_BAD, 0);              \
+        if (past_cache) return copy_and_look_at(to, from, count, NON_FINITE_IS_BAD, 1);                        \
+        return copy_and_look_at(to, from, count, NON_FINITE_IS_BAD, 0);                                        \
+    }
+COPY_AND_LOOK(copy_and_look_any, )
+#ifdef __x86_64__
+COPY_AND_LOOK(copy_and_look_avx2, __attribute__((target("avx2"))))
+#define copy_and_look(...) \
+    (__builtin_cpu_supports("avx2") ? copy_and_look_avx2(__VA_ARGS__) : copy_and_look_any(__VA_ARGS__))
+#else
+#define copy_and_look copy_and_look_any
+#endif
+
+/* The first that is bad among values in place; -1 for none. */
+static inline int64_t first_bad32(const void *values, int64_t count, badness bad) {
+    const int32_t *at = (const int32_t *)values;
+    if (!copy_and_look(NULL, at, count, bad, 0)) return -1;
+    for (int64_t i = 0; i < count; i++)
+        if (is_bad32(at[i], bad)) return i;
+    return -1;
+}
+
+/* Copies while none is bad; -1, or the first that is. */
+static inline int64_t copy_checked32(void *to_, const void *from_, int64_t count, badness bad, int is_cold) {
+    int32_t *to = (int32_t *)to_;
+    const int32_t *from = (const int32_t *)from_;
+    int64_t head = is_cold ? (int64_t)((-(uintptr_t)to & 63) / sizeof *to) : 0;
+    if (!is_cold || count * (int64_t)sizeof *to < SHORTEST_STREAM) is_cold = 0, head = 0;
+    for (int64_t at = 0, some = head ? head : CHUNK; at < count; at += some, some = CHUNK) {
+        if (some > count - at) some = count - at;
+        if (copy_and_look(to + at, from + at, some, bad, is_cold && at >= head))
+            return at + first_bad32(to + at, some, bad);
     }
     return -1;
 }
@@ -42,17 +114,6 @@ static inline int64_t first_non_finite64(const double *values, int64_t count) {
     return -1;
 }
 
-/* Copies while all are finite. The source is checked first:
- * values stored past the cache should not be read again. */
-static inline int64_t copy_finite32(float *to, const float *from, int64_t count, int is_cold) {
-    for (int64_t at = 0; at < count; at += CHUNK) {
-        int64_t some = count - at < CHUNK ? count - at : CHUNK;
-        if (!all_finite32(from + at, some)) return at + first_non_finite32(from + at, some);
-        lane_copy(to + at, from + at, some * sizeof *to, is_cold);
-    }
-    return -1;
-}
-
 static inline int64_t int64_to_int32(int32_t *to, const int64_t *from, int64_t count, int64_t least) {
     for (int64_t at = 0; at < count; at += CHUNK) {
         int64_t end = count - at < CHUNK ? count : at + CHUNK, bad = 0;
@@ -63,50 +124,6 @@ static inline int64_t int64_to_int32(int32_t *to, const int64_t *from, int64_t c
         if (least < 0 ? !bad : !((uint64_t)bad >> 31)) continue;
         for (int64_t i = at; i < end; i++)
             if (from[i] != (int32_t)from[i] || from[i] < least) return i;
-    }
-    return -1;
-}
-
-/* Whether any is negative: four sums of signs at a time, since one would wait for itself. */
-static inline __attribute__((always_inline)) int any_negative_of(const int32_t *values, int64_t count) {
-    typedef int32_t wide __attribute__((vector_size(32), aligned(4), may_alias));
-    wide a = {0}, b = {0}, c = {0}, d = {0};
-    int64_t i = 0;
-    int32_t bad = 0;
-    for (; i + 32 <= count; i += 32) {
-        a |= *(const wide *)(values + i), b |= *(const wide *)(values + i + 8);
-        c |= *(const wide *)(values + i + 16), d |= *(const wide *)(values + i + 24);
-    }
-    a |= b | c | d;
-    for (int k = 0; k < 8; k++) bad |= a[k];
-    for (; i < count; i++) bad |= values[i];
-    return bad < 0;
-}
-
-#ifdef __x86_64__
-static __attribute__((target("avx2"))) int any_negative_avx2(const int32_t *values, int64_t count) {
-    return any_negative_of(values, count);
-}
-#define any_negative(values, count) \
-    (__builtin_cpu_supports("avx2") ? any_negative_avx2(values, count) : any_negative_of(values, count))
-#else
-#define any_negative any_negative_of
-#endif
-
-static inline int64_t first_negative32(const int32_t *values, int64_t count) {
-    if (!any_negative(values, count)) return -1;
-    for (int64_t i = 0; i < count; i++)
-        if (values[i] < 0) return i;
-    return -1;
-}
-
-/* Copies while none is negative. The source is checked first:
- * values stored past the cache should not be read again. */
-static inline int64_t copy_from_zero32(int32_t *to, const int32_t *from, int64_t count, int is_cold) {
-    for (int64_t at = 0; at < count; at += CHUNK) {
-        int64_t some = count - at < CHUNK ? count - at : CHUNK, bad = first_negative32(from + at, some);
-        if (bad >= 0) return at + bad;
-        lane_copy(to + at, from + at, some * sizeof *to, is_cold);
     }
     return -1;
 }

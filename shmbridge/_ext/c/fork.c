@@ -51,6 +51,7 @@ void fork_unwatch(int fd) {
 }
 
 unsigned fork_generation(void) { return generation; }
+const unsigned *fork_generation_at(void) { return &generation; }
 
 unsigned fork_count(void) {
     pthread_mutex_lock(&table_lock);

@@ -13,6 +13,8 @@ int fork_watch(int fd);
 void fork_unwatch(int fd);
 /* Moves on in every child of fork; a plain int, written only while the child has one thread. */
 unsigned fork_generation(void);
+/* Where it is: for those who compare it with every record. */
+const unsigned *fork_generation_at(void);
 /* Forks of this process so far. If it moved between opening a descriptor and watching it,
  * a child may have that one unwatched. */
 unsigned fork_count(void);

@@ -18,6 +18,8 @@
 
 #define PRODUCER_TICK_NS 50000000
 #define OWN_CACHES_ROUND 4 /* measured: bench/README.md, "How far memory goes round" */
+#define RECORDS_IN_CACHE 4     /* one is read, one is ready, one is written, one to spare */
+#define PATIENT_BYTES_PER_NS 8 /* the larger a record, the longer its reader may take */
 
 /* What a producer knows of a slot, whatever its shared words say by now:
  * they may have been scribbled over. */
@@ -48,9 +50,14 @@ typedef struct {
     uint32_t free_slot_count;
     uint32_t *outstanding;  /* a ring: slots of committed records not yet taken back, in order of commit */
     uint32_t outstanding_at, outstanding_count;
+    uint64_t outstanding_bytes;
     interval *free_extents;
     uint32_t free_extent_count;
     uint64_t cursor, window; /* extents.h */
+    uint64_t shared_cache;  /* bytes of the cache that cores share */
+    int was_released;       /* since it last waited for a release to keep pace */
+    uint32_t waits_in_vain; /* one after another */
+    uint32_t unpaced_puts;  /* without a further such wait */
     int64_t claimed;        /* slot of the open claim, -1: none */
     uint64_t claim_at, claim_bytes;
     uint64_t claim_number;  /* of the open claim, or of the last one: from 1, never twice */
@@ -88,6 +95,7 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
     writer->free_extents[0] = (interval){0, geometry->data_bytes};
     writer->free_extent_count = 1;
     writer->window = OWN_CACHES_ROUND * cache_bytes(2, 1 << 20);
+    writer->shared_cache = cache_bytes(3, 32 << 20);
     return 0;
 }
 
@@ -112,6 +120,8 @@ static inline void lane_take_back(lane_writer *writer, uint32_t index) {
     extent_give(writer->free_extents, &writer->free_extent_count, writer->own[index].extent.at,
                 writer->own[index].extent.bytes);
     writer->free_slots[writer->free_slot_count++] = index;
+    writer->outstanding_bytes -= writer->own[index].extent.bytes;
+    writer->was_released = 1;
 }
 
 /* Takes released slots back: the oldest ones while they are released, or, thoroughly,
@@ -129,6 +139,33 @@ static inline void lane_reclaim(lane_writer *writer, int thoroughly) {
         else writer->outstanding[(writer->outstanding_at + kept++) & mask] = index;
     }
     writer->outstanding_count = kept;
+}
+
+/* Before a claim, for a thread that may wait a moment: a writer that is far ahead waits for its reader, whose every
+ * record would otherwise come from memory instead of the cache that both share. The reader is the slower one then,
+ * and sets the pace anyway: what the wait costs, a full lane would cost later. It ends with enough releases, and
+ * soon in any case; each in vain makes the next one twice as rare, and none follows before something was released.
+ *
+ * Only looks: whoever dies here has touched nothing that another process uses. docs/adr/0018-pace.md. */
+static inline void lane_keep_pace(lane_writer *writer, uint64_t bytes) {
+    uint64_t several = RECORDS_IN_CACHE * bytes, warm = several > writer->window ? several : writer->window;
+    lane_header *header = writer->header;
+    int64_t began, now, longest = LONGEST_SPIN_NS + (int64_t)(bytes / PATIENT_BYTES_PER_NS);
+    if (writer->outstanding_bytes + bytes <= warm) return;
+    lane_reclaim(writer, 0);
+    if (!writer->was_released || several > writer->shared_cache / 2 || writer->unpaced_puts) {
+        writer->unpaced_puts -= writer->unpaced_puts > 0;
+        return;
+    }
+    writer->was_released = 0; /* until lane_reclaim takes something back */
+    for (began = now = monotonic_ns(); writer->outstanding_bytes + bytes > warm && now - began < longest;) {
+        cpu_relax();
+        lane_reclaim(writer, 0);
+        now = monotonic_ns();
+    }
+    store_relaxed64(&header->wait_ns_total, load_relaxed64(&header->wait_ns_total) + (uint64_t)(now - began));
+    if (writer->was_released) writer->waits_in_vain = 0;
+    else writer->unpaced_puts = 1u << (writer->waits_in_vain += writer->waits_in_vain < 10);
 }
 
 /* Reserves a slot and `bytes` of the data area, whole lines. 1, or 0 if there is no room now;
@@ -188,6 +225,7 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     writer->ring[sequence & mask] = index;
     fault_hit("producer.ring_written");
     writer->outstanding[(writer->outstanding_at + writer->outstanding_count++) & mask] = index;
+    writer->outstanding_bytes += writer->claim_bytes;
     writer->claimed = -1;
     writer->tail = sequence + 1;
     store_relaxed64(&header->bytes_total, load_relaxed64(&header->bytes_total) + writer->claim_bytes);

@@ -14,7 +14,8 @@
  *   0x0200 | doorbell                A |     0x0300 | head, hub counters               H |
  *   0x0280 | arrivals                A |     0x0400 | space_bell                       A |
  *   0x0300 | weights_floor           W |     0x1000 | column table            P, once    |
- *   0x0380 | latency of records      H |     ring   | uint32 slot numbers [slot_count] P |
+ *   0x0380 | latency, for observers  H |     ring   | uint32 slot numbers [slot_count] P |
+ *   0x0480 | training run            H |            |                                    |
  *   0x1000 | hub's column table      H |     slots  | 128-byte slots      [slot_count] P |
  *   0x5000 +---------------------------+     rel    | uint64 released     [slot_count] H |
  *                                            data   | extents, 64-byte aligned, on pages
@@ -106,7 +107,17 @@ typedef struct {
      * out, and the sum of those times. Earlier hubs leave them 0 */
     shm_u64 latency_counts[LATENCY_BUCKETS];
     shm_u64 latency_ns_total;
-    uint8_t pad6[PAGE - 0x380 - 8 * (LATENCY_BUCKETS + 1)];
+    uint8_t pad6[0x100 - 8 * (LATENCY_BUCKETS + 1)];
+    /* H: the training run that the policy versions are of. Earlier hubs leave all of it 0 */
+    shm_u64 run_id; /* 0: unknown */
+    shm_u64 run_open; /* 1: its learner has not ended in order; what it has trained stays for another */
+    shm_u64 start_version; /* with which its newest learner started, + 1 */
+    shm_u64 start_same_as; /* the version whose weights that one repeats, + 1; 0: untrained weights */
+    /* H: for observers only, of this hub. Earlier hubs leave them 0 */
+    shm_u64 most_stale;  /* + 1: the staleness limit of the batches asked for last; 0: no limit */
+    shm_u64 batch_wants; /* size of the batch that is waited for * 2 + whether that counts rows; 0: of none */
+    shm_u64 batch_has;   /* groups or rows of it that are there << 32 | groups that are there in part */
+    uint8_t pad7[PAGE - 0x480 - 56];
 } control_header;
 
 typedef struct {
@@ -211,7 +222,7 @@ typedef struct {
  *   table    PAGE            JSON, once; magic last                                     writer
  *   words    8-byte aligned  written[tensors]: bytes written in the filling under way  A, zeroed by writer
  *            per slot        stamp[tensors]: version + 1 that last changed it, 0: torn  writer
- *                            reserved[tensors]: 0                                       writer
+ *                            not_finite[tensors]: 1 where a value is NaN or infinite    writer and its parts
  *   slots    a page          tensors, 64-byte aligned                                   writer and its parts
  */
 #define WEIGHTS_MAGIC 0x3254485757424853ull /* "SHBWWHT2" */
@@ -249,6 +260,7 @@ _Static_assert(offsetof(control_header, doorbell) == 0x200, "doorbell");
 _Static_assert(offsetof(control_header, arrivals) == 0x280, "arrivals");
 _Static_assert(offsetof(control_header, weights_floor) == 0x300, "weights_floor");
 _Static_assert(offsetof(control_header, latency_counts) == 0x380, "latency_counts");
+_Static_assert(offsetof(control_header, run_id) == 0x480, "run_id");
 _Static_assert(sizeof(lane_header) == PAGE, "lane_header");
 _Static_assert(offsetof(lane_header, tail) == 0x200, "tail");
 _Static_assert(offsetof(lane_header, space_waiting) == 0x280, "space_waiting");

@@ -15,34 +15,39 @@ static inline uint64_t row_check_seed(const char *column) {
     return checksum_of((const uint8_t *)column, strlen(column));
 }
 
-/* Whether a producer's row of this number is one of one in `every`; of 0 none is. Scattered, so that no
+/* Of the `every` rows of a producer from every * round on, the one that is checked: scattered, so that no
  * place in a group is left out: the finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast splittable
  * pseudorandom number generators", 2014). */
-static inline int row_is_checked(uint64_t number, uint32_t every) {
-    if (every <= 1) return (int)every;
-    number = (number + 0x9e3779b97f4a7c15ull);
+static inline uint64_t checked_of(uint64_t round, uint32_t every) {
+    uint64_t number = round + 0x9e3779b97f4a7c15ull;
     number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9ull;
     number = (number ^ number >> 27) * 0x94d049bb133111ebull;
-    return (number >> 32) * every >> 32 == 0;
+    return round * every + ((number >> 32) * every >> 32);
 }
 
-static inline int any_row_is_checked(uint64_t first, uint64_t rows, uint32_t every) {
-    for (uint64_t row = 0; row < rows; row++)
-        if (row_is_checked(first + row, every)) return 1;
-    return 0;
+/* The first row from this number on that is checked; `every` is 1 or more. */
+static inline uint64_t next_checked(uint64_t number, uint32_t every) {
+    uint64_t checked = checked_of(number / every, every);
+    return checked >= number ? checked : checked_of(number / every + 1, every);
 }
 
-/* The checks of a list column's rows, one after another from `values` on;
- * 0 for a row that gets none, or is null. */
-static inline void row_checks_write(uint64_t *to, const uint8_t *values, const uint32_t *lengths,
-                                    const uint8_t *valid, uint64_t rows, uint32_t item, uint64_t seed,
-                                    uint64_t first, uint32_t every) {
+/* The checks of a list column's rows, one after another from `values` on; 0 for a row that gets none, or is
+ * null. Returns -1 if the lengths make more than the `count` values that there are: none behind is read. */
+static inline int row_checks_write(uint64_t *to, const uint8_t *values, uint64_t count,
+                                   const uint32_t *lengths, const uint8_t *valid, uint64_t rows,
+                                   uint32_t item, uint64_t seed, uint64_t first, uint32_t every) {
+    uint64_t next = next_checked(first, every) - first;
+    memset(to, 0, rows * sizeof *to);
     for (uint64_t row = 0; row < rows; row++) {
         uint64_t bytes = lengths[row] * (uint64_t)item;
-        int checked = row_is_checked(first + row, every) && (!valid || valid[row]);
-        to[row] = checked ? checksum_seeded(values, bytes, seed) : 0;
-        values += bytes;
+        if (lengths[row] > count) return -1;
+        if (row == next) {
+            if (!valid || valid[row]) to[row] = checksum_seeded(values, bytes, seed);
+            next = next_checked(first + row + 1, every) - first;
+        }
+        values += bytes, count -= lengths[row];
     }
+    return 0;
 }
 
 #endif

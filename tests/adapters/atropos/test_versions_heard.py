@@ -579,6 +579,7 @@ async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
     from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
     from shmbridge.consumers.policy_server_parts.generation import PolicyModel
     from shmbridge.weights import WeightsReader, WeightsWriter
+    from tests.adapters.served import served
 
     learner = AutoModelForCausalLM.from_pretrained(model)
     policy = PolicyModel(AutoModelForCausalLM.from_pretrained(model), server.tokenizer, seed=5)
@@ -595,7 +596,7 @@ async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
             consumer.publish_policy_version(version)
             await until(lambda: engine.version == version)
 
-        async with TestServer(PolicyServer(engine, api).application()) as running:
+        async with served(PolicyServer(engine, api)) as running:
             engine.start()
             try:
                 server.url = f"http://127.0.0.1:{running.port}"

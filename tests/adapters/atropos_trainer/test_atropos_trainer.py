@@ -11,10 +11,10 @@ from example_trainer import trainers, training
 from legacy_run import config_of
 
 import shmbridge
-from shmbridge.consumers import long_waits
 from shmbridge.consumers.atropos_trainer import BridgeData
 from shmbridge.testing import wait_until
 from shmbridge.testing.known_groups import known_groups
+from shmbridge.watch import diagnosis
 
 HERE = Path(__file__).parent
 
@@ -212,9 +212,10 @@ def test_a_name_that_no_bridge_can_have_is_refused_at_once():
 
 
 def test_a_wait_without_an_end_is_said(bridge, caplog, monkeypatch):
-    monkeypatch.setattr(long_waits, "EVERY_S", 0.05)
-    with BridgeData(bridge, timeout_s=0.5) as data:
+    monkeypatch.setattr(diagnosis, "LONG_S", 0.2)
+    with BridgeData(bridge, timeout_s=2.0) as data:
         data.register_trainer(config_of("", "", 1, 1))
         with pytest.raises(shmbridge.ConsumerEmpty):
             data.get_data(1, 128)
-    assert f"shmbridge inspect {bridge}" in caplog.text
+    assert caplog.text.count(f"bridge {bridge!r}: the learner waits for environments") == 1
+    assert "no producer has ever come" in caplog.text

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import pytest
 from gateway_clients import GatewayProcess, RawClient, group
 
-from shmbridge.consumers.gateway.decode import gunzip
-from shmbridge.consumers.gateway.posts import Booking, HeldBytes
+from shmbridge.httpd.gate import Booking, HeldBytes, gunzip
 
 MIB = 1 << 20
 ZIPPED = {"content-encoding": "gzip", "content-type": "application/json"}

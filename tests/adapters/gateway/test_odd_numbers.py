@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from gateway_clients import RUN, GatewayProcess
 
-from shmbridge.consumers.gateway.decode import HttpError, read_post
+from shmbridge.consumers.gateway.decode import read_post
+from shmbridge.httpd.door import Refused
 
 ENV = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": 4}
 BEYOND = 1 << 70
@@ -37,14 +38,14 @@ def test_numbers_as_text_are_numbers_as_they_are_to_the_server():
 )
 def test_text_of_no_number_is_refused_by_column(wrong: object):
     for columns in ({"scores": [wrong]}, {"advantages": [[0.5, wrong]]}):
-        with pytest.raises(HttpError, match=next(iter(columns))) as caught:
+        with pytest.raises(Refused, match=next(iter(columns))) as caught:
             read_post(post_of(**columns), many=False, extras=False)
         assert caught.value.status == 422
 
 
 @pytest.mark.parametrize("column", ["tokens", "advantages"])
 def test_null_as_text_is_no_column_that_is_left_out(column: str):
-    with pytest.raises(HttpError, match=f"{column}: 'null' is not a list -> "):
+    with pytest.raises(Refused, match=f"{column}: 'null' is not a list -> "):
         read_post(post_of(**{column: "null"}), many=False, extras=False)
 
 

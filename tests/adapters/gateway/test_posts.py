@@ -17,10 +17,11 @@ from gateway_clients import group
 
 import shmbridge
 from shmbridge.consumers.gateway import modes, posts
-from shmbridge.consumers.gateway.decode import HttpError, Posted
+from shmbridge.consumers.gateway.decode import Posted
 from shmbridge.consumers.gateway.modes import DefaultMode, Mode, StrictMode
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import Post, PostLedger, RemoteLane
+from shmbridge.httpd.door import Refused
 from shmbridge.segments.segment import MOUNT
 
 
@@ -56,7 +57,7 @@ async def post(ledger: PostLedger, lane: RemoteLane, *groups: dict[str, Any], lo
     connection, status = Connection(), 200
     try:
         await ledger.take(body(*groups), lambda group: lane, connection, 0.0)
-    except HttpError as refused:
+    except Refused as refused:
         status = refused.status
     if lost:
         connection.carried.unread()

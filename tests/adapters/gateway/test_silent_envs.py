@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge.consumers.gateway.decode import HttpError
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
 from shmbridge.consumers.gateway.saved_state import StateFile
+from shmbridge.httpd.door import Refused
 from shmbridge.segments.segment import lane_names
 
 WISH = {"max_token_length": 64, "weight": 1.0, "group_size": 4, "min_batch_allocation": None}
@@ -68,7 +68,7 @@ async def test_the_lanes_of_the_silent_are_free(begin: Callable[[], RemoteEnvs],
     assert lane_names(bridge) == []
     for _ in range(LANES - 1):
         await register(envs)
-    with pytest.raises(HttpError, match="3 environments have lanes"):
+    with pytest.raises(Refused, match="3 environments have lanes"):
         await register(envs)
 
 

@@ -16,15 +16,16 @@ import pytest
 import requests
 from gateway_clients import GatewayProcess, RawClient
 
-from shmbridge.consumers.gateway.app import Gate, Refusals
+from shmbridge.consumers.gateway.access import IN_MEMORY, Front, Refusals
 from shmbridge.consumers.gateway.delivery import ProvingConnection
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.posts import IN_MEMORY, HeldBytes
+from shmbridge.httpd.door import Bounds
+from shmbridge.httpd.gate import HeldBytes
 
 
 async def test_a_body_that_stalls_is_given_up():
     """A post that stops in the middle is answered with a retry; its memory is free for others."""
-    options = GatewayOptions("nobody", body_pause_s=0.05)
+    options = GatewayOptions("nobody", bounds=Bounds(body_pause_s=0.05))
     refusals, held, said = Refusals(), HeldBytes(1000), []
     begun = [{"type": "http.request", "body": b"{", "more_body": True}]
 
@@ -44,7 +45,7 @@ async def test_a_body_that_stalls_is_given_up():
         "state": {"connection": Mock(spec=ProvingConnection)},
     }
     async with asyncio.timeout(5):
-        await Gate(None, options, refusals, held)(scope, receive, send)
+        await Front(None, options, refusals, held, {"/scored_data": {"POST"}})(scope, receive, send)
     assert said[0]["status"] == 408
     assert (b"connection", b"close") in said[0]["headers"]
     assert (held.held, refusals.counts) == (0, {"stalled": 1})

@@ -1,5 +1,5 @@
-"""Waiting for batches: within limits or for ever, with reminders that name who is missing, interrupted by
-signals.
+"""Waiting for batches: within limits, of which each attempt names who is missing, or for ever; interrupted
+by signals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.data import batch_source, batch_wait
+from shmbridge.consumers.learner.data import batch_source
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.batch_wait import NoBatch, Patience, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
@@ -132,18 +132,12 @@ def test_an_attempt_for_the_next_batch_is_as_long_as_any(monkeypatch):
     assert max(lanes.asked) == 0.05
 
 
-def test_a_wait_without_limits_reminds(monkeypatch):
-    monkeypatch.setattr(batch_wait, "_REMINDER_S", 0.02)
-    lanes, lines = Lanes(), []
-
-    def feed(line):
-        lines.append(line)
-        if len(lines) == 3:
-            lanes.queue.put("at last")
-
-    monkeypatch.setattr(batch_source, "say", feed)
+def test_a_wait_without_limits_is_one_call_which_says_itself_what_it_is_for(said):
+    lanes = Lanes()
+    threading.Timer(0.1, lanes.queue.put, ["at last"]).start()
     assert next(waited_for(lanes)) == "at last"
-    assert all("no environment has a lane" in line for line in lines)
+    assert lanes.asked == [pytest.approx(3600.0)]
+    assert not said
 
 
 def test_a_signal_ends_the_wait():

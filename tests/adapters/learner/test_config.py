@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from shmbridge.consumers.learner.config import file
+from shmbridge.consumers.learner.config.checks import OtherRun, changes_on_resume
 from shmbridge.consumers.learner.config.file import BadConfigFile
 from shmbridge.consumers.learner.config.flags import parse, parser
-from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig, Option
-from shmbridge.consumers.learner.train.setup import agreed_starting_point
+from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, LearnerConfig, OnResume, Option
+from shmbridge.consumers.learner.train.starting_point import agreed_start
 from shmbridge.consumers.learner.world import ALONE
 
 NEEDED = ["--bridge", "b", "--model", "m", "--steps", "9"]
@@ -74,6 +75,35 @@ def test_every_option_has_one_name_one_flag_and_help():
     for option in OPTIONS.values():
         assert option.flag in said
         assert option.help
+
+
+def test_every_option_has_its_place_in_the_table_of_resumes():
+    """A new option is put there: free, reported or refused."""
+    assert set(ON_RESUME) == set(OPTIONS)
+    assert set(ON_RESUME.values()) == set(get_args(OnResume))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@given(data=st.data())
+@settings(max_examples=5, deadline=None)
+def test_another_value_of_an_option_is_free_reported_or_refused(name, data):
+    option = OPTIONS[name]
+    before, now = (
+        LearnerConfig.of(
+            {"bridge": "b", "model": "m", "steps": 9, name: option.whole(data.draw(values(option)))}
+        )
+        for _ in range(2)
+    )
+    earlier = {each: before.value(each) for each in OPTIONS}
+    differs = before.value(name) != now.value(name)
+    if ON_RESUME[name] == "refused" and differs:
+        with pytest.raises(OtherRun, match=f"--{name.replace('_', '-')} "):
+            changes_on_resume(earlier, now)
+        return
+    changed = changes_on_resume(earlier, now)
+    assert len(changed) == (ON_RESUME[name] == "reported" and differs)
+    assert all(each.startswith(f"--{name.replace('_', '-')} ") for each in changed)
+    assert changes_on_resume({}, now) == []  # an option that the earlier release did not have
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -200,8 +230,11 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
     config = parse(
         [*NEEDED, "--run-dir", str(tmp_path / "run"), "--lr", "1e-4", "--stop-when", "reward_mean>=0.5"]
     )
-    assert agreed_starting_point(config, ALONE) is None
+    assert agreed_start(config, ALONE).checkpoint is None
     assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == config
+
+
+TENFOLD = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(15))
 
 
 @pytest.mark.parametrize(
@@ -217,10 +250,10 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
         ("optimizer: 5", "optimizer: 5 is not a mapping of options"),
         ("optimizer: {lr: fast}", "optimizer.lr: 'fast' is not a finite number, 0 or above"),
         ("optimizer: {lr: -1}", "optimizer.lr: -1 is not a finite number, 0 or above"),
-        ("optimizer: {lr: .inf}", "optimizer.lr: inf is not a finite number, 0 or above"),
+        ("optimizer: {lr: .inf}", "optimizer.lr: .inf is not a finite number, 0 or above"),
         ("optimizer: {warmup: 1.5}", "optimizer.warmup: 1.5 is not a whole number, 0 or above"),
-        ("batch: {groups: true}", "batch.groups: True is not a whole number above 0"),
-        ("batch: {groups: }", "batch.groups: None is not a whole number above 0"),
+        ("batch: {groups: true}", "batch.groups: true is not a whole number above 0"),
+        ("batch: {groups: }", "batch.groups: null is not a whole number above 0"),
         ("batch: {groups: '8'}", "batch.groups: '8' is not a whole number above 0"),
         ("checkpoints: {resume: 1}", "checkpoints.resume: 1 is not true or false"),
         ("compute: {device: gpu}", "compute.device: 'gpu' is not one of auto, cpu, cuda"),
@@ -246,6 +279,16 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
         ),
         ("batch: {groups: 1, groups: 2}", "groups is given twice"),
         ("batch: [1", "is not YAML: "),
+        ("run: {bridge: 0123}", "run.bridge: 0123 is not a text"),
+        ("batch: {groups: 0x10}", "batch.groups: 0x10 is not a whole number above 0"),
+        ("batch: {groups: 1:30}", "batch.groups: 1:30 is not a whole number above 0"),
+        (f"run: {{seed: {'7' * 5000}}}", f"run.seed: {'7' * 40}... is not a whole number"),
+        ("batch: " + "{groups: " * 3000 + "1" + "}" * 3000, "nested deeper than 50 levels"),
+        ("batch: &b {groups: *b}", "line 1: batch.groups contains itself"),
+        (
+            f"a0: &a0 [x]\n{TENFOLD}batch: {{groups: *a15}}",
+            "batch.groups: [[[...], [...], [...], [...], ...]",
+        ),
         ("- 1", "it holds a list, not sections such as run: and optimizer:"),
         ("", "it holds None, not sections"),
     ],

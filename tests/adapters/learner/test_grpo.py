@@ -16,7 +16,8 @@ from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.train.publishing import first_version
 from shmbridge.consumers.learner.train.saving import Saver
-from shmbridge.consumers.learner.train.setup import new_learner, starting_point
+from shmbridge.consumers.learner.train.setup import new_learner
+from shmbridge.consumers.learner.train.starting_point import decided
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 
@@ -179,16 +180,18 @@ def test_a_start_takes_a_version_nobody_has_used(seen, expected):
 
 def test_a_fresh_start_over_an_old_run_is_refused_and_resume_takes_the_newest(tmp_path, capsys):
     flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path)]
-    for step in ("step-00000009", "step-00000010"):
-        (tmp_path / "checkpoints" / step).mkdir(parents=True)
-    assert starting_point(parse([*flags, "--resume"])).name == "step-00000010"
+    for step in (9, 10):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "learner.json").write_text(json.dumps({"step": step, "policy_version": step}))
+    assert decided(parse([*flags, "--resume"])).checkpoint.name == "step-00000010"
     assert grpo.main(flags) == 1
     assert "--resume goes on with it" in capsys.readouterr().err
 
 
 def test_resume_without_a_checkpoint_is_a_fresh_start(tmp_path):
     flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path), "--resume"]
-    assert starting_point(parse(flags)) is None
+    assert decided(parse(flags)).checkpoint is None
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):

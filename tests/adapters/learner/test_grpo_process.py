@@ -188,7 +188,7 @@ def test_half_a_batch_is_waited_for_and_left(bridge, start_learner, tmp_path):
         learner = start_learner("--steps", "5", "--max-wait-time", "1.5")
         _, err = learner.communicate(timeout=60)
         assert learner.returncode == 3, err
-        assert "1 of 1 lanes have a living producer, 1 of 2 groups are there" in err
+        assert "1 of 1 lane has a living producer, 1 of 2 groups are there" in err
         assert [line["step"] for line in metrics(tmp_path)] == [1]
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
         assert len(left_over(bridge)) == 1

@@ -28,7 +28,7 @@ from shmbridge.consumers.learner.data.batch_wait import NoBatch
 from shmbridge.consumers.learner.data.rank_source import RankStatus, leave_together
 from shmbridge.consumers.learner.stopping import Stopped
 from shmbridge.consumers.learner.world import PeerFailed
-from shmbridge.weights import WeightsReader
+from shmbridge.weights import WeightsReader, WeightsWriter
 
 GROUPS = 4  # per step
 GONE = 4  # exit status of a rank that lost another
@@ -235,6 +235,32 @@ def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, paralle
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+def test_ranks_are_not_thrown_back_either_and_all_begin_with_the_weights_of_the_bridge(
+    start, bridge, tmp_path, tiny_model, parallel
+):
+    """Rank 0 decides, for all."""
+    flags = ("--parallel", parallel, "--max-wait-time", "2")
+    before = {name: each.numpy() for name, each in tiny_model(7).state_dict().items()}
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        with shmbridge.Consumer(bridge) as consumer, WeightsWriter(bridge) as writer:
+            writer.publish(2, before.items())
+            consumer.publish_policy_version(2)
+        refused = start(2, "--steps", "9", "--run-dir", str(tmp_path / "b"), "--resume", *flags)
+        assert refused.wait() == {0: 1, 1: 1}
+        for rank in (0, 1):
+            assert f"[SB518] bridge {bridge} has been trained up to version 2" in refused.said(rank, "err")
+        put_groups(producer, GROUPS)
+        taken = ("--run-dir", str(tmp_path / "b" / "run"), "--from-bridge", "--lr", "0")
+        job = start(2, "--steps", "1", *taken, *flags)
+        assert job.wait() == {0: 0, 1: 0}, job.said(0, "err") + job.said(1, "err")
+        assert "step 0 of 1, version 3, waiting" in job.said()
+        with WeightsReader(bridge) as reader:
+            assert reader.version == 4
+        left_over(bridge)
+    assert_close(parameters(tmp_path / "b", 1), before, atol=0)
+
+
 NEEDS_ALL = {  # objectives that divide by, or normalise over, what all ranks have
     "grpo": "--loss grpo --advantages batch --kl-coef 0.1 --tis-cap 2",
     "dr_grpo": "--loss dr_grpo --advantages rloo --token-rewards batch --kl-coef 0.1 --kl-estimator k2",
@@ -408,7 +434,7 @@ def test_ranks_give_up_together(start, bridge, tmp_path):
             2, "--steps", "5", "--max-wait-time", "1.5", "--parallel", "fsdp2", "--precision", "bfloat16"
         )
         assert set(job.wait().values()) == {3}
-        assert "1 of 1 lanes have a living producer, 1 of 4 groups are there" in job.said(0, "err")
+        assert "1 of 1 lane has a living producer, 1 of 4 groups are there" in job.said(0, "err")
         assert job.said(1, "err") + job.said(1) == ""
         assert saved(tmp_path) == ["step-00000001"]
         assert left_over(bridge) == [GROUPS]

@@ -183,12 +183,15 @@ def test_a_learner_stopped_in_order_goes_on_from_where_it_was(command, through, 
     assert_same_bits(last(tmp_path, "stopped"), expected)
 
 
-def test_options_of_another_kind_of_run_are_refused_in_words(command, through, capsys):
+def test_options_of_another_kind_of_run_are_refused_in_words(command, through, tmp_path, capsys):
     through()
     for flags, words in (
-        (("--lora-rank", "2"), "has no adapters, and the options ask for a model with"),
-        (("--param-dtype", "bfloat16"), "--param-dtype"),
+        (("--lora-rank", "2"), "--lora-rank none -> 2 -> leave --lora-rank out"),
+        (("--param-dtype", "bfloat16"), "--param-dtype float32 -> bfloat16"),
         (("--schedule-option", "moons=3"), "moons"),
     ):
         assert grpo.main(command("through", "--resume", *flags)) == 1
         assert words in capsys.readouterr().err
+    (tmp_path / "through" / "config.yaml").unlink()  # then the checkpoint itself tells
+    assert grpo.main(command("through", "--resume", "--lora-rank", "2")) == 1
+    assert "has no adapters, and the options ask for a model with" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shmbridge
+from shmbridge.consumers.engines.published_tensors import copy_into
 from shmbridge.consumers.learner.train.publishing import first_version
 from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
-from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower, copy_into
-from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row, Sampling
+from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
+from shmbridge.consumers.policy_server_parts.generation import NotFinite, PolicyModel, Row, Sampling
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 ROOT = Path(__file__).parents[3]
@@ -72,7 +74,11 @@ class HandFed:
             array.setflags(write=False)
         dtypes = dict.fromkeys(tensors, "float32")
         self.held = SimpleNamespace(
-            version=version, tensors=tensors, dtypes=dtypes, changed_since=lambda _: frozenset(tensors)
+            version=version,
+            tensors=tensors,
+            dtypes=dtypes,
+            changed_since=lambda _: frozenset(tensors),
+            require_finite=lambda: None,
         )
 
 
@@ -249,6 +255,65 @@ async def test_weights_of_another_model_are_refused_whole_and_said_once(engine, 
     weights.publish(6, other)
     assert (await ask(engine)).version == 6
     assert (engine.stats().refused_version, engine.stats().last_error) == (None, None)
+
+
+async def test_weights_that_are_not_finite_are_refused_and_the_next_are_taken(policy, bridge, caplog):
+    """As those of another model: the answers go on with the version before."""
+    engine = PolicyEngine(policy, WeightsFollower(WeightsReader(bridge), policy.model))
+    engine.start()
+    original = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    named = [(name, value.detach().clone()) for name, value in tiny(seed=2)[0].named_parameters()]
+    try:
+        with WeightsWriter(bridge) as writer:
+            for version, bad in ((1, float("inf")), (2, float("nan")), (3, 0.5)):
+                named[4][1].view(-1)[-1] = bad
+                writer.publish(version, named)
+                reply = await ask(engine)
+                stats = engine.stats()
+                if version < 3:
+                    assert reply.version == 0
+                    assert all(map(math.isfinite, reply.rows[0].logprobs))
+                    assert stats.refused_version == version
+                    assert f"not finite: 1 of {len(named)} tensors, first {named[4][0]!r}" in stats.last_error
+            assert (reply.version, stats.refused_version, stats.last_error) == (3, None, None)
+    finally:
+        engine.close()
+    assert not torch.equal(policy.model.state_dict()[named[4][0]], original[named[4][0]])
+
+
+@pytest.mark.parametrize("scored", [None, 1])
+async def test_an_output_that_is_not_finite_is_an_error_of_that_request_alone(policy, scored):
+    """A model that was loaded so, or whose dtype is too small: no answer has a token without a number."""
+    policy.version = 12
+    engine = PolicyEngine(policy, window_s=0.2)
+    embedding = policy.model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[20] = float("nan")  # only a prompt with this token is hit
+    engine.start()
+    try:
+        asked = [
+            Question([[2, 25, end]], Sampling(max_tokens=3, temperature=0.0), 1, scored) for end in (20, 9)
+        ]
+        bad, good = await asyncio.gather(*map(engine.ask, asked), return_exceptions=True)
+    finally:
+        engine.close()
+    assert isinstance(bad, NotFinite)
+    assert "policy version 12 is not finite" in str(bad)
+    assert all(map(math.isfinite, good.rows[0].logprobs))
+
+
+@pytest.mark.parametrize("top_p", [1e-50, 1e-40, 1e-8])
+def test_a_nucleus_that_vanishes_in_float32_has_the_likeliest_token(policy, top_p):
+    (narrow,) = sample(policy, [PROMPTS[0]], max_tokens=6, top_p=top_p, seed=1, ignore_eos=True)
+    (greedy,) = sample(policy, [PROMPTS[0]], max_tokens=6, temperature=0.0, ignore_eos=True)
+    assert narrow.token_ids == greedy.token_ids
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e30, 1e300])
+def test_the_coldest_and_the_hottest_answers_have_numbers(policy, temperature):
+    (row,) = sample(policy, [PROMPTS[0]], max_tokens=6, temperature=temperature, top_logprobs=20)
+    assert all(map(math.isfinite, row.logprobs))
+    assert all(math.isfinite(value) for entry in row.alternatives for value in entry.values())
 
 
 def test_bfloat16_weights_arrive_and_gaps_are_named():

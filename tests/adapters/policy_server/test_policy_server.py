@@ -21,7 +21,6 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
@@ -30,6 +29,7 @@ from shmbridge.consumers.policy_server_parts.api import PolicyApi
 from shmbridge.consumers.policy_server_parts.engine import PolicyEngine
 from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row
 from shmbridge.weights import WeightsWriter
+from tests.adapters.served import Client, served
 
 ROOT = Path(__file__).parents[3]
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -82,10 +82,9 @@ def engine(policy: PolicyModel, follower: Following) -> Iterator[PolicyEngine]:
 
 
 @pytest.fixture
-async def client(engine: PolicyEngine, policy: PolicyModel) -> AsyncIterator[TestClient]:
+async def client(engine: PolicyEngine, policy: PolicyModel) -> AsyncIterator[Client]:
     api = PolicyApi(policy.tokenizer, "tiny", policy.context, policy.vocab_size)
-    server = TestServer(PolicyServer(engine, api).application())
-    async with TestClient(server) as client:
+    async with served(PolicyServer(engine, api)) as client:
         yield client
 
 
@@ -337,6 +336,7 @@ PUBLISH_AND_WAIT = """
 import sys, time
 from transformers import AutoModelForCausalLM
 from shmbridge.weights import WeightsWriter
+from tests.adapters.served import Client, served
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 writer = WeightsWriter(sys.argv[1])
 writer.publish(7, [(name, p * 3) for name, p in model.named_parameters()])

@@ -104,8 +104,16 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_config(tmp_path / "none.yaml")
     path = tmp_path / "rewards.yaml"
     path.write_text("clamp: [1")
-    with pytest.raises(BadConfig, match="is no YAML"):
+    with pytest.raises(BadConfig, match="is not YAML"):
         read_config(path)
+    for hostile in ("base: " + "[" * 3000 + "]" * 3000, "clamp: &c [*c, 1]", "a: &a [x]\nbase: [*a, *a]"):
+        path.write_text(hostile)
+        with pytest.raises(BadConfig):
+            read_config(path)
+    path.write_text("base: {0: 010, 1: 1e-3}\nclamp: [-1.0, null]\nformat_markers: {no: 0.5}\n")
+    config = read_config(path)
+    assert (config.base, config.clamp) == ({0.0: 10.0, 1.0: 0.001}, (-1.0, None))
+    assert config.format_markers[0].pattern == "no"
     path.write_text("clamp: [0, 1]\nclamp: [-1, 1]\n")
     with pytest.raises(BadConfig, match="clamp is given twice"):
         read_config(path)

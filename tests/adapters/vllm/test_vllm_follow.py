@@ -32,6 +32,7 @@ class Segment:
         self.looks = 0
         self.closed = False
         self.held: list[int] = []
+        self.not_finite: set[int] = set()
 
     @property
     def version(self) -> int | None:
@@ -58,8 +59,14 @@ class Segment:
         if self.version is None:
             raise NotReady("no weights")
         self.held.append(self.version)
-        yield SimpleNamespace(version=self.held[-1])
-        self.held.pop()
+        try:
+            yield SimpleNamespace(version=self.held[-1], require_finite=self._require_finite)
+        finally:
+            self.held.pop()
+
+    def _require_finite(self) -> None:
+        if self.version in self.not_finite:
+            raise WeightsMismatch("values that are not finite")
 
     def close(self) -> None:
         self.closed = True
@@ -272,6 +279,22 @@ async def test_weights_of_another_model_are_said_once_not_with_every_version(fol
     segment.publish(6)
     await until(lambda: follower.version == 6)
     assert len(caplog.records) == 2, "what fails after it went well is said again"
+
+
+async def test_weights_that_are_not_finite_reach_no_engine(following, monkeypatch):
+    """Whose parts would otherwise refuse them one by one; it goes on with its version, and says why."""
+    monkeypatch.setattr("shmbridge.consumers.vllm.follow._FIRST_RETRY_S", 0.01)
+    segment, engine = Segment(1), Engine()
+    segment.not_finite = {2}
+    follower = await following(segment, engine)
+    segment.publish(2)
+    await until(lambda: follower.stats().refused_version == 2)
+    assert (follower.version, engine.loaded, engine.paused, segment.held) == (1, [1], False, [])
+    assert "policy version 2 was not loaded: " in follower.stats().last_error
+    assert "not finite" in follower.stats().last_error
+    segment.publish(3)
+    await until(lambda: follower.version == 3)
+    assert (follower.stats().refused_version, follower.stats().last_error) == (None, None)
 
 
 async def test_version_that_was_overtaken_is_no_failure(following):

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shmbridge.consumers.vllm.asgi import BODY_LIMIT
-from shmbridge.consumers.vllm.middleware import ShmBridge
+from shmbridge.consumers.vllm.middleware import BODY_LIMIT, ShmBridge
 from shmbridge.weights import WeightsWriter
 
 

@@ -184,6 +184,14 @@ def end_hub(bridge: str, how: str, end: str) -> None:
     sys.stdin.readline()
 
 
+def start_run(bridge: str, version: str, run_id: str, same_as: str) -> None:
+    """Publishes a version as the one with which a learner of that run starts; same_as -1: untrained."""
+    with shmbridge.Consumer(bridge) as consumer:
+        repeated = None if same_as == "-1" else int(same_as)
+        consumer.publish_policy_version(int(version), run_id=run_id, same_as=repeated)
+    say("started")
+
+
 def serve_ranks(bridge: str, world_size: str, groups: str) -> None:
     """Is a hub that serves ranks, until it is told to close."""
     consumer = shmbridge.Consumer(bridge)

@@ -7,6 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 
+import shmbridge
 from shmbridge._ext import header
 from shmbridge.segments import segment
 from shmbridge.testing import faults
@@ -199,3 +200,21 @@ def test_a_killed_consumer_is_replaced_at_once(faulty, make_consumer):
     child.until("ready")
     child.kill()
     assert make_consumer().hub_epoch == 2
+
+
+@pytest.mark.parametrize("label", faults.STARTING_RUN)
+@pytest.mark.parametrize("newest", [9, 8])
+def test_a_learner_killed_as_it_starts_anew_gives_up_nothing_that_was_trained(
+    label, newest, bridge, faulty, make_producer, make_consumer
+):
+    """Version 9 has a step of its own, 8 repeats the weights of 7."""
+    producer = make_producer(producer_id="p")
+    with make_consumer() as consumer:
+        consumer.publish_policy_version(8, run_id="00000000000000aa", same_as=7)
+        consumer.publish_policy_version(newest)
+    faulty("start_run", newest + 1, "00000000000000bb", -1, fault=Fault(label)).end_on_fault()
+    (left,) = (each for each in shmbridge.list_bridges() if each.name == bridge)
+    assert left.policy_version == newest
+    # the earlier start is forgotten first, so that the newest version counts as trained by itself
+    assert left.trained_version == newest
+    producer.close()

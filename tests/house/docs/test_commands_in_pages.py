@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import yaml
 
 from shmbridge.cli.commands import COMMANDS, parser_of
 from shmbridge.launch import config as launch_config
 from shmbridge.parser import Parser
+from shmbridge.wrong_value import read_yaml
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -107,7 +107,7 @@ def test_programs_and_examples_are_there() -> None:
 
 def yaml_blocks(page: str) -> list[dict[str, object]]:
     blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    return [yaml.safe_load(block) for block in blocks]
+    return [read_yaml(block) for block in blocks]
 
 
 def test_the_launch_files_of_the_page_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 MUTATIONS = runpy.run_path(str(ROOT / "tests/house/mutations/table.py"))["MUTATIONS"]
 TEXT = (ROOT / "docs/explanation/crash-model.md").read_text()
-ROW = re.compile(r"^\| (\d) \| `([\w-]+)` \| (.+?) \| `(.+?)` \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d+) \| `([\w-]+)` \| (.+?) \| `(.+?)` \|$", re.MULTILINE)
 
 
 def test_the_documents_table_is_the_one_that_is_run() -> None:
@@ -20,7 +20,7 @@ def test_the_documents_table_is_the_one_that_is_run() -> None:
 
 
 def test_every_guarantee_is_broken_at_least_once() -> None:
-    assert {mutation.guarantee for mutation in MUTATIONS} == set(range(1, 9))
+    assert {mutation.guarantee for mutation in MUTATIONS} == {*range(1, 8), 9, 11, 12}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -72,11 +72,11 @@ def test_the_pod_shares_memory_and_user() -> None:
     yaml = pytest.importorskip("yaml")
     (text,) = blocks("kubernetes.md", "yaml")
     spec = yaml.safe_load(text)["spec"]
-    assert len(spec["containers"]) == 2
+    assert [each["name"] for each in spec["containers"]] == ["learner", "policy", "environments"]
     assert isinstance(spec["securityContext"]["runAsUser"], int)
     for container in spec["containers"]:
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
-        assert all(isinstance(word, str) for word in container["command"])
+        assert all(isinstance(word, str) for word in container["command"] + container["args"])
         assert "securityContext" not in container
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in spec["volumes"]
 

@@ -12,7 +12,7 @@ class Mutation:
     """`before` becomes `after` in `path`; at least one test of `tests` must fail then."""
 
     name: str
-    guarantee: int  # of README.md, 1 to 8
+    guarantee: int  # of README.md
     breaks: str
     path: str
     before: str
@@ -27,6 +27,53 @@ WEIGHTS, HEADER = "shmbridge/_ext/versions.pyx", "shmbridge/_ext/header.pyx"
 
 MUTATIONS = (
     # 1: nothing committed is lost, duplicated or torn
+    Mutation(
+        "growing-lane-refused",
+        1,
+        "a lane that a consumer maps while its producer reserves it is refused for good",
+        HEADER,
+        "        if lane.size < total <= lane.segment_size():\n",
+        "        if False:\n",
+        "tests/transport/segments/test_growing.py",
+    ),
+    Mutation(
+        "lane-measured-before-its-lock",
+        1,
+        "a sweeper that was stopped removes a lane that has got records since it measured it",
+        "shmbridge/segments/membership.py",
+        "        if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):\n"
+        '            return False, "its producer is alive", 0\n'
+        "        mapping = map_now(file, name, readonly=True)",
+        "        mapping = map_now(file, name, readonly=True)\n"
+        "        if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):\n"
+        '            return False, "its producer is alive", 0\n'
+        "        mapping = mapping",
+        "tests/faults/stress/test_step_fuzz.py -k sweeper",
+    ),
+    Mutation(
+        "weights-measured-before-their-lock",
+        1,
+        "a version comes again, since who replaces weights measured them before they were published",
+        "shmbridge/weights/version_floor.py",
+        "            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):\n"
+        "                return\n"
+        "            # Not before: its writer may have reserved it, and published, since.\n"
+        "            if os.fstat(file.fd).st_size >= versions.header_bytes:\n",
+        "            size_before = os.fstat(file.fd).st_size\n"
+        "            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):\n"
+        "                return\n"
+        "            if size_before >= versions.header_bytes:\n",
+        "tests/faults/stress/test_step_fuzz.py -k replace",
+    ),
+    Mutation(
+        "weights-mapped-before-their-lock",
+        1,
+        "a writer takes good weights for remains, since it mapped them before they were whole",
+        "shmbridge/weights/writer.py",
+        "        mapping = segment.map_now(early.file, name)\n        assert mapping is not None\n",
+        "        mapping = early\n",
+        "tests/transport/segments/test_growing.py -k writer",
+    ),
     Mutation(
         "origin-noted-in-one-word",
         1,
@@ -346,7 +393,7 @@ MUTATIONS = (
         1,
         "a second writer of the weights takes a living one's segment",
         "shmbridge/weights/writer.py",
-        "        if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, LockByte.WRITER):",
+        "        if not locks.lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):",
         "        if False:",
         "tests/transport/weights/test_weights.py",
     ),
@@ -373,9 +420,8 @@ MUTATIONS = (
         1,
         "a segment of weights is gone before its last version is noted",
         "shmbridge/weights/version_floor.py",
-        "            if mapping is not None:\n                keep(",
-        "            segment.unlink(file.fd, name)\n            if mapping is not None:\n"
-        "                keep(",
+        "                keep(control, Versions(mapping), bridge)\n",
+        "                segment.unlink(file.fd, name)\n                keep(control, Versions(mapping), bridge)\n",
         "tests/transport/weights/test_weights_floor.py",
     ),
     Mutation(
@@ -817,14 +863,187 @@ MUTATIONS = (
         "        if False and index_check(<const uint8_t*>entry,",
         "tests/transport/put/test_relayed.py",
     ),
-    # 8: owner-only
+    # 9: a learner is not thrown back in silence
+    Mutation(
+        "thrown-back",
+        9,
+        "a learner without its checkpoint begins anew on a bridge with trained weights",
+        "consumers/learner/train/starting_point.py",
+        '    raise _ahead(config, bridge, trained, "holds no checkpoint")\n',
+        "    return Start(None, secrets.token_hex(8), seen)\n",
+        "tests/adapters/learner/test_starting_point.py -k without_its_checkpoint",
+    ),
+    Mutation(
+        "run-not-compared",
+        9,
+        "a checkpoint of another run is taken for one of the bridge's",
+        "consumers/learner/train/starting_point.py",
+        "        if bridge.run_id != run_id and (progress.run_id or bridge.run_id):\n",
+        "        if False:\n",
+        "tests/adapters/learner/test_starting_point.py -k of_another",
+    ),
+    Mutation(
+        "trained-weights-swept",
+        9,
+        "the last participant that leaves removes what a killed learner has trained",
+        "shmbridge/segments/membership.py",
+        "            if not reason and (trained := _unsaved(bridge)) is not None:\n",
+        "            if not reason and (trained := None) is not None:\n",
+        "tests/transport/segments/test_inventory.py -k killed_learner",
+    ),
+    Mutation(
+        "start-not-forgotten",
+        9,
+        "a learner that dies as it starts anew leaves the trained version as an untrained one",
+        HEADER,
+        "        store_release64(&self.words().start_version, 0)  # SYNC(flags)\n",
+        "",
+        "tests/faults/crash/test_hub_killed.py -k starts_anew",
+    ),
+    Mutation(
+        "option-not-reported",
+        9,
+        "a resumed run trains with another option, and no line says so",
+        "consumers/learner/config/checks.py",
+        '        if kind != "free" and name in earlier and not _same(name, earlier[name], config.value(name))\n',
+        '        if kind == "refused" and name in earlier and not _same(name, earlier[name], config.value(name))\n',
+        "tests/adapters/learner/test_starting_point.py -k what_a_resume_changes",
+    ),
+    # 12: owner-only
     Mutation(
         "mode-open",
-        8,
+        12,
         "segments can be read by others",
         "shmbridge/segments/segment.py",
         "_MODE = 0o600",
         "_MODE = 0o666",
         "tests/faults/limits/test_owner.py",
+    ),
+    # 11: bytes from outside are bounded and checked before use
+    Mutation(
+        "head-without-an-end",
+        11,
+        "a connection that sends half a head is kept for ever",
+        "shmbridge/httpd/server.py",
+        'limit_s = self._bounds.head_s if what == "head" else',
+        'limit_s = 1e6 if what == "head" else',
+        "tests/faults/hostile/test_http_doors.py -k 'drips and gateway'",
+    ),
+    Mutation(
+        "body-without-an-end",
+        11,
+        "a body that stops half-way is waited for as long as its peer likes",
+        "shmbridge/httpd/gate.py",
+        "asyncio.timeout(min(pause_s, left))",
+        "asyncio.timeout(None)",
+        "tests/faults/hostile/test_http_doors.py -k 'half_way and gateway'",
+    ),
+    Mutation(
+        "bodies-without-room",
+        11,
+        "all bodies at once are read into memory",
+        "shmbridge/httpd/threads.py",
+        "        with self.server.room.of(size):\n",
+        "        with self.server.room.of(0):\n",
+        "tests/faults/hostile/test_http_doors.py -k 'half_way and environments'",
+    ),
+    Mutation(
+        "length-believed",
+        11,
+        "a body's length may be anything that Python calls a number",
+        "shmbridge/httpd/door.py",
+        "not _LENGTH.fullmatch(text)",
+        "not text",
+        "tests/faults/hostile/test_http_doors.py -k 'hostile_head and environments'",
+    ),
+    Mutation(
+        "any-site",
+        11,
+        "a name that another site led here is answered",
+        "shmbridge/httpd/door.py",
+        "if host and not self._is_ours(host):",
+        "if False:",
+        "tests/faults/hostile/test_http_doors.py -k 'another_sites and scrapes'",
+    ),
+    Mutation(
+        "tokenised-first",
+        11,
+        "a text is tokenised before it is known to be too long",
+        "consumers/policy_server_parts/api.py",
+        "if len(text) > (most :=",
+        "if 0 > (most :=",
+        "tests/adapters/policy_server/test_refused_requests.py",
+    ),
+    Mutation(
+        "fields-ignored",
+        11,
+        "a constraint that is not implemented is ignored",
+        "consumers/policy_server_parts/fields.py",
+        "        if name not in _NEUTRAL:\n",
+        "        if False:\n",
+        "tests/adapters/policy_server/test_refused_requests.py",
+    ),
+    Mutation(
+        "not-finite-loaded",
+        11,
+        "weights with NaN among them are loaded",
+        "consumers/policy_server_parts/follow_weights.py",
+        "                weights.require_finite()\n",
+        "",
+        "tests/adapters/policy_server/test_policy_engine.py -k finite",
+    ),
+    Mutation(
+        "pieces-not-looked-at",
+        11,
+        "only the first piece of a tensor is looked at for NaN",
+        "shmbridge/_ext/tensor_bytes.pyx",
+        "                    looked += count * width\n",
+        "                    looked += size\n",
+        "tests/transport/weights/test_not_finite.py",
+    ),
+    Mutation(
+        "changed-block-read",
+        11,
+        "bytes of a recording are read that are not what was written",
+        "shmbridge/archive/seal.py",
+        "!= self._sums[number]:",
+        "== 0:",
+        "tests/transport/archive/test_checksums.py",
+    ),
+    Mutation(
+        "message-anywhere",
+        11,
+        "a message of a recording is taken wherever it stands",
+        "shmbridge/archive/stream.py",
+        "    if said != checksum([prefix, head[: -_CHAIN.size]], chain):\n",
+        "    if not said:\n",
+        "tests/transport/archive/test_checksums.py",
+    ),
+    Mutation(
+        "arrow-unchecked",
+        11,
+        "what Arrow reads from a file or a parcel is used as it is",
+        "shmbridge/record/checked.py",
+        "    array.validate(full=True)\n",
+        "    pass\n",
+        "tests/faults/hostile/test_decoder.py -k lie",
+    ),
+    Mutation(
+        "lengths-believed",
+        11,
+        "a column comes into C with lengths that do not add up",
+        "shmbridge/_ext/column.pyx",
+        "        check_lengths(self)\n",
+        "        pass\n",
+        "tests/faults/hostile/test_decoder.py -k lie",
+    ),
+    Mutation(
+        "parcel-believed",
+        11,
+        "a record of another node is committed that has changed on its way",
+        "shmbridge/relay/wire.py",
+        "    if _check_of(record) != check:\n",
+        "    if False:\n",
+        "tests/transport/relay/test_wire.py",
     ),
 )

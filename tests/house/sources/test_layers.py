@@ -13,23 +13,23 @@ ORDER = {
     "shmbridge": """
         _ext errors counters log_format shown
         wrong_value metrics config program schema other_names atropos
-        sizing segments parser extras listening
+        sizing segments parser extras httpd
         record control weights
-        batch put
+        batch put watch
         admission
         hub producer
         batching
         ranks
         rank consumer
         __init__
-        testing launch doctor watch
+        testing launch doctor
         tui archive demo relay
         cli
         __main__
     """,
     "consumers": """
         advantages dataset_parts engines gateway pinned
-        dataset device_batch long_waits losses policy_server_parts pretrained
+        dataset device_batch losses policy_server_parts pretrained
         tested_versions trajectories vllm
         learner policy_server vllm_weights
         grpo weight_sync
@@ -58,10 +58,12 @@ ONE_SUBCLASS = {
     "Action": "argparse's",
     "BatchColumns": "a table of names and types, held to the schema; a Batch gathers",
     "RecordColumns": "a table of names and types, held to the schema; a Record leases",
+    "BoundedConnection": "the policy server's connections; the gateway's prove delivery besides",
     "Batch": "a DeviceBatch, of another package, has tensors besides",
     "LargerDigitEnv": "a whole environment; the other one asks other questions",
     "Parallel": "one process; both ways of many share a base of their own",
     "Server": "uvicorn's",
+    "ThreadServer": "environments of SkyRL-Gym are served by it as it is; scrapes ask an exporter besides",
     "Taker": "the gateway's queue; the strict gateway has the original's in its place",
     "World": "one process, whose collectives return its own values; TorchWorld is one rank of many",
 }

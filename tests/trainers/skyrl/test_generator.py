@@ -313,7 +313,7 @@ async def test_an_evaluation_needs_a_generator_of_its_own(make_generator, prompt
 async def test_what_ends_a_call(make_generator, producer, consumer, prompts):
     from shmbridge.consumers.skyrl.take import RolloutsOver
 
-    with pytest.raises(shmbridge.ConsumerEmpty, match="1 of 1 lanes have a living producer"):
+    with pytest.raises(shmbridge.ConsumerEmpty, match="1 of 1 lane has a living producer"):
         await make_generator(timeout_s=0.1).generate(prompts(1, 4))
     with pytest.raises(ValueError, match=r"prompt '0' has 3 rows .*answers with 4"):
         await make_generator().generate(prompts(1, 3))

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 import shmbridge
-from shmbridge.consumers import long_waits
 from shmbridge.consumers.trl import (
     ShmGRPOTrainer,
     ShmRolloutWorker,
@@ -14,6 +13,7 @@ from shmbridge.consumers.trl import (
     shm_rollout_func,
 )
 from shmbridge.testing import wait_until
+from shmbridge.watch import diagnosis
 from tests.trainers.trl.target_groups import group
 
 
@@ -64,17 +64,20 @@ def test_a_token_that_the_model_does_not_know_is_named(bridge, tiny, settings, m
 
 
 def test_a_wait_without_an_end_is_said(bridge, tiny, settings, make_producer, caplog, monkeypatch):
-    monkeypatch.setattr(long_waits, "EVERY_S", 0.05)
+    monkeypatch.setattr(diagnosis, "LONG_S", 0.2)
     producer = make_producer(lane_bytes="1M")
     with shm_rollout_func(bridge) as rollouts:
         trainer = ShmGRPOTrainer(tiny, args=settings(), rollout_func=rollouts)
         later = threading.Thread(
-            target=lambda: (wait_until(lambda: "no batch from" in caplog.text), producer.put(group(0)))
+            target=lambda: (
+                wait_until(lambda: "the learner waits for" in caplog.text, 20),
+                producer.put(group(0)),
+            )
         )
         later.start()
         trainer.train()
         later.join()
-    assert f"shmbridge inspect {bridge}" in caplog.text
+    assert f"bridge {bridge!r}: the learner waits for environments" in caplog.text
 
 
 def test_a_second_trainer_is_told_which_process_has_the_bridge(bridge, tiny, settings):

@@ -89,9 +89,13 @@ def test_a_damaged_message_is_kept_beside_what_can_be_read(tmp_path, bridge, cap
     damaged = raw[: ends[1] + 8] + b"\xff" * 40 + raw[ends[1] + 48 :]
     stream.write_bytes(damaged)
     killed._held.close()
-    assert [record.group_id for record in read_archive(tmp_path)] == ["0", "1"]
-    assert f"{len(raw) - ends[1]} bytes" in caplog.text
+    records = read_archive(tmp_path)
+    assert [next(records).group_id for _ in range(2)] == ["0", "1"]
+    lost = f"{len(raw) - ends[1]} bytes behind byte {ends[1]} cannot be read"
+    with pytest.raises(shmbridge.ArchiveUnreadable, match=f"part-000000.arrows is damaged: {lost}.*export"):
+        next(records)
     Recorder(tmp_path).close()
+    assert lost in caplog.text
     assert sorted(path.name for path in tmp_path.glob("part-*")) == [
         "part-000000.arrows.damaged",
         "part-000000.parquet",

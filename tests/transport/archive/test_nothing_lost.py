@@ -26,26 +26,20 @@ def _three_batches(path: Path) -> None:
     stream.close()
 
 
-class _ShortOfMemory:
-    """A reader of a stream that has memory for one batch."""
-
-    def __init__(self, reader: Any) -> None:
-        self.schema, self._reader, self._reads = reader.schema, reader, 0
-
-    def read_next_batch(self) -> pa.RecordBatch:
-        self._reads += 1
-        if self._reads > 1:
-            raise pa.ArrowMemoryError("malloc failed")
-        return self._reader.read_next_batch()
-
-
 def test_want_of_memory_while_a_stream_is_finished_keeps_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _three_batches(tmp_path / "part-000000.arrows")
-    open_stream = pa.ipc.open_stream
+    read, reads = pa.ipc.read_record_batch, []
+
+    def short_of_memory(*given: Any) -> pa.RecordBatch:
+        reads.append(given)
+        if len(reads) > 1:
+            raise pa.ArrowMemoryError("malloc failed")
+        return read(*given)
+
     with monkeypatch.context() as short:
-        short.setattr(pa.ipc, "open_stream", lambda source: _ShortOfMemory(open_stream(source)))
+        short.setattr(pa.ipc, "read_record_batch", short_of_memory)
         with pytest.raises(MemoryError):
             parts.finish_left(tmp_path, "parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["part-000000.arrows"]

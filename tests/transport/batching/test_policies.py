@@ -207,7 +207,7 @@ def test_a_batch_that_does_not_come_in_time_is_an_error_that_says_who_lives(
     producer.put(group(1))
     with pytest.raises(
         shmbridge.ConsumerEmpty,
-        match=r"no batch of 2 groups within 0.2 s; 1 of 1 lanes .* 1 groups are queued",
+        match=r"no batch of 2 groups within 0.2 s; 1 of 1 lane has .* 1 group is queued",
     ):
         next(consumer.batches(groups=2, prefetch=prefetch, timeout_s=0.2))
     producer.put(group(2))

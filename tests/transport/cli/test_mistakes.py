@@ -1,6 +1,7 @@
 """A mistake on a command line is one line with what was meant, exit code 2; a bridge that is missing is 3."""
 
 import argparse
+import json
 import os
 import socket
 import subprocess
@@ -133,12 +134,23 @@ def test_a_bridge_that_is_missing_is_named_beside_those_there(command, bridge, m
     assert (out, len(err.splitlines())) == ("", 1)
 
 
-def test_cleaning_a_bridge_that_is_not_there_is_done_and_says_which_is(bridge, make_producer, capsys):
+def test_cleaning_a_bridge_that_is_not_there_says_which_is_in_one_line(bridge, make_producer, capsys):
+    """Where it was to be removed it is gone, as a script wants it."""
     make_producer()
-    assert main(["clean", bridge[:-1] + "_", "--yes"]) == 0
+    unknown = bridge[:-1] + "_"
+    said = f"no bridge '{unknown}' -> did you mean {bridge}? "
+    assert main(["clean", unknown]) == 3
     out, err = capsys.readouterr()
-    assert out == "nothing to clean\n"
-    assert f"no bridge '{bridge[:-1]}_' -> did you mean {bridge}?" in err
+    assert err.startswith(f"shmbridge clean: error: {said}")
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert main(["clean", unknown, "--yes"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"nothing to clean: {said}")
+    assert (err, len(out.splitlines())) == ("", 1)
+    for flags, code in (([], 3), (["--yes"], 0)):
+        assert main(["clean", unknown, "--json", *flags]) == code
+        out, err = capsys.readouterr()
+        assert (json.loads(out)["removed"], err) == ([], "")
 
 
 def test_a_living_bridge_is_kept_and_only_where_it_was_asked_for_an_error(bridge, make_producer, capsys):

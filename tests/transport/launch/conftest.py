@@ -44,6 +44,7 @@ class Launch:
         self.run_dir = folder / "run"
         self.notes_file = folder / "notes"
         self.process: subprocess.Popen | None = None
+        self.log_bytes = 64 << 20
         self._output = folder / "output"
         self._errors = folder / "errors"
 
@@ -77,6 +78,7 @@ class Launch:
             bridge=f"launch-{os.getpid()}-{self.folder.name[:30]}",
             run_dir=str(self.run_dir),
             stages=list(stages),
+            log_bytes=self.log_bytes,
         ).save(path)
         return self.command(sys.executable, self.script, str(path), form, before=before, **popen)
 

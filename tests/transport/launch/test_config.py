@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
-import yaml
 
 from shmbridge.consumers.learner.config import flags
+from shmbridge.consumers.learner.config.run_options import OPTIONS
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config, services
+from shmbridge.launch.config import Restart
 from shmbridge.parser import Parser
+from shmbridge.wrong_value import read_yaml
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "examples" / "larger_digit_env.py")
@@ -28,7 +31,7 @@ environments: [{script: SCRIPT}]
 
 
 def parsed(text):
-    return config.parse(yaml.safe_load(text.replace("SCRIPT", SCRIPT)))
+    return config.parse(read_yaml(text.replace("SCRIPT", SCRIPT)))
 
 
 def env(more):
@@ -121,17 +124,17 @@ def test_all_unknown_keys_are_named_at_once():
         ),
         (env("on_full: wait"), "environments[0].on_full: 'wait' is none of block, raise, drop -> "),
         (env("lane_bytes: big"), "environments[0].lane_bytes: 'big' is not a size"),
-        (env("lane_bytes: 0"), "environments[0].lane_bytes: 0 is no size"),
+        (env("lane_bytes: 0"), "environments[0].lane_bytes: 0 is below 1 B"),
         (
             learner("ready_timeout: .inf"),
-            "learner.ready_timeout: inf is not a number, at most 1000000000 -> ",
+            "learner.ready_timeout: .inf is not a number, at most 1000000000 -> ",
         ),
         (learner("env: {A=B: c}"), "learner.env: 'A=B' cannot name a variable"),
         (env("env: {'': c}"), "environments[0].env: '' cannot name a variable"),
         (learner("options: {lr: fast}"), "learner.options.lr: 'fast' is not a finite number, 0 or above"),
         (learner("options: {device: gpu}"), "learner.options.device: 'gpu' is none of "),
         (learner("options: {resume: 3}"), "learner.options.resume: it takes true or false, not 3"),
-        (learner("options: {lr: true}"), "learner.options.lr: it takes a value, not True"),
+        (learner("options: {lr: true}"), "learner.options.lr: 'true' is not a finite number"),
         (learner("options: {model: x}"), "learner.options.model is set by a key of its own"),
     ],
 )
@@ -174,6 +177,201 @@ def test_a_missing_or_contradictory_key_is_named(text, said):
     assert said in wrong(text)
 
 
+# --- text as the file has it ------------------------------------------------------------------------------
+
+AS_WRITTEN = {
+    "A": "007", "B": "23:59:59", "C": "3.140", "D": "1_000_000", "E": "0x1F", "F": "2026-01-02", "G": "no",
+    "H": "True", "I": "1e-6", "J": "-0", "K": "+.50", "L": "0b11", "M": "9" * 5000, "N": ".inf",
+}  # fmt: skip
+TEXTS = list(AS_WRITTEN.values())
+MAPPING = ", ".join(f"{name}: {text}" for name, text in AS_WRITTEN.items())
+LIST = ", ".join(TEXTS)
+
+
+def last_words(plan, place):
+    return plan.services[place].command[-len(TEXTS) :]
+
+
+def test_variables_and_arguments_are_text_as_the_file_has_it():
+    variables = planned(learner(f"env: {{{MAPPING}}}")).services[1].env
+    assert {name: variables[name] for name in AS_WRITTEN} == AS_WRITTEN
+    flagged = [f"--{name}={text}" for name, text in AS_WRITTEN.items()]
+    assert last_words(planned(env(f"args: {{{MAPPING}}}")), 2) == flagged
+    assert last_words(planned(env(f"args: [{LIST}]")), 2) == TEXTS
+    assert last_words(planned(vllm(f"{{model: Q, args: [{LIST}]}}")), 0) == TEXTS
+
+
+def test_options_are_text_as_the_file_has_it():
+    plan = planned(learner("options: {wandb_name: 010, wandb_group: off, seed: 0017, lr: 5_0e-7}"))
+    assert " --wandb-name 010 --wandb-group off --seed 0017 --lr 5_0e-7" in command(plan, "learner")
+
+
+def test_names_of_variables_are_text_as_the_file_has_it():
+    variables = planned(learner("env: {NO: a, 1: b, 1.0: c, null: d}")).services[1].env
+    assert {"NO", "1", "1.0", "null"} <= set(variables)
+
+
+def test_numbers_mean_what_they_look_like_and_switches_take_every_word_of_yaml():
+    config = parsed(learner("stop_grace: 1e1, ready_timeout: 010"))
+    assert (config.learner.stop_grace, config.learner.ready_timeout) == (10.0, 10.0)
+    said = command(planned(learner("options: {resume: on, use_advantages: no}")), "learner")
+    assert said.endswith(" --resume --no-use-advantages")
+
+
+def steps(text):
+    return RIGHT.replace("steps: 10", f"steps: {text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (RIGHT.replace("run1", "010"), "bridge: 010 is not text -> write it in quotes"),
+        (RIGHT.replace("run1", "no"), "bridge: no is not text -> write it in quotes"),
+        (server("host: 2.50"), "policy_server.host: 2.50 is not text -> write it in quotes"),
+        (steps("1:30"), "learner.steps: 1:30 is not a whole number -> "),
+        (steps("0x10"), "learner.steps: 0x10 is not a whole number -> "),
+        (steps("2026-01-02"), "learner.steps: 2026-01-02 is not a whole number -> "),
+        (steps("8" * 6000), f"learner.steps: {'8' * 40}... is not a whole number -> "),
+        (steps("8" * 30), "is not a whole number, at most 1000000000000 -> "),
+        (learner(f"options: {{groups: {'8' * 6000}}}"), "learner.options.groups: '8888888"),
+        (learner("env: {TOKEN: null}"), "learner.env.TOKEN has no value: write '' for an empty text"),
+        (env("env: {TOKEN: }"), "environments[0].env.TOKEN has no value"),
+        (env("env: {TOKEN: [a]}"), "environments[0].env.TOKEN is a list, and not a text or number"),
+        (env("args: [a, {b: c}]"), "environments[0].args[1] is a dict, and not a text or number"),
+        (env("args: {a: {b: c}}"), "environments[0].args.a is a dict, and not a text or number"),
+        (learner("options: {engine: [[a]]}"), "learner.options.engine[0] is a list, and not a text"),
+    ],
+    ids=str,
+)
+def test_an_error_has_the_text_of_the_file_and_names_the_key(text, said):
+    found = wrong(text)
+    assert said in found
+    assert len(found) < 300
+
+
+# --- hostile files ----------------------------------------------------------------------------------------
+
+TENFOLD = "".join(f"x{n + 1}: &x{n + 1} [{', '.join([f'*x{n}'] * 10)}]\n" for n in range(12))
+HOSTILE = {
+    "deep lists": (
+        RIGHT + "run_dir: " + "[" * 6000 + "]" * 6000,
+        "it is not YAML: line 6, column 59: nested deeper than 50 levels",
+    ),
+    "deep blocks": ("- " * 3000 + "a", "nested deeper than 50 levels"),
+    "deep mappings": ("{a: " * 4000 + "b" + "}" * 4000, "nested deeper than 50 levels"),
+    "half a character": (RIGHT + 'run_dir: "\\ud834"', "line 6: the character '\\ud834' in run_dir"),
+    "a byte": (learner('env: {A: "\\udcff"}'), "the character '\\udcff' in learner.env.A"),
+    "in a key": (learner('env: {"\\udfff": x}'), "the character '\\udfff' in a key in learner.env"),
+    "itself": (learner("env: &e {A: *e}"), "line 4: learner.env.A contains itself"),
+    "itself, in a list": (RIGHT.replace("[{script: SCRIPT}]", "&e [*e]"), "environments[0] contains itself"),
+    "ten to the twelfth": (RIGHT + "x0: &x0 [a]\n" + TENFOLD, "x12 is not known"),
+    "a list as a key": (RIGHT + "trainer: {? [a] : b}", "line 6: a key in trainer is not text"),
+    "a call": (steps("!!python/object/apply:os.getpid []"), "it is not YAML: line 4"),
+    "many processes": (
+        env("count: 2000000000"),
+        "environments[0].count: 2000000000 is not a whole number, at most 1024 -> ",
+    ),
+    "many in all": (
+        RIGHT.replace("script: SCRIPT", "script: SCRIPT, count: 600}, {script: SCRIPT, name: b, count: 600"),
+        "environments: they are 1,200 processes -> give 1,024 at most",
+    ),
+    "a long script": (
+        RIGHT.replace("script: SCRIPT", f"name: a, script: {'s' * 300}"),
+        "environments[0].script: there is no file sss",
+    ),
+    "a long folder": (env(f"cwd: {'s' * 300}"), "environments[0].cwd: there is no folder sss"),
+    "a file to run in": (RIGHT + "run_dir: SCRIPT", "larger_digit_env.py is not a folder -> set another"),
+    "below a file": (RIGHT + "run_dir: SCRIPT/a/b", "larger_digit_env.py is not a folder -> set another"),
+    "little logs": (RIGHT + "log_bytes: 63K", "log_bytes: 63K is below 64 KiB -> log_bytes: 64M"),
+    "large logs": (RIGHT + "log_bytes: 99999999T", "log_bytes: 99999999T is too much"),
+    "endless logs": (RIGHT + f"log_bytes: {'9' * 400}", "log_bytes: "),
+    "logs of any size": (RIGHT + "log_bytes: little", "log_bytes: 'little' is not a size"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_one_error_with_its_place(tmp_path, case):
+    text, said = HOSTILE[case]
+    path = tmp_path / "run.yaml"
+    path.write_text(text.replace("SCRIPT", SCRIPT))
+    with pytest.raises(BadConfig) as caught:
+        config.load(path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["deep lists", "half a character", "many processes", "a file to run in"])
+def test_a_hostile_file_is_refused_by_a_dry_run(tmp_path, case):
+    text, said = HOSTILE[case]
+    (tmp_path / "run.yaml").write_text(text.replace("SCRIPT", SCRIPT))
+    done = shmbridge("launch", "run.yaml", "--dry-run", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert said in done.stderr
+
+
+# --- options of another shape than one value --------------------------------------------------------------
+
+OTHER_SHAPES = {name: each for name, each in OPTIONS.items() if each.shape not in ("value", "choice")}
+
+
+def written(option):
+    """Each way to write a value of the option in a launch file, and that value."""
+    if option.shape == "switch":
+        return [(word, word in ("true", "yes")) for word in ("true", "yes", "false", "no")]
+    kind = (get_args(option.item) or (option.item,))[0]
+    one, two = ("http://a", "http://b") if kind is str else ("0.50", "2e1")
+    values = kind(one), kind(two)
+    if option.shape == "mapping":
+        both = {"power": values[0], "min_lr": values[1]}
+        ways = (f"{{power: {one}, min_lr: {two}}}", f"[power={one}, min_lr={two}]")
+        return [*((each, both) for each in ways), (f"power={one}", {"power": values[0]})]
+    ways = [f"[{one}, {two}]"]
+    if option.shape == "pair":
+        ways += [f"{one} {two}", f'"{one}, {two}"', f'"{one},{two}"']
+    elif "," in option.metavar:
+        ways += [f'"{one},{two}"']
+    else:
+        return [(ways[0], values), (one, values[:1])]
+    return [(each, values) for each in ways]
+
+
+def test_every_shape_of_options_is_in_the_table():
+    assert {each.shape for each in OTHER_SHAPES.values()} == {"switch", "list", "pair", "mapping"}
+    assert len(OTHER_SHAPES) > 15
+
+
+@pytest.mark.parametrize("name", OTHER_SHAPES)
+def test_an_option_of_any_shape_is_what_the_file_says(name):
+    for text, value in written(OPTIONS[name]):
+        argv = planned(learner(f"options: {{{name}: {text}}}")).services[1].command[3:]
+        assert flags.parse(argv).value(name) == value, f"{name}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("mask_ratio: [0.5]", "it takes a list of 2 values, not a list"),
+        ("mask_ratio: 0.5", "it takes a list of 2 values, not 0.5"),
+        ("mask_ratio_sequence: {low: 0.5, high: 2}", "it takes a list of 2 values, not a dict"),
+        ("clip_advantages: [low, 5]", "'low' is not a number"),
+        ("groups: [1, 2]", "it takes one value, not a list"),
+        ("groups: {a: 1}", "it takes one value, not a dict"),
+        ("engine: {a: http://b}", "it takes one value, not a dict"),
+        ("schedule_option: [power]", "'power' is not NAME=X"),
+        ("resume: [true]", "it takes true or false, not a list"),
+        ("use_advantage_weighting: true", "did you mean loss?"),
+        ("advantage_clipping: [-4, 4]", "did you mean clip_advantages?"),
+        ("advantage_normalization: batch", "did you mean sft_normalization?"),
+    ],
+)
+def test_an_option_with_a_value_of_another_shape_is_named(option, said):
+    assert f"learner.options.{option.split(':')[0]}: {said}" in wrong(learner(f"options: {{{option}}}"))
+
+
+def test_negative_bounds_and_null_options():
+    said = command(planned(learner("options: {clip_advantages: [-5.0, -1e-3], mask_ratio: null}")), "learner")
+    assert said.endswith(" --clip-advantages -5.0 -1e-3")
+
+
 # --- what becomes of it -----------------------------------------------------------------------------------
 
 
@@ -188,7 +386,7 @@ def test_order_and_health_checks_with_the_recipes_deadlines():
     assert (server.kind, server.url, server.within_s) == ("http", "http://127.0.0.1:9004/health", 60.0)
     assert learner.kind == "hub"
     assert (env.kind, env.within_s) == ("alive", 2.0)
-    assert [service.restart is not None for service in plan.services] == [False, False, True]
+    assert [service.restart is not None for service in plan.services] == [False, True, True]
     assert plan.run_dir == "runs/run1"
 
 
@@ -237,7 +435,8 @@ def test_the_learner_knows_every_flag_it_is_given():
 def test_options_become_flags():
     text = learner("options: {max_staleness: 4, resume: true, gradient-checkpointing: false, lr: 1e-6}")
     plan = planned(text.replace("port: 9004", "port: 9004, options: {dtype: bfloat16}"))
-    given = "--bridge run1 --model tiny --steps 10 --run-dir runs/run1 --max-staleness 4 --resume --lr 1e-6"
+    given = "--bridge run1 --model tiny --steps 10 --run-dir runs/run1 --max-staleness 4 --resume"
+    given += " --no-gradient-checkpointing --lr 1e-6"
     assert command(plan, "learner") == f"-m shmbridge.consumers.grpo {given}"
     assert command(plan, "policy_server").endswith("--port 9004 --dtype bfloat16")
 
@@ -245,6 +444,38 @@ def test_options_become_flags():
 def test_a_negative_number_with_an_exponent_is_no_flag():
     plan = planned(learner("options: {entropy: -1e-3}"))
     assert command(plan, "learner").endswith(" --entropy=-1e-3")
+
+
+def test_a_learner_resumes_its_own_run_directory_unless_the_file_has_a_word_on_that():
+    assert "--resume" in command(planned(RIGHT), "learner")
+    assert "--resume" not in command(planned(learner("options: {resume: false}")), "learner")
+
+
+@pytest.mark.parametrize("options", ["", "options: {from_scratch: true}"])
+def test_a_killed_learner_comes_again_with_its_checkpoint_or_the_weights_of_its_bridge(options):
+    (service,) = (each for each in planned(learner(options)).services if each.name == "learner")
+    assert service.restart == Restart()
+    found = flags.parse([*service.command[3:], *service.again]).checkpoints
+    assert (found.resume, found.from_bridge, found.from_scratch) == (True, True, False)
+
+
+def test_the_next_launch_goes_on_and_a_finished_run_is_no_run_to_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = tmp_path / "runs/run1/checkpoints"
+    for name in ("step-00000004", "step-00000009", ".writing-step-00000012", "step-x"):
+        (checkpoints / name).mkdir(parents=True)
+    text = RIGHT.replace("script: SCRIPT", f"script: {__file__}")
+    (note,) = planned(text).notes
+    assert (
+        note
+        == "runs/run1 holds a run up to step 9, which goes on; another run_dir and bridge begin a new one"
+    )
+    assert planned(learner("options: {resume: false}")).notes == []
+    (checkpoints / "step-00000010").mkdir()
+    with pytest.raises(
+        BadConfig, match=r"learner.steps: runs/run1 holds a run of 10 steps, and 10 are asked"
+    ):
+        planned(text)
 
 
 def test_an_address_of_ipv6_is_asked_as_urls_have_it():
@@ -432,15 +663,18 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
     ("text", "said"),
     [
         ("bridge: run1\nlerner: {}", "did you mean learner?"),
-        ("a: [", "run.yaml is not YAML: line 1, column 5: "),
-        ("a:\n\tb: 1", "run.yaml is not YAML: line 2, column 1: "),
+        ("a: [", "run.yaml: it is not YAML: line 1, column 5: "),
+        ("a:\n\tb: 1", "run.yaml: it is not YAML: line 2, column 1: "),
         ("bridge: 5\nlearner: {model: m, steps: 3}", "bridge: 5 is not text -> write it in quotes"),
         (None, "run.yaml: No such file"),
         (
             "bridge: run1\nlearner:\n  model: m\n  steps: 3\n  steps: 400",
             "learner.steps is given twice, in lines 4 and 5",
         ),
-        ('bridge: run1\nlearner: {model: "m\\0", steps: 3}', "line 2: a NUL character in learner.model"),
+        (
+            'bridge: run1\nlearner: {model: "m\\0", steps: 3}',
+            "line 2: the character '\\x00' in learner.model",
+        ),
     ],
 )
 def test_a_wrong_file_is_status_2_and_one_line(tmp_path, text, said):

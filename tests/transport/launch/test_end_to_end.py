@@ -6,6 +6,7 @@ From the first process to status 0.
 import json
 import os
 import signal
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -23,7 +24,7 @@ pytest.importorskip("atroposlib")
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[3]
-STEPS = 4
+STEPS = 6
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def config(tmp_path, bridge, tiny):
     document = yaml.safe_load((ROOT / "examples/launch.yaml").read_text().replace("runs/tiny", str(tiny)))
     document |= {"bridge": bridge, "run_dir": str(tmp_path / "run")}
     document["learner"]["steps"] = STEPS
-    document["learner"]["options"] |= {"groups": 4}
+    document["learner"]["options"] |= {"groups": 4, "save_every": 1}
     for environment in document["environments"]:
         environment["script"] = str(ROOT / environment["script"])
     if "--batch-timeout" in flags.parser().format_help():
@@ -54,15 +55,29 @@ def tiny(tmp_path_factory):
     return folder
 
 
-def test_a_launch_goes_from_a_file_to_a_trained_model(launch, config, bridge):
+def steps_in(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_launch_goes_from_a_file_to_a_trained_model_over_a_killed_learner(launch, config, bridge):
     launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
+    launch.until(lambda: launch.said("failed") or len(steps_in(launch.run_dir)) >= 2)
+    (killed,) = (info.consumer_pid for info in shmbridge.list_bridges() if info.name == bridge)
+    os.kill(killed, signal.SIGKILL)
     assert launch.process.wait(200) == 0, launch.errors
 
-    steps = [json.loads(line)["step"] for line in (launch.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4]
+    steps = steps_in(launch.run_dir)
+    assert steps == sorted(set(steps)), "a step was trained again: it did not resume from its checkpoint"
+    assert (steps[:2], steps[-1]) == ([1, 2], STEPS)
     up = [each["service"] for each in launch.events if each["event"] == "up" and "service" in each]
     assert up[:2] == ["policy_server", "learner"]
-    assert sorted(up[2:]) == ["echo_letters_env", "larger_digit_env"]
+    assert sorted(up[2:]) == ["echo_letters_env", "larger_digit_env", "learner"]
+    (ended,) = launch.said("ended", "learner")
+    assert (
+        "ended with status 137 (SIGKILL); starting again in 0.5 s with --resume --from-bridge"
+        in ended["text"]
+    )
     assert not launch.said("failed")
     assert not launch.said("kill")
     assert sorted(each.name for each in (launch.run_dir / "logs").iterdir()) == [
@@ -76,10 +91,15 @@ def test_a_launch_goes_from_a_file_to_a_trained_model(launch, config, bridge):
         assert "Traceback" not in text, text
         assert [line for line in text.splitlines() if not stamp_of(line)] == [], log.name
         assert {stamp_of(line)["role"] for line in text.splitlines()} == {log.stem}
-    assert launch.said("step")[-1]["text"].startswith("learner: step 4/4  reward ")
+    assert launch.said("step")[-1]["text"].startswith(f"learner: step {STEPS}/{STEPS}  reward ")
     assert (launch.run_dir / "checkpoints").is_dir()
     assert json.loads((launch.run_dir / "config.json").read_text())["learner"]["steps"] == STEPS
     launch.until_nothing_lives()
+    again = subprocess.run(
+        [sys.executable, "-m", "shmbridge.cli", "launch", str(config)], capture_output=True, text=True
+    )
+    assert again.returncode == 2
+    assert f"holds a run of {STEPS} steps, and {STEPS} are asked for -> raise learner.steps" in again.stderr
     assert not shmbridge.clean(bridge, dry_run=False).kept
 
 

@@ -4,10 +4,15 @@ import itertools
 import json
 import os
 import pty
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from shmbridge.cli import main
+from shmbridge.launch import guardian
 from shmbridge.launch.events import Events
 from shmbridge.launch.logs import LogFile, followed
 from shmbridge.launch.step_lines import NewSteps, step_line, steps_of
@@ -148,3 +153,174 @@ def test_following_begins_again_when_a_log_was_cut(run_dir) -> None:
     assert len(list(itertools.islice(following, 2))) == 2
     path.write_text(lines("learner", "again") + "\n")
     assert next(following).text.endswith("again")
+
+
+# --- the limit --------------------------------------------------------------------------------------------
+
+LIMIT = 256 << 10
+NUMBERED = """
+import sys
+text = "".join(f"{n:08} {'.' * (n % 90)}\\n" for n in range(int(sys.argv[1])))
+sys.stdout.write(text)
+"""
+INTO_A_LOG = """
+import os, random, sys
+from shmbridge.launch import guardian
+
+path, most, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+drawn = random.Random(seed)
+text = b"".join(b"%07d %s\\n" % (n, b"." * int(drawn.paretovariate(0.8))) for n in range(4000))
+open(path, "ab").close()
+out = os.dup(1)
+for part in range(2):  # a restart in the middle
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    log = guardian.Log(path, most, "env", lambda: os.write(out, b"told\\n"))
+    here = text[: len(text) // 2] if part == 0 else text[len(text) // 2 :]
+    while here:
+        size = drawn.choice([1, 10, 500, 4096, 65536])
+        log.write(here[:size])
+        here = here[size:]
+        there = [each for each in (path, f"{path}.1", f"{path}.first") if os.path.exists(each)]
+        assert sum(map(os.path.getsize, there)) <= most
+os.write(out, b"%d" % len(text))
+"""
+
+
+def parts(log):
+    """The beginning without the line at its end, and what goes on; bytes missing between."""
+    lost, place = guardian.missing(str(log))
+    first = log.with_name(f"{log.name}.first").read_bytes()
+    beginning = first[: first.rindex(b"\n", 0, place) + 1] if lost else first
+    before = log.with_name(f"{log.name}.1")
+    return beginning, (before.read_bytes() if before.exists() else b"") + log.read_bytes(), lost
+
+
+def run_python(code, *words):
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_kept_and_what_is_missing_are_the_whole(tmp_path, seed):
+    """Whatever the lengths of lines and of pieces, also where a line is longer than a part."""
+    log = tmp_path / "env.log"
+    done = run_python(INTO_A_LOG, log, (4096, 20_000, 100_000)[seed % 3], seed)
+    assert done.returncode == 0, done.stderr
+    told, _, size = done.stdout.rpartition("\n")
+    beginning, end, lost = parts(log)
+    assert len(beginning) + lost + len(end) == int(size)
+    assert (told == "told") == (lost > 0)
+    assert beginning.startswith(b"0000000 ")
+    assert re.search(rb"^0003999 \.*\n\Z", end, re.MULTILINE)
+    numbers = [int(each) for each in re.findall(rb"^(\d{7}) ", beginning + end, re.MULTILINE)]
+    assert numbers == sorted(numbers)
+
+
+def test_a_full_disk_costs_output_and_not_the_program(tmp_path):
+    code = """
+import os, sys
+from shmbridge.launch import guardian
+path = sys.argv[1]
+open(path, "w").close()
+log = guardian.Log(path, 1 << 20, "env", print)
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+log.write(b"lost\\n")
+log.write(b"lost, too\\n")
+os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), 1)
+log.write(b"kept\\n")
+"""
+    done = run_python(code, tmp_path / "env.log")
+    assert done.returncode == 0, done.stderr
+    note, kept = (tmp_path / "env.log").read_text().splitlines()
+    assert note.endswith(" WARNING env: 15 bytes of output are missing here: the disk is full")
+    assert kept == "kept"
+
+
+def used(launch):
+    """Bytes that logs take on the disk, whatever is renamed meanwhile."""
+    found = {}
+    for entry in os.scandir(launch.run_dir / "logs"):
+        try:
+            about = entry.stat()
+        except FileNotFoundError:
+            continue
+        found[about.st_ino] = max(about.st_size, 512 * about.st_blocks)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("who", ["nobody", "supervisor"])
+def test_a_flood_of_output_takes_no_more_than_the_limit(launch, who):
+    """More than a gigabyte a second where the machine can; looked at while it comes."""
+    hub = launch.service("hub", role="hub")
+    hub.command = ["sh", "-c", f"echo the first line; exec yes {'x' * 79}"]
+    launch.log_bytes = LIMIT
+    launch.start([hub])
+    log = launch.run_dir / "logs" / "hub.log"
+    most = 0
+    launch.until(lambda: (launch.run_dir / "logs").exists())
+    while guardian.missing(str(log))[0] < 64 << 20:
+        most = max(most, used(launch))
+    assert LIMIT / 2 < most < LIMIT + (64 << 10), "rounded up to blocks"
+    launch.until(lambda: launch.said("log"))
+    if who == "supervisor":
+        os.kill(launch.supervisor(), signal.SIGKILL)
+    else:
+        launch.send(signal.SIGTERM)
+    assert launch.wait() == (137 if who == "supervisor" else 143)
+    launch.until_nothing_lives()
+    (said,) = launch.said("log")
+    assert said["service"] == "hub"
+    assert "hub: its log has 256 KiB, log_bytes: the beginning" in said["text"]
+    beginning, end, lost = parts(log)
+    assert lost >= said["missing_bytes"] > 0
+    assert b"start 1 of hub\nthe first line\nxxxx" in beginning
+    assert set(end.splitlines()[:-1]) == {b"x" * 79}, "lines are whole"
+
+
+def test_a_restart_goes_on_with_the_same_log_and_every_byte_is_accounted_for(launch, capsys):
+    hub, env = launch.service("hub", role="hub"), launch.service("env")
+    env.command = [sys.executable, "-c", f"{NUMBERED}print('the end', flush=True); sys.exit(1)", "20000"]
+    env.check.within_s = 0.0
+    launch.log_bytes = LIMIT
+    launch.start([hub], [env])
+    launch.until(lambda: len(launch.said("ended", "env")) >= 2)
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert len(launch.said("log")) == 1
+    _, _, lost = parts(launch.run_dir / "logs" / "env.log")
+    assert used(launch) < LIMIT + (64 << 10)
+    assert main(["logs", str(launch.run_dir), "env"]) == 0
+    shown = capsys.readouterr().out
+    note = f" WARNING env: {lost:20,} bytes of output are missing here"
+    places = [
+        shown.index("start 1 of env"),
+        shown.index("00000009 "),
+        shown.index(note),
+        shown.rindex("the end"),
+    ]
+    assert places == sorted(places)
+
+
+def test_the_end_of_a_log_is_shown_across_its_parts(launch):
+    hub = launch.service("hub", role="hub", within_s=60)
+    hub.command = [sys.executable, "-c", f"{NUMBERED}sys.exit(4)", "9000"]
+    launch.log_bytes = LIMIT
+    launch.start([hub])
+    assert launch.wait() == 1
+    assert "00008999 " in launch.said("failed")[0]["text"]
+    assert "00008990 " in launch.said("failed")[0]["text"]
+
+
+def test_following_goes_on_where_a_log_begins_a_part(run_dir) -> None:
+    log = run_dir / "logs/learner.log"
+    following = followed([LogFile("learner", log)])
+    assert [line.text[-6:] for line in itertools.islice(following, 2)] == ["step 1", "step 3"]
+    with log.open("a") as file:
+        file.write("the last of this part\n")
+    log.rename(run_dir / "logs/learner.log.first")
+    log.write_text("the first of the next\n")
+    assert [next(following).text for _ in range(2)] == ["the last of this part", "the first of the next"]
+    log.rename(run_dir / "logs/learner.log.1")
+    log.write_text("and of another\n")
+    assert next(following).text == "and of another"
+    assert len(list(LogFile("learner", log).read())) == 5

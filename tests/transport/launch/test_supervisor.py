@@ -126,6 +126,65 @@ def test_the_log_of_an_earlier_run_is_kept_and_not_shown(launch):
     assert "an old story" not in launch.said("failed")[0]["text"]
 
 
+def learner_of(launch, *flags, **more):
+    hub = launch.service("hub", *flags, role="hub", http=launch.free_port(), within_s=20, **more)
+    hub.again = ["--until", str(launch.folder / "enough")]
+    return hub
+
+
+def test_a_killed_learner_starts_again_with_other_words_and_ends_the_run_in_order(launch):
+    env = launch.service("env")
+    launch.start([learner_of(launch, restart=Restart(first_delay=0.05))], [env]).until_up()
+    (pid,) = (pid for name, what, pid in launch.notes if (name, what) == ("hub", "start"))
+    os.kill(pid, signal.SIGKILL)
+    launch.until(lambda: len(launch.said("up", "hub")) == 2)
+    (ended,) = launch.said("ended", "hub")
+    assert (ended["status"], ended["delay_s"]) == (137, 0.05)
+    assert f"starting again in 0.05 s with --until {launch.folder / 'enough'}" in ended["text"]
+    assert launch.noted("start").count("env") == 1
+    (launch.folder / "enough").touch()
+    assert launch.wait() == 0
+    assert [each["service"] for each in launch.said("done")] == ["hub"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule", "signum"),
+    [
+        (("--live", 2, "--status", 5), Restart(), None),  # by itself, with an error
+        (("--on-term", 143), Restart(), signal.SIGTERM),  # asked to stop
+        ((), Restart(when="never"), signal.SIGKILL),
+        ((), None, signal.SIGKILL),  # a gateway
+    ],
+)
+def test_a_learner_that_was_not_killed_or_has_no_rule_ends_the_run(launch, flags, rule, signum):
+    launch.start([learner_of(launch, *flags, restart=rule)], [launch.service("env")]).until_up()
+    if signum is not None:
+        (pid,) = (pid for name, what, pid in launch.notes if (name, what) == ("hub", "start"))
+        os.kill(pid, signum)
+    assert launch.wait() == 1
+    assert "hub ended with status" in launch.said("failed")[0]["text"]
+    assert launch.noted("start").count("hub") == 1
+
+
+def test_a_learner_that_is_killed_before_it_is_up_ends_the_run(launch):
+    hub = learner_of(launch, "--answer-after", 30, restart=Restart())
+    launch.start([hub])
+    launch.until(lambda: launch.noted("start"))
+    os.kill(launch.notes[0][2], signal.SIGKILL)
+    assert launch.wait() == 1
+    assert launch.noted("start") == ["hub"]
+
+
+def test_a_restarted_learner_has_its_deadline_too(launch):
+    hub = learner_of(launch, restart=Restart(first_delay=0.05))
+    hub.check.within_s = 4
+    hub.again = ["--answer-after", "60"]
+    launch.start([hub], [launch.service("env")]).until_up()
+    os.kill(launch.notes[0][2], signal.SIGKILL)
+    assert launch.wait() == 1
+    assert "hub is not up after 4 s" in launch.said("failed")[0]["text"]
+
+
 def test_an_environment_is_restarted_with_growing_delays_until_patience_ends(launch):
     rule = Restart(first_delay=0.05, max_delay=0.15, max_restarts=4, window=600)
     hub, env = (

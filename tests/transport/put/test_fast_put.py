@@ -100,7 +100,7 @@ def groups(forms: dict[str, list[str]]) -> list:
 @pytest.mark.parametrize("group", groups(COMMON))
 def test_common_forms_need_no_converter(ends, group) -> None:
     ends.producer.put({"tokens": [[1]]})  # now no check of the segments' names is due
-    assert ends.producer._fast_put.put(group, "g", 0, None) is not None
+    assert ends.producer._fast_put.put(group, "g", None) is not None
     for record in ends.consumer.poll():
         record.release()
 
@@ -124,7 +124,7 @@ def test_common_forms_need_no_converter(ends, group) -> None:
 def test_uncommon_and_wrong_groups_leave_no_trace_on_the_fast_path(ends, group) -> None:
     producer = ends.producer
     before = producer.stats()
-    assert producer._fast_put.put(group, "g", 0, None) is None
+    assert producer._fast_put.put(group, "g", None) is None
     assert not producer._writer.claiming
     assert producer.stats() == before
 
@@ -190,25 +190,25 @@ def fast_put(producer):
     ],
 )
 def test_unusual_stamps_are_left_to_the_slow_path(fast_put, group_id, version) -> None:
-    assert fast_put.put({"tokens": [[1]]}, group_id, 0, version) is None
+    assert fast_put.put({"tokens": [[1]]}, group_id, version) is None
 
 
 def test_usual_stamps_take_the_fast_path(fast_put, producer, consumer) -> None:
     group = {"tokens": [[1]]}
-    assert fast_put.put(group, None, 4, None) == 0
-    assert fast_put.put(group, "gruppe-ä", 4, 0) is None  # not published: the slow path warns of the first
+    assert fast_put.put(group, None, None) == 0
+    assert fast_put.put(group, "gruppe-ä", 0) is None  # not published: the slow path warns of the first
     fast_put.ahead = 1
-    assert fast_put.put(group, "gruppe-ä", 4, 0) == 1
+    assert fast_put.put(group, "gruppe-ä", 0) == 1
     assert fast_put.ahead == 2
-    assert [record._group_id for record in consumer.poll()] == [f"{producer.producer_id}:4", "gruppe-ä"]
+    assert [record._group_id for record in consumer.poll()] == [f"{producer.producer_id}:0", "gruppe-ä"]
 
 
 def test_fast_put_declines_while_the_bridge_is_paused_or_full(fast_put, consumer) -> None:
     consumer.pause()
-    assert fast_put.put({"tokens": [[1]]}, None, 0, None) is None
+    assert fast_put.put({"tokens": [[1]]}, None, None) is None
     consumer.resume()
     taken = 0
-    while fast_put.put({"tokens": [[1]] * 8}, None, taken, None) is not None:
+    while fast_put.put({"tokens": [[1]] * 8}, None, None) is not None:
         taken += 1
     assert taken > 0
     assert consumer.stats()["records_total"] == taken

@@ -29,7 +29,7 @@ def producer(make_producer, make_consumer):
     producer = make_producer(env_name="gsm8k")
     producer.put(GROUP, group_id="g7", group_size=2, policy_version=41)
     yield producer
-    assert len(consumer.poll()) == 1, "it was taken away"
+    assert len(consumer.poll()) == producer.stats()["records_total"], "one was taken away"
 
 
 def test_a_line_says_who_what_and_how_old(bridge, producer, capsys):
@@ -39,6 +39,17 @@ def test_a_line_says_who_what_and_how_old(bridge, producer, capsys):
         f"{producer.producer_id}#0  group g7 (2/2)  v41 (-1)  10 tokens, 6 trained  "
         "score 0.5 (0 to 1)  adv -0.31..0.88  3 steps 0.10..0.99"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [(None, "1"), ("g8", "g8"), ("gsm8k:1", "gsm8k:1"), ("a:b:2", "a:b:2"), ("\x1b", "\\x1b")],
+)
+def test_a_lane_stands_once_in_a_line(bridge, producer, make_consumer, capsys, given, shown):
+    producer.put({"tokens": [[1]]}, group_id=given)
+    assert main(["tail", bridge, "--no-follow"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line == f"{producer.producer_id}#1  group {shown} (1/1)  v42 (+0)  1 tokens"
 
 
 def test_rows(bridge, producer, capsys):

@@ -5,9 +5,11 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import shmbridge
@@ -27,6 +29,7 @@ from looks import consumer as consumer_look
 from looks import lane as lane_look
 
 GROUP = "{'tokens': [[1, 2, 3]], 'scores': [0.5]}"
+SMALL = {"tokens": [[1, 2, 3]]}
 ENVIRONMENT = f"""
 import shmbridge, sys, time
 producer = shmbridge.Producer(bridge, env_name=NAME, lane_bytes="64K")
@@ -78,22 +81,25 @@ def says(bridge, pattern):
     return said
 
 
-def shown_by_inspect(now):
+def shown_by_inspect(now, before=None):
     """The line under the bridge's name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "look", lambda _: now)
         [info] = [each for each in shmbridge.list_bridges() if each.name == now.name]
-        return text.block(info, None, every_lane=False).splitlines()[1].strip()
+        return text.block(info, before, every_lane=False).splitlines()[1].strip()
 
 
-def shown_by_top(now):
+def shown_by_top(now, before=None):
     """The line on top of the screen."""
     pytest.importorskip("textual")
     from shmbridge.tui.top import Top
 
     async def first_line():
-        app = Top(now.name, interval_s=3600, source=SimpleNamespace(look=lambda _: now))
+        looks = iter([now] if before is None else [before, now])
+        app = Top(now.name, interval_s=3600, source=SimpleNamespace(look=lambda _: next(looks)))
         async with app.run_test(size=(80, 24)):
+            if before is not None:
+                app.action_look()
             return str(app.query_one("#said").content).splitlines()[0]
 
     return asyncio.run(first_line())
@@ -119,6 +125,25 @@ def test_a_stopped_environment(bridge, environment, learner):
     says(bridge, r"the slowest of 2")
 
 
+def test_an_environment_that_is_stopped_while_its_put_waits_for_room(bridge, environment, learner):
+    """It waits for nobody: continued, it would find room."""
+    stopped, waiting = environment("gsm8k"), environment("code")
+    learner("batch = next(consumer.batches(groups=1))")
+    for each in (stopped, waiting):
+        each.stdin.write("\n" * 2000)
+        each.stdin.flush()
+    says(bridge, r"^environments wait for the learner: 2 of 2 have no room")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    said = says(bridge, r"^1 of 2 is stopped: gsm8k \(pid \d+, last put")
+    assert said.endswith(f"-> kill -CONT {stopped.pid}")
+    now = look(bridge)
+    assert "environments wait for the learner: 1 of 1 has no room" in str(findings(now)[1])
+    assert [lane.blocked_s is None for lane in now.lanes] == [False, True]  # code, gsm8k
+    os.kill(waiting.pid, signal.SIGSTOP)
+    says(bridge, r"^2 of 2 are stopped: code \(pid \d+, last put .*, gsm8k")
+    assert not any("wait for the learner" in str(each) for each in findings(look(bridge)))
+
+
 def test_a_slow_environment(bridge, environment, learner):
     environment("slow")
     learner("next(iter(consumer.batches(groups=9)))")
@@ -126,6 +151,27 @@ def test_a_slow_environment(bridge, environment, learner):
         bridge,
         r"^the learner waits for environments \([\d.]+ s\): the slowest of 1, slow, put last [\d.]+ s ago ->",
     )
+
+
+def test_no_environment(bridge, environment, learner):
+    learner("[consumer.get() for _ in range(3)]")
+    says(bridge, r"^the learner waits for environments \([\d.]+ s\): no producer has ever come -> start env")
+    ended = environment("short")
+    ended.stdin.close()
+    ended.wait()
+    says(bridge, r"^the learner waits for environments .*: no producer is alive any more -> start env")
+
+
+def test_a_learner_that_waits_for_those_that_it_pauses(bridge, environment, learner):
+    environment("a")
+    learner("consumer.get().release(); consumer.pause(); consumer.get()")
+    says(bridge, r"^the learner waits .*: they are paused by the consumer -> Consumer\.resume\(\)$")
+
+
+def test_a_learner_that_reads_none_of_the_lanes():
+    lanes = [lane_look("code", 1, read=False), lane_look("math", 2, read=False)]
+    now = bridge_look(lanes, consumer=consumer_look(State.RUNNING, None, 40.0))
+    assert str(headline(now)).endswith("the consumer does not read any of 2 lanes -> its log says why")
 
 
 def test_a_stopped_learner(bridge, environment, learner):
@@ -146,6 +192,82 @@ def test_a_slow_learner(bridge, environment, learner):
     [lane] = look(bridge).lanes
     assert lane.fill > 0.9
     assert lane.blocked_s > 0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda consumer, limit: consumer.batches(groups=9, max_staleness=limit),
+        lambda consumer, limit: consumer.serve_ranks(world_size=1, groups=9, max_staleness=limit),
+        lambda consumer, limit: consumer.take_groups(groups=9, max_staleness=limit),
+    ],
+)
+def test_records_that_are_too_old_for_the_limit_of_the_batches(bridge, make_producer, make_consumer, ask):
+    consumer, limit = make_consumer(), 2
+    ask(consumer, limit)
+    assert look(bridge).consumer.max_staleness == limit
+    consumer.publish_policy_version(limit + 1)
+    producer = make_producer(env_name="math")
+    producer.put(SMALL, policy_version=1)
+    says(bridge, r"^healthy: 1 environment")
+    producer.put(SMALL, policy_version=0)
+    said = says(
+        bridge, r"^1 of 1 environments is up to 3 versions behind, and max_staleness is 2: math \(pid "
+    )
+    assert said.endswith(
+        "-> let fewer groups wait: --tickets of the environments, or smaller lanes; or raise max_staleness"
+    )
+
+
+def test_without_a_limit_eight_versions_are_too_many(bridge, make_producer, make_consumer):
+    consumer = make_consumer()
+    for version in (0, 3):
+        make_producer(env_name=f"env{version}").put(SMALL, policy_version=version)
+    consumer.publish_policy_version(8)
+    says(bridge, r"^healthy: 2 environments")
+    consumer.publish_policy_version(9)
+    says(bridge, r"^1 of 2 environments is up to 9 versions behind, and no max_staleness is set: env0 \(")
+    consumer.publish_policy_version(83)
+    said = says(bridge, r"^2 of 2 environments are up to 83 versions behind, .*: env0 \(.*, env3 \(")
+    assert said.endswith("--tickets of the environments, or smaller lanes; set max_staleness")
+
+
+def test_what_was_trained_in_time_is_not_too_old(bridge, make_producer, make_consumer):
+    """After each step all that was put before is a version behind."""
+    consumer, producer = make_consumer(), make_producer()
+    batches = consumer.batches(groups=1, max_staleness=0, prefetch=0)
+    consumer.publish_policy_version(0)
+    producer.put(SMALL, policy_version=0)
+    held = next(batches)
+    consumer.publish_policy_version(1)
+    says(bridge, r"^healthy")
+    held.release()
+    says(bridge, r"^healthy: 1 environment, 0 records held")
+    consumer.publish_policy_version(2)
+    says(bridge, r"^1 of 1 environments is up to 2 versions behind")
+
+
+def test_a_full_lane_and_whether_slots_or_bytes_are_its_limit(bridge, make_producer, make_consumer):
+    make_consumer()
+    slots, roomy = make_producer(env_name="slots"), make_producer(env_name="roomy")
+    for _ in range(60):
+        slots.put(SMALL)
+        roomy.put(SMALL)
+    says(bridge, r"^healthy: 2 environments")
+    slots.put(SMALL)
+    said = says(bridge, r"^1 of 2 lanes is full of slots \(slots 95%, bytes \d\d?%\): slots \(pid")
+    assert said.endswith("-> make the learner's step quicker; a larger lane_bytes has more of both")
+
+
+def test_a_lane_that_is_full_of_bytes(bridge, make_producer, make_consumer):
+    make_consumer()
+    producer = make_producer(env_name="long", on_full="raise")
+    with pytest.raises(shmbridge.LaneFull):
+        while True:
+            producer.put({"tokens": [np.zeros(500, np.int32)]})
+    says(bridge, r"^1 of 1 lane is full of bytes \(slots \d\d%, bytes \d+%\): long \(pid")
+    [lane] = look(bridge).lanes
+    assert lane.fill_bytes > 0.95 > lane.fill_slots
 
 
 def test_a_full_mount(bridge, environment, learner, monkeypatch):
@@ -211,6 +333,76 @@ def test_who_was_waited_for_between_two_looks(bridge, environment, learner):
     [info] = [each for each in shmbridge.list_bridges() if each.name == bridge]
     assert "waited for, of the time: environments" in block(info, before, every_lane=False)
     assert diagnosis.waited_for(look(bridge), None) is None
+
+
+def test_the_side_that_is_waited_for_most_of_the_time(bridge, environment, learner, monkeypatch):
+    """Neither wait is long by itself, as in a run with short steps."""
+    monkeypatch.setattr(diagnosis, "LONG_S", 60.0)
+    slow = environment("slow")
+    learner("batch = next(consumer.batches(groups=1)); consumer.get()")
+    wait_until(lambda: look(bridge).consumer and look(bridge).consumer.asking_s)
+    said = same_everywhere(bridge)
+    assert re.match(
+        r"the environments are the slow side: the learner waited (9\d|100)% of [\d.]+ s; the slowest of 1, ",
+        said,
+    )
+    slow.stdin.write("\n" * 2000)
+    slow.stdin.flush()
+    wait_until(lambda: look(bridge).lanes[0].blocked_s)
+    said = same_everywhere(bridge)
+    assert re.match(r"the learner is the slow side: environments waited for room (9\d|100)% of ", said)
+    assert said.endswith("-> make its step quicker; more environments do not help")
+
+
+def same_everywhere(bridge):
+    """Returns the headline over half a second, which all that watch show."""
+    before = look(bridge)
+    wait_until(lambda: look(bridge).at_s > before.at_s + 0.5)
+    now = look(bridge)
+    said = str(headline(now, before))
+    assert said == of_look(now, before)["headline"] == shown_by_inspect(now, before)
+    assert said == shown_by_top(now, before)
+    first = of_look(now, before)["findings"][0]
+    assert said == f"{first['text']} -> {first['action']}"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        (
+            {"batch_wait_s": 5.1},
+            "the environments are the slow side: the learner waited 51% of 10 s; the slow",
+        ),
+        ({"batch_wait_s": 5.0}, "healthy: 2 environments, 0.0 records/s, 6 records held"),
+        (
+            {"tap_wait_s": 6.0},
+            "the recording is the slow side: the learner waited for it 60% of 10 s -> reco",
+        ),
+        ({"batch_wait_s": 9.0, "draining": True}, "the bridge drains: it takes no new records"),
+    ],
+)
+def test_most_of_the_time_is_more_than_half(shares, said):
+    lanes = [lane_look("code", 1), lane_look("math", 2)]
+    before = consumer_look(State.RUNNING, 1.0, None)
+    now = bridge_look(lanes, at_s=1010.0, consumer=replace(before, **shares))
+    assert str(headline(now, bridge_look(lanes, consumer=before))).startswith(said)
+
+
+def test_a_stopped_environment_takes_no_part_in_who_is_waited_for():
+    """Two wait for room all the time; of two that are stopped it is not known."""
+    names = [("a", State.RUNNING), ("b", State.RUNNING), ("c", State.STOPPED), ("d", State.STOPPED)]
+    before, now = (
+        bridge_look(
+            [
+                lane_look(name, number, state=state, wait_s=since_s * (state is State.RUNNING))
+                for number, (name, state) in enumerate(names)
+            ],
+            at_s=1000.0 + since_s,
+        )
+        for since_s in (0.0, 10.0)
+    )
+    assert diagnosis.waited_for(now, before)["learner"] == 1.0
 
 
 def test_looking_disturbs_nobody(bridge, make_producer, make_consumer):

@@ -1,0 +1,201 @@
+"""The fields of a policy server's requests: what is taken, what has no effect here, and what is refused.
+
+An unsupported field that would change the answer is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shmbridge.consumers.policy_server_parts.generation import Sampling
+from shmbridge.httpd.door import BadRequest
+from shmbridge.shown import counted, kind_of, shown
+from shmbridge.wrong_value import wrong_value
+
+Json = dict[str, Any]
+
+# Fields that change nothing about an answer here, whatever their value.
+_HARMLESS = {
+    "cache_salt",
+    "metadata",
+    "model",
+    "priority",
+    "prompt_cache_key",
+    "request_id",
+    "return_token_ids",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream_options",
+    "user",
+}
+# Unsupported fields, with the values that have no effect; null never has one.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_k": (0, -1),
+    "truncate_prompt_tokens": (-1,),
+    "use_beam_search": (False,),
+}
+_LEAST_TEMPERATURE = 1e-6  # above 0: below it, logits that are divided by it may leave float32
+_MOST_STOPS, _LONGEST_STOP = 16, 1024  # strings, characters: each token is compared with them
+_FORM = 'such as {"prompt": "...", "max_tokens": 16}'
+
+Count = Annotated[int, Meta(ge=1)]
+Alternatives = Annotated[int, Meta(ge=0, le=20)]
+
+
+class SamplingFields(msgspec.Struct):
+    """The common fields of the three request bodies; null means the default."""
+
+    n: Count | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    max_tokens: Count | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    def sampling(self, max_tokens: int, top_logprobs: int) -> Sampling:
+        """Returns how the answers are drawn. Raises BadRequest for what cannot be, or takes too long."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
+            longest = max(map(len, stops))
+            raise BadRequest(
+                f"stop: {len(stops)} strings of up to {longest} characters -> "
+                f"at most {_MOST_STOPS} of at most {_LONGEST_STOP}"
+            )
+        if self.temperature and self.temperature < _LEAST_TEMPERATURE:
+            raise BadRequest(
+                f"temperature: {self.temperature:g} is above 0, below {_LEAST_TEMPERATURE:g} -> 0 for greedy"
+            )
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=tuple(filter(None, stops)),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            top_logprobs=top_logprobs,
+        )
+
+
+class Completions(SamplingFields):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[Any] = ""
+    logprobs: Alternatives | None = None
+
+
+class Chat(SamplingFields):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Json] = []
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    add_generation_prompt: bool = True
+
+
+class PromptTokens(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt in token ids."""
+
+    prompt_token_ids: list[int]
+
+
+class Generate(SamplingFields):
+    """The body of `/generate`."""
+
+    prompt: str | PromptTokens = ""
+    logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
+
+
+Body = TypeVar("Body", bound=SamplingFields)
+
+
+def decoded(raw: bytes | bytearray, kind: type[Body], context: int) -> Body:
+    """Returns the fields of a body. Raises BadRequest, which names the first that is wrong."""
+    try:
+        _require_few_tokens(raw, context)
+        fields = msgspec.json.decode(raw or b"null")
+    except RecursionError:
+        raise BadRequest(f"the body has brackets within brackets without end -> {_FORM}") from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise BadRequest(f"the body is no JSON: {str(error).partition(' - at ')[0]} -> {_FORM}") from None
+    if not isinstance(fields, dict):
+        raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
+    for name in fields.keys() - _HARMLESS - {*kind.__struct_fields__}:
+        if name not in _NEUTRAL:
+            raise BadRequest(f"{shown(name)} is not a field of such a request -> leave it out")
+        if (value := fields[name]) is not None and value not in _NEUTRAL[name]:
+            raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from None
+
+
+_PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _require_few_tokens(raw: bytes | bytearray, context: int) -> None:
+    """Raises BadRequest for lists of more token ids than fit into the context, before they become objects."""
+    try:
+        prompt = bytes(_PARTS.decode(raw or b"null").get("prompt", b""))
+    except msgspec.ValidationError:
+        return  # not an object, which is said elsewhere
+    keys = {b"[": 0, b"{": 2}.get(prompt[:1], -1)  # quotes: `{"prompt_token_ids": [...]}` has one key
+    if prompt.count(b'"') != keys:
+        return  # text, or a list of texts
+    lists, tokens = prompt.count(b"["), prompt.count(b",") + 1
+    if tokens > lists * (context + 1):
+        where = counted(lists, "list")
+        raise BadRequest(
+            f"{tokens} token ids in {where} do not fit into a context of {context} -> send fewer"
+        )
+
+
+def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
+    """OpenAI's four forms of a prompt: text, tokens, and a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(type(token) is int for token in prompt):  # true and false are no tokens
+        return [prompt]
+    for one in prompt:
+        if not isinstance(one, str) and not (
+            isinstance(one, list) and all(type(each) is int for each in one)
+        ):
+            raise BadRequest(f"prompt: {shown(one)} is neither text nor token ids -> prompt: [[1, 2, 3]]")
+    return prompt

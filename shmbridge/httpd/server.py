@@ -1,0 +1,164 @@
+"""uvicorn within bounds: connections that must send their heads in time, and a server that ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shmbridge.httpd.door import Bounds, Places
+
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
+_KEEP_ALIVE_S = 75  # without a request on a connection
+_END_S = 2  # wait for responses in progress; limits the wait for clients that keep connections open
+
+
+class BoundedConnection(H11Protocol):
+    """One connection. A head, and a body that is left after its answer, have a limited time to come.
+
+    Args:
+        bounds: of the server.
+        places: of all its connections.
+    """
+
+    def __init__(self, *arguments: Any, bounds: Bounds, places: Places, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._bounds, self._places = bounds, places
+        self._refused = False
+        self._awaited = ""  # what must come in time
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins the connection, if there is a place."""
+        self._refused = not self._places.enter(self)
+        if self._refused:
+            transport.write(_BUSY)
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._await("head")
+
+    def data_received(self, data: bytes) -> None:
+        """Receives more of a request."""
+        if not self._refused:
+            super().data_received(data)
+            self._watch()
+
+    def handle_events(self) -> None:
+        """Handles what has come."""
+        try:
+            super().handle_events()
+        except ValueError:  # a Content-Length of more digits than Python reads
+            self.send_400_response("Invalid HTTP request received.")
+
+    def on_response_complete(self) -> None:
+        """Ends a request; the rest of a body that was not read has little time."""
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the connection."""
+        self._await("")
+        if not self._refused:
+            self._places.leave(self)
+            super().connection_lost(exc)
+
+    def evict(self) -> None:
+        """Ends a connection that has sent no whole head, at once."""
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        """Has the timer be that of what must come next."""
+        state = self.conn.their_state
+        if state is not h11.IDLE:
+            self._places.has_head(self)
+        if state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0]):
+            self._await("head")
+        elif state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:
+            self._await("unread body")
+        else:
+            self._await("")
+
+    def _await(self, what: str) -> None:
+        if what == self._awaited:
+            return
+        if self._late is not None:
+            self._late.cancel()
+        self._awaited, self._late = what, None
+        if what:
+            limit_s = self._bounds.head_s if what == "head" else self._bounds.body_pause_s
+            self._late = self.loop.call_later(limit_s, self._too_late)
+
+    def _too_late(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """Serves an application within bounds; for one event loop.
+
+    Args:
+        app: with its gate.
+        connection: makes connections, of BoundedConnection or a subclass.
+        ready: called once requests are served.
+        ending: called when serving ends, before responses in progress are waited for.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        bounds: Bounds,
+        connection: type[BoundedConnection] = BoundedConnection,
+        *,
+        ready: Callable[[], object] = lambda: None,
+        ending: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.places = Places(bounds.places, lambda each: each.evict())
+        self._ready, self._ending = ready, ending
+        self.signal: int | None = None  # that ended it
+        http: Any = partial(connection, bounds=bounds, places=self.places)
+        config = uvicorn.Config(
+            app,
+            http=http,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_END_S,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Makes a signal end serving without raising it again: the caller leaves the bridge first."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end, number)
+        yield
+
+    def _end(self, number: int) -> None:
+        self.signal = number
+        self.handle_exit(number, None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to serve."""
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends serving."""
+        self._ending()
+        await super().shutdown(sockets)

@@ -1,0 +1,94 @@
+"""Logs what a process waits for: the line of `inspect`, after five seconds, then every minute."""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 60.0
+_SOON_S = 1.0
+_NUMBER = re.compile(r"\d[\d.]*")
+
+
+class Waits:
+    """The waits of one consumer or rank that are under way: those inside another one are part of it.
+
+    Any thread.
+
+    Attributes:
+        since_s: when the wait began, by time.monotonic(); None: nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        self._open: set[object] = set()  # not a count: an exception of a signal handler may skip any line
+
+    @contextmanager
+    def open(self, note: Callable[[bool], object] = bool) -> Iterator[None]:
+        """A wait, for as long as the block takes. Never blocks by itself.
+
+        Args:
+            note: called when the wait begins, with True, and when it ends, with False.
+        """
+        wait = object()
+        try:
+            self._open.add(wait)
+            if len(self._open) == 1:
+                self.since_s = time.monotonic()
+                note(True)
+            yield
+        finally:
+            self._open.discard(wait)
+            if not self._open:
+                self.since_s = None
+                note(False)
+
+
+class LongWait:
+    """Logs what the waits of one consumer or rank are for; `look` is called about twice a second.
+
+    A wait shorter than `diagnosis.LONG_S` is not logged. One that begins within a minute of the last line is
+    logged only if there is something else to say. One thread at a time.
+
+    Args:
+        bridge: name of the bridge.
+        who: who waits, in front of the line; "": the line itself says it.
+    """
+
+    def __init__(self, bridge: str, who: str = "") -> None:
+        self._bridge, self._who = bridge, who or f"bridge {bridge!r}"
+        self._since_s: float | None = None  # of the wait that was looked at last
+        self._next_s = 0.0
+        self._last = ""  # what was said, without numbers
+
+    def look(self, since_s: float | None, otherwise: Callable[[], str] = str) -> bool:
+        """Logs a warning if one is due; returns whether one is due within the next second. Never blocks.
+
+        Args:
+            since_s: when the wait began, by time.monotonic(); None: nobody waits.
+            otherwise: returns what is waited for where nothing is wrong with the bridge; "": nothing is
+                logged.
+        """
+        if since_s is None:
+            return False
+        # Both are imported seconds before the first line is due, so that it is in time.
+        from shmbridge.watch import diagnosis, text
+
+        now_s = time.monotonic()
+        if (left_s := since_s + diagnosis.LONG_S - now_s) > 0:
+            return left_s < _SOON_S
+        is_new, self._since_s = since_s != self._since_s, since_s
+        if not is_new and now_s < self._next_s:
+            return False
+        try:
+            line = text.trouble(self._bridge) or otherwise()
+        except Exception as wrong:  # whatever it is, the wait itself goes on
+            line = f"what is waited for cannot be seen: {wrong}"
+        without_numbers = _NUMBER.sub("", line)
+        if line and (now_s >= self._next_s or without_numbers != self._last):
+            self._last, self._next_s = without_numbers, now_s + EVERY_S
+            log.warning("%s: %s", self._who, line)
+        return False

@@ -1,0 +1,85 @@
+"""Starts one of the HTTP servers with short limits, for `test_http_doors.py`.
+
+    python http_servers.py KIND BRIDGE FOLDER
+
+KIND: gateway, strict, policy, environments, scrapes. Prints the port. FOLDER has a model, rows, and a
+stand-in for the package skyrl_gym, whose environments are not asked for anything here.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+from shmbridge.httpd.door import Bounds
+
+LIMIT = 8 << 20  # bytes of one body
+BOUNDS = Bounds(
+    connections=2000,
+    head_s=2.0,
+    body_bytes=LIMIT,
+    bodies_bytes=2 * LIMIT,
+    room_s=1.0,
+    body_pause_s=1.5,
+    body_s=5.0,
+)
+
+
+def gateway(bridge: str, folder: Path, compat: str = "default") -> None:
+    from shmbridge.consumers.gateway import serve
+    from shmbridge.consumers.gateway.options import GatewayOptions
+    from shmbridge.httpd.door import listen
+
+    options = GatewayOptions(
+        bridge,
+        compat=compat,
+        lane_bytes="1M",
+        max_body_bytes=LIMIT,
+        held_bytes=2 * LIMIT,
+        post_deadline_s=2.0,
+        bounds=BOUNDS,
+    )
+    listener = listen("127.0.0.1", 0)
+    serve(options, listener, lambda: print(listener.getsockname()[1], flush=True))
+
+
+def policy(bridge: str, folder: Path) -> None:
+    from shmbridge.consumers import policy_server
+
+    made = policy_server.PolicyServer
+    policy_server.PolicyServer = lambda *given: made(*given, bounds=BOUNDS)  # type: ignore[assignment,misc]
+    policy_server.tell = lambda _, text: print(text.split(":")[2].split()[0], flush=True)
+    sys.exit(policy_server.main(["--model", str(folder / "model"), "--port", "0"]))
+
+
+def environments(bridge: str, folder: Path) -> None:
+    from shmbridge.producers.skyrl_gym import env_server
+
+    sys.path.insert(0, str(folder))
+    os.chdir(folder)
+    os.environ[env_server.SECRET] = "secret"
+    env_server.BOUNDS = BOUNDS
+    sys.argv = ["env_server.py", "--repo_id", str(folder / "rows.jsonl"), "--ready-fd", str(os.dup(1))]
+    env_server.main()
+
+
+def scrapes(bridge: str, folder: Path) -> None:
+    from shmbridge.watch.prometheus import Exporter
+    from shmbridge.watch.scrape import ScrapeServer
+
+    bounds = Bounds(connections=64, head_s=2.0, body_bytes=0, body_pause_s=1.5, body_s=5.0)
+    with ScrapeServer(("127.0.0.1", 0), Exporter(lambda: [bridge]), bounds=bounds) as server:
+        print(server.server_port, flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    kind, bridge, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    if kind == "strict":
+        gateway(bridge, folder, "strict")
+    else:
+        globals()[kind](bridge, folder)
