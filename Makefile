@@ -29,7 +29,7 @@ TWO   := -n 2 --dist loadfile --no-loadscope-reorder
 # In CI a red test runs once more, alone, since a neighbour on a shared machine can make any deadline late. What fuzzers find is found.
 # $(1): pytest and the selection; $(2): how it runs the first time
 LOOK = $(1) $(2) $(if $(CI),|| { echo "== a second look at what was red"; $(1) --last-failed --last-failed-no-failures none; })
-ALONE := tests/bench/test_bench_command.py tests/bench/test_guards.py tests/faults/crash/test_latency.py tests/faults/limits
+ALONE := tests/bench/test_bench_command.py tests/bench/test_compare.py tests/bench/test_guards.py tests/faults/crash/test_latency.py tests/faults/limits
 FUZZ  := tests/faults/stress
 TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer dataset engines learner losses pinned policy_server rewards vllm)
 

@@ -25,9 +25,6 @@ from shmbridge.shown import shown
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Some of them were attributes of a record itself.
-_OF_META = frozenset(field.name for field in fields(RecordMeta))
-
 
 @dataclass(frozen=True, slots=True)
 class Lane:
@@ -92,20 +89,6 @@ class Record(RecordColumns, NamedColumns, OneProcess, LeasedRecord):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.release()
-
-    if not TYPE_CHECKING:  # a checker knows the standard columns, by RecordColumns
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):
-                raise AttributeError(f"'Record' object has no attribute {name!r}")
-            if name not in _OF_META:
-                raise self._absent(name)
-            warnings.warn(
-                f"record.{name} is record.meta.{name}: the short name goes with the next release",
-                FutureWarning,
-                stacklevel=2,
-            )
-            return getattr(self.meta, name)
 
     def __repr__(self) -> str:
         meta = self.meta
@@ -201,6 +184,23 @@ class Record(RecordColumns, NamedColumns, OneProcess, LeasedRecord):
         keys = self._decoded(name, _cut(self._keys(name), self._inner_lengths(name)))
         pairs = iter(zip(keys, self._values(name).tolist(), strict=True))
         return [dict(next(pairs) for _ in range(count)) for count in self._lengths(name).tolist()]
+
+
+def _moved(name: str) -> property:
+    def moved(record: Record) -> Any:
+        warnings.warn(
+            f"record.{name} is record.meta.{name}: the short name goes with the next release",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(record.meta, name)
+
+    return property(moved, doc=f"`record.meta.{name}`, under the name that it had on the record itself.")
+
+
+# Properties and not __getattr__, which would make each look at any attribute a slow one.
+for _name in {field.name for field in fields(RecordMeta)}.difference(dir(Record)):
+    setattr(Record, _name, _moved(_name))
 
 
 def _cut(raw: bytes, lengths: np.ndarray[Any, Any]) -> list[bytes]:

@@ -33,7 +33,7 @@ LARGE = (8, 2048)  # whose bytes are counted
 COLUMNS = ("tokens", "loss_mask", "advantages", "inference_logprobs", "token_rewards")
 CALLS, ROUNDS = 60, 5
 LARGE_CALLS = 10
-LINE, D1 = 64, 8192  # of the simulated cache of data
+LINE, D1 = 64, 8192  # of the simulated cache of data, whose lines may be anywhere in it
 
 # What decides which of libc's routines run: without this it would ask the processor.
 LIBC = "glibc.cpu.hwcaps=-ERMS:glibc.cpu.x86_non_temporal_threshold=0x4000000"
@@ -100,7 +100,7 @@ def count(tree: Path = ROOT, slower: float = 0.0) -> Figures:
             "--tool=callgrind",
             "--instr-atstart=no",
             "--cache-sim=yes",
-            f"--D1={D1},8,{LINE}",
+            f"--D1={D1},{D1 // LINE},{LINE}",
             "--compress-strings=no",
             "--compress-pos=no",
             "--separate-threads=yes",

@@ -35,13 +35,14 @@ PAGES = [
 
 
 def suites(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs pytest on suites, as a user does in a clone."""
+    """Runs pytest on suites, as a user does in a clone: of its own, also where these tests are shared out."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env=os.environ | variables,
+        env=ours | variables,
     )
 
 

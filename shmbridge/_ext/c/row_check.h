@@ -32,20 +32,17 @@ static inline uint64_t next_checked(uint64_t number, uint32_t every) {
 }
 
 /* The checks of a list column's rows, one after another from `values` on; 0 for a row that gets none, or is
- * null. Returns -1 if the lengths make more than the `count` values that there are: none behind is read. */
+ * null. Returns -1 if a row that gets one is not within the `count` values that there are: it is not read. */
 static inline int row_checks_write(uint64_t *to, const uint8_t *values, uint64_t count,
                                    const uint32_t *lengths, const uint8_t *valid, uint64_t rows,
                                    uint32_t item, uint64_t seed, uint64_t first, uint32_t every) {
-    uint64_t next = next_checked(first, every) - first;
+    uint64_t row = 0, before = 0;
     memset(to, 0, rows * sizeof *to);
-    for (uint64_t row = 0; row < rows; row++) {
-        uint64_t bytes = lengths[row] * (uint64_t)item;
-        if (lengths[row] > count) return -1;
-        if (row == next) {
-            if (!valid || valid[row]) to[row] = checksum_seeded(values, bytes, seed);
-            next = next_checked(first + row + 1, every) - first;
-        }
-        values += bytes, count -= lengths[row];
+    for (uint64_t at = next_checked(first, every) - first; at < rows; at = next_checked(first + at + 1, every) - first) {
+        for (; row < at; row++) before += lengths[row];
+        if (before + lengths[row] > count) return -1;
+        if (!valid || valid[row])
+            to[row] = checksum_seeded(values + before * item, lengths[row] * (uint64_t)item, seed);
     }
     return 0;
 }

@@ -18,7 +18,13 @@ from shmbridge.testing.faults import Fault
 COUNT = 4  # records that fill a lane of 64 KiB
 MANY = 9
 # by a hub that only takes and releases; one that ends: test_hub_killed.py
-NEVER_PASSED = faults.SERVING_RANKS + faults.GRANTING_TICKETS + faults.QUARANTINING + faults.ENDING_HUB
+NEVER_PASSED = (
+    faults.SERVING_RANKS
+    + faults.GRANTING_TICKETS
+    + faults.QUARANTINING
+    + faults.STARTING_RUN
+    + faults.ENDING_HUB
+)
 HUB = [label for label in faults.LABELS["hub"] if label not in NEVER_PASSED]
 # those: test_tickets_killed.py, test_relay_killed.py
 OF_OTHERS = faults.ASKING_FOR_TICKETS + faults.NOTING_ORIGIN

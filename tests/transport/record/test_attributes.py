@@ -161,9 +161,3 @@ def test_an_attribute_that_moved_to_the_meta_keeps_its_old_name(name, producer, 
         with pytest.warns(FutureWarning, match=f"record.{name} is record.meta.{name}"):
             value = getattr(record, name)
         assert value == getattr(record.meta, name)
-
-
-def test_an_attribute_that_is_no_column_is_named_with_what_was_meant(producer, consumer) -> None:
-    producer.put({"tokens": [[1, 2]], "score": [1.0]})
-    with consumer.get(5) as record, pytest.raises(AttributeError, match="did you mean 'score'"):
-        _ = record.reward
