@@ -114,14 +114,18 @@ static inline int64_t first_non_finite64(const double *values, int64_t count) {
     return -1;
 }
 
+/* A chunk in which something was bad, and nothing is any more, was changed meanwhile: it is converted again. */
 static inline int64_t int64_to_int32(int32_t *to, const int64_t *from, int64_t count, int64_t least) {
-    for (int64_t at = 0; at < count; at += CHUNK) {
+    for (int64_t at = 0; at < count;) {
         int64_t end = count - at < CHUNK ? count : at + CHUNK, bad = 0;
         if (least < 0)
             for (int64_t i = at; i < end; i++) bad |= (to[i] = (int32_t)from[i]) ^ from[i];
         else
             for (int64_t i = at; i < end; i++) to[i] = (int32_t)from[i], bad |= from[i];
-        if (least < 0 ? !bad : !((uint64_t)bad >> 31)) continue;
+        if (least < 0 ? !bad : !((uint64_t)bad >> 31)) {
+            at = end;
+            continue;
+        }
         for (int64_t i = at; i < end; i++)
             if (from[i] != (int32_t)from[i] || from[i] < least) return i;
     }
@@ -129,11 +133,13 @@ static inline int64_t int64_to_int32(int32_t *to, const int64_t *from, int64_t c
 }
 
 static inline int64_t int64_to_uint8(uint8_t *to, const int64_t *from, int64_t count) {
-    uint64_t bad = 0;
-    for (int64_t i = 0; i < count; i++) to[i] = (uint8_t)from[i], bad |= (uint64_t)from[i] > UINT8_MAX;
-    for (int64_t i = 0; bad && i < count; i++)
-        if ((uint64_t)from[i] > UINT8_MAX) return i;
-    return -1;
+    for (;;) {
+        uint64_t bad = 0;
+        for (int64_t i = 0; i < count; i++) to[i] = (uint8_t)from[i], bad |= (uint64_t)from[i] > UINT8_MAX;
+        if (!bad) return -1;
+        for (int64_t i = 0; i < count; i++)
+            if ((uint64_t)from[i] > UINT8_MAX) return i;
+    }
 }
 
 static inline void float64_to_float32(float *to, const double *from, int64_t count) {

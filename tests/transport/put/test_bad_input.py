@@ -2,9 +2,12 @@
 the producer goes on.
 """
 
+import ctypes
 import gc
 import os
 import re
+import threading
+import time
 from collections import deque
 
 import numpy as np
@@ -346,3 +349,32 @@ def test_an_overflow_of_the_caller_s_own_object_is_not_called_a_record_too_big(p
     with pytest.raises((OverflowError, shmbridge.InvalidRecord), match="no end") as caught:
         producer.put({"tokens": Endless([[1]])})
     assert not isinstance(caught.value, shmbridge.RecordTooBig)
+
+
+@pytest.mark.parametrize("poison", [-5, 2**33 + 7])
+def test_int64_tokens_that_another_thread_changes_are_never_stored_as_other_numbers(ends, poison):
+    # memmove through ctypes runs without the GIL, while `put` converts.
+    producer, consumer = ends
+    tokens, good, bad = np.ones(8000, np.int64), np.ones(8000, np.int64), np.full(8000, poison)
+    ended, move = threading.Event(), ctypes.CDLL(None).memmove
+    move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+    def change() -> None:
+        while not ended.is_set():
+            for source in (bad, good):
+                move(tokens.ctypes.data, source.ctypes.data, tokens.nbytes)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            try:
+                producer.put({"tokens": tokens[None]})
+            except shmbridge.InvalidRecord:
+                continue
+            with consumer.get(timeout_s=10) as record:
+                assert (record["tokens"].values == 1).all()
+    finally:
+        ended.set()
+        thread.join()
