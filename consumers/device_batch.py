@@ -76,9 +76,13 @@ class DeviceCopies:
         """
         with self._one_at_a_time:
             self._closed = True
-            if self.stream is not None:
-                self.stream.synchronize()
+            self.finish()
             self.lanes.close()
+
+    def finish(self) -> None:
+        """Blocks for all copies in flight."""
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +149,7 @@ class DeviceBatch(shmbridge.Batch):
     def _copy_all(self) -> None:
         if self._copies.stream is not None:
             torch.empty(1, device=self._copies.device)  # creates this thread's CUDA context
+        self._copies.lanes.forget_gone(self._copies.finish)
         for record in self.records:
             self._copies.lanes.pin(record)
         for name in self._copies.columns:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,6 @@ class PinnedLanes:
         name = leases.lane_name(record)
         if self._driver is None or name in self._lanes:
             return
-        self.forget_gone()
         if not self._driver.takes_read_only():
             leases.map_lane_writable(record)
         memory = leases.lane_memory(record)
@@ -104,9 +103,16 @@ class PinnedLanes:
             yield values[done : done + count]
             done += count
 
-    def forget_gone(self) -> None:
-        """Unregisters lanes whose segment is gone: producer dead, all records released."""
-        for name in [name for name in self._lanes if not os.path.exists(_SEGMENTS + name)]:
+    def forget_gone(self, wait_for_copies: Callable[[], None]) -> None:
+        """Unregisters lanes whose segment is gone, which would stay locked in memory.
+
+        A name can also be removed by force, while a copy reads the lane: if there are such lanes, blocks for
+        `wait_for_copies` first.
+        """
+        gone = [name for name in self._lanes if not os.path.exists(_SEGMENTS + name)]
+        if gone:
+            wait_for_copies()
+        for name in gone:
             self._let_go(name)
 
     def close(self) -> None:

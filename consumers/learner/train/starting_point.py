@@ -218,7 +218,8 @@ def _from_bridge(config: LearnerConfig, bridge: shmbridge.BridgeInfo, seen: tupl
     if config.adapters.lora_rank:
         raise StartupError(
             "--from-bridge: published weights have their adapters merged, and cannot be split again -> leave "
-            "--lora-rank out, and train the whole model; or --from-scratch"
+            "--lora-rank out, and train the whole model; or --from-scratch; or --resume with the --run-dir "
+            "of that run"
         )
     if bridge.weights is None or bridge.weights.version is None:
         raise StartupError(

@@ -372,3 +372,25 @@ def test_a_lane_is_mapped_writable_for_a_gpu_that_registers_no_other_memory(prod
         assert driver.registered
         assert record._lane_reader.lane.data_writable is not read_only
         lanes.close()
+
+
+def test_a_lane_that_is_gone_is_unregistered_with_the_next_batch_after_its_copies(bridge, consumer):
+    driver, under_way = Recorder(), []
+    lanes = PinnedLanes(driver)
+    with DeviceCopies("cpu", ("tokens",), lanes) as copies, shmbridge.Producer(bridge) as stays:
+        copies.finish = lambda: under_way.append(len(driver.registered))
+        taken = consumer.batches(groups=1, make=copies.batch, prefetch=0, hold="caller")
+        with shmbridge.Producer(bridge) as leaves:
+            leaves.put({"tokens": [[1, 2]]})
+            next(taken).release()
+            (lane,) = driver.registered
+        consumer.poll()  # which looks after lanes
+        stays.put({"tokens": [[3]]})
+        second = next(taken)
+        assert under_way == [1], "copies were waited for while the lane was registered"
+        assert lane not in driver.registered
+        assert len(driver.registered) == 1
+        second.release()
+        stays.put({"tokens": [[4]]})
+        next(taken).release()
+        assert under_way == [1], "nobody waits while all lanes are there"

@@ -77,14 +77,14 @@ def test_columns_that_nobody_reads_are_counted_by_name(batch_of):
     }
     batch = batch_of(
         ("env", [{**SOUND, **unread, "images": [None, []]}]),
-        ("other", [{**SOUND, "ref_logprobs": [[-1.0] * 4] * 2}]),
+        ("second", [{**SOUND, "ref_logprobs": [[-1.0] * 4] * 2}]),
     )
     _, metrics = prepare(batch, 1.0)
     ignored = {name: count for name, count in metrics.items() if name.startswith("columns_ignored")}
     assert ignored == {
         f"columns_ignored/{name}": 2 for name in ("distill_token_ids", "distill_logprobs", "ref_logprobs")
     }
-    assert metrics["atropos/other/columns_ignored/ref_logprobs"] == 2
+    assert metrics["atropos/second/columns_ignored/ref_logprobs"] == 2
     _, metrics = prepare(batch, 1.0, with_reference=True)
     assert "columns_ignored/ref_logprobs" not in metrics
 

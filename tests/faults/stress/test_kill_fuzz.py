@@ -7,8 +7,8 @@ from short_run import run_until
 def enough(tally):
     counts = tally["counts"]
     return (
-        counts["producer_kills"] >= 8
-        and counts["consumer_kills"] >= 2
+        counts.get("producer_kills", 0) >= 8
+        and counts.get("consumer_kills", 0) >= 2
         and counts["records"] > 500
         and tally["quiet_points"] >= 3
     )
