@@ -17,14 +17,15 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from shmbridge.errors import BadArgument
 
-Headers = Callable[[str], str]  # the value of a header by its name in lower case; "" if there is none
+# The value of a header by its name in lower case: "" if there is none, joined by commas if there are several.
+Headers = Callable[[str], str]
 
 _LENGTH = re.compile(r"[0-9]{1,18}")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{0,5})?")
 _FORMS = ("text/plain", "multipart/form-data")  # not what curl and urllib call a body that has no type
 _FIRST_HANDED_OVER = 3
 _BACKLOG = 2048
@@ -86,12 +87,13 @@ class Site:
                 403, f"pages of other sites may not ask -> {self._hint.format(name='NAME')}", "browser"
             )
         host, origin = header("host").lower(), header("origin").lower()
-        name = host.partition(":")[0]
-        if origin and origin.partition("://")[2] != host:
+        found = _HOST.fullmatch(host)
+        name = found[1] if found else "NAME"
+        if origin and (not host or origin.partition("://")[2] != host):
             raise Refused(
                 403, f"Origin {origin!r} is not this server -> {self._hint.format(name=name)}", "browser"
             )
-        if host and not self._is_ours(host):
+        if host and not (found and self._is_ours(name)):
             raise Refused(
                 403, f"Host {host!r} is not a name of this server -> {self._hint.format(name=name)}", "host"
             )
@@ -102,13 +104,11 @@ class Site:
 
     def _is_ours(self, host: str) -> bool:
         """Returns whether no other site can have this host: an address, a local name, or a known name."""
+        name = host.rstrip(".")
+        if name[:1] != "[" and ("." not in name.removesuffix(".localhost") or name in self._names):
+            return True
         try:
-            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-            return (
-                "." not in name.removesuffix(".localhost")
-                or name in self._names
-                or bool(ipaddress.ip_address(name))
-            )
+            return bool(ipaddress.ip_address(name.strip("[]")))
         except ValueError:
             return False
 

@@ -69,11 +69,13 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value)
         scope["arrived_s"] = time.monotonic()
         booking: Booking | None = None
         try:
-            self._check(lambda name: headers.get(name.encode(), b"").decode("latin-1"))
+            self._check(lambda name: b", ".join(headers.get(name.encode(), ())).decode("latin-1"))
             takes = self._takes(scope["path"], scope["method"])
             if takes is None:
                 await self._app(scope, _nothing, send)
@@ -89,17 +91,20 @@ class Gate:
                 booking.release()
 
     async def _whole(
-        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, booking: Booking, takes: Takes
+        self,
+        scope: Scope,
+        headers: dict[bytes, list[bytes]],
+        receive: Receive,
+        booking: Booking,
+        takes: Takes,
     ) -> Receive | None:
         """Returns a `receive` that begins with the whole body, gunzipped; None if the peer has gone."""
         deadline = time.monotonic() + takes.room_s
-        length = headers.get(b"content-length")
-        announced = (
-            0 if length is None else content_length([length.decode("latin-1")], takes.most, takes.smaller)
-        )
+        lengths = [each.decode("latin-1") for each in headers.get(b"content-length", ())]
+        announced = content_length(lengths, takes.most, takes.smaller)
         if b"transfer-encoding" in headers:
             announced = takes.most  # the body may grow to the limit, which is unknown in advance
-        zipped = b"gzip" in headers.get(b"content-encoding", b"").lower()
+        zipped = any(b"gzip" in each.lower() for each in headers.get(b"content-encoding", ()))
         room = min(takes.most, announced * (GZIPPED if zipped else 1))
         if room:
             await self._book(booking, takes, room, 0, deadline)

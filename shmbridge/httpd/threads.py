@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def header(self, name: str) -> str:
         """Returns a header; "" if there is none."""
-        return str(self.headers.get(name, ""))
+        return ", ".join(map(str, self.headers.get_all(name, [])))
 
     @contextmanager
     def received(self, most: int | None = None) -> Iterator[bytes]:

@@ -281,6 +281,12 @@ def test_a_hostile_first_line(server: Running, first: bytes) -> None:
         {"host": "127.0.0.1.evil.example.com"},
         {"host": "[::1"},
         {"host": "a@evil.example.com:80"},
+        {"host": "evil.example.com@127.0.0.1"},
+        {"host": "[fe80::1].evil.example.com:80"},
+        {"host": "[evil]"},
+        {"host": "127.0.0.1:x"},
+        {"host": "localhost, evil.example.com"},
+        {"host": "evil.example.com", "lines": ["Host: localhost"]},
         {"lines": ["Origin: http://evil.example.com"]},
         {"lines": ["Origin: null"]},
         {"lines": ["Sec-Fetch-Site: cross-site"]},
@@ -293,7 +299,8 @@ def test_another_sites_page_is_kept_out(server: Running, lines: dict) -> None:
     body = GOOD[server.kind][2]
     length = [f"Content-Length: {len(body)}", "Content-Type: application/json"] if body else []
     head = server.head(*lines.get("lines", []), *length, host=lines.get("host", "localhost"))
-    assert server.sent(head, body)[0] == (200 if server.kind == "environments" else 403)
+    refused = {403, 400} if len(lines) == 2 else {403}  # two hosts are no request for some servers
+    assert server.sent(head, body)[0] in ({200} if server.kind == "environments" else refused)
 
 
 def test_a_form_of_another_site_is_not_a_request(server: Running) -> None:

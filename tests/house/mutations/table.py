@@ -961,7 +961,7 @@ MUTATIONS = (
         11,
         "a name that another site led here is answered",
         "shmbridge/httpd/door.py",
-        "if host and not self._is_ours(host):",
+        "if host and not (found and self._is_ours(name)):",
         "if False:",
         "tests/faults/hostile/test_http_doors.py -k 'another_sites and scrapes'",
     ),
