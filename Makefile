@@ -212,7 +212,7 @@ kill-fuzz: $(VENV)/.ready ## kill and stop producers, consumers, ranks and both 
 	$(RUN) tests/faults/stress/ranks_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/interrupt_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 	$(RUN) tests/faults/stress/weights_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
-	$(RUN) tests/faults/stress/step_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+	$(RUN) tests/faults/stress/step_fuzz.py --seconds $(or $(SECONDS),300) $(if $(SEED),--seed $(SEED))
 
 mutations: $(VENV)/.ready ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/house/mutations/run.py

@@ -99,7 +99,7 @@ def test_a_tenth_more_work_is_seen_in_each_call(found) -> None:
     planted = count(slower=SLOWER)
     for what, counted in planted.items():
         red = worse({what: counted}, found)
-        name = "read" if "read" in counted else "instructions"
+        name = "written" if "written" in counted else "instructions"
         assert any(f"{what}: {name} " in line for line in red), (what, counted, found[what])
 
 
