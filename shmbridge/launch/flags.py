@@ -104,7 +104,7 @@ def option_flags(path: str, options: Options, parser: Parser, taken: Collection[
 def _words(flag: str, value: Option, actions: Mapping[str, argparse.Action]) -> list[str]:
     """Returns a flag with its value; raises ValueError for a value of another shape."""
     action = actions[flag]
-    shown = value if isinstance(value, str) else f"a {type(value).__name__}"
+    shown = value if isinstance(value, str) else f"a {type(value).__name__} of {len(value)}"
     if action.nargs == 0:
         if not isinstance(value, str) or (is_on := _SWITCH.get(value.lower())) is None:
             raise ValueError(f"it takes true or false, not {shown}")
