@@ -192,8 +192,10 @@ def parts(log):
     lost, place = guardian.missing(str(log))
     first = log.with_name(f"{log.name}.first").read_bytes()
     beginning = first[: first.rindex(b"\n", 0, place) + 1] if lost else first
-    before = log.with_name(f"{log.name}.1")
-    return beginning, (before.read_bytes() if before.exists() else b"") + log.read_bytes(), lost
+    last = [
+        part for part in (log.with_name(f"{log.name}.1"), log) if part.exists()
+    ]  # a kill can come between
+    return beginning, b"".join(part.read_bytes() for part in last), lost
 
 
 def run_python(code, *words):
