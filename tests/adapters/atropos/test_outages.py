@@ -169,13 +169,14 @@ async def test_groups_that_wait_for_room_in_a_removed_lane_go_into_the_next(
             monkeypatch.undo()
             await until_true(lane.stay)
         got: list[int] = []
-        while len(got) < len(groups) - lost:
+        while not {*range(lost, len(groups))} <= {*got}:
             for record in consumer.poll():
                 with record:
                     got.append(int(record["tokens"][0][0]))
             await asyncio.sleep(0.01)
         await asyncio.gather(*sends)
-        assert sorted(got) == list(range(lost, len(groups)))
+        # a consumer that had looked into the lane before it was removed has its records, too
+        assert sorted(got) in ([*range(lost, len(groups))], [*range(len(groups))])
         assert +lane.not_delivered == {"in a lane that was removed": lost}
         assert (lane.records_total, lane.unsent) == (len(groups) - lost, 0)
         await lane.close()
