@@ -97,7 +97,7 @@ def test_a_learner_killed_and_resumed_goes_on_and_no_version_comes_back(bridge, 
         before = metrics(tmp_path)
 
         second = start_learner("--steps", str(steps), "--save-every", "3", "--resume")
-        begun = read_until(second, "step  ")
+        begun = read_until(second, "from step ")
         out, err = second.communicate(timeout=120)
         trained = produced - len(left_over(bridge))
 
