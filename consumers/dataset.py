@@ -227,7 +227,7 @@ class BridgeDataset(IterableDataset[Tensors]):
     ) -> tuple[Iterator[Batch], Batch | None]:
         """Returns the next batch, and the iteration it is of: one that timed out has ended.
 
-        None once there is no further one, or the parent process is gone.
+        The batch is None after the last one, and if the parent process has ended.
         """
         began = time.monotonic()
         while True:

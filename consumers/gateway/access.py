@@ -5,14 +5,13 @@ from __future__ import annotations
 import hmac
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from fastapi.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.httpd.door import Headers, Refused, Site
-from shmbridge.httpd.gate import BrokenOff, Gate, HeldBytes, Takes, json_answer, refusal_headers
+from shmbridge.httpd.gate import BrokenOff, Gate, HeldBytes, Takes, json_answer, no_body, refusal_headers
 
 POSTS = ("/scored_data", "/scored_data_list")
 # bytes of Python lists and numbers for a byte of their JSON, about: 1.2 GB of 96 MB, groups of 8 x 2048 with
@@ -46,8 +45,8 @@ class Refusals:
 class Front:
     """Middleware before the gateway's routes: the gate, and what it does not know.
 
-    A new request on a connection proves that the previous response was read. A browser's question whether it
-    may ask another site (CORS) is answered in strict mode, whoever asks.
+    A new request on a connection proves that the previous response was read. In strict mode, a
+    browser's preflight request (CORS) passes without the token: browsers send none with it.
 
     Args:
         routes: the methods of each path; filled later.
@@ -82,7 +81,7 @@ class Front:
             names = [name for name, _ in scope["headers"]]
             asks = b"origin" in names and b"access-control-request-method" in names
             if self._strict and scope["method"] == "OPTIONS" and asks:
-                await self._app(scope, _no_body, send)
+                await self._app(scope, no_body, send)
                 return
         await self._gate(scope, receive, send)
 
@@ -98,7 +97,3 @@ class Front:
         if method not in self._routes.get(path, ()):
             return None
         return self._posts if path in POSTS else self._others
-
-
-async def _no_body() -> dict[str, Any]:
-    return {"type": "http.request", "body": b"", "more_body": False}

@@ -153,7 +153,7 @@ def decoded(raw: bytes | bytearray, kind: type[Body], context: int) -> Body:
     except RecursionError:
         raise BadRequest(f"the body has brackets within brackets without end -> {_FORM}") from None
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise BadRequest(f"the body is no JSON: {str(error).partition(' - at ')[0]} -> {_FORM}") from None
+        raise BadRequest(f"the body is not JSON: {str(error).partition(' - at ')[0]} -> {_FORM}") from None
     if not isinstance(fields, dict):
         raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
     for name in fields.keys() - _HARMLESS - {*kind.__struct_fields__}:
@@ -164,7 +164,9 @@ def decoded(raw: bytes | bytearray, kind: type[Body], context: int) -> Body:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{wrong_value(str(error), fields)} -> mend that value, or leave it out") from None
+        raise BadRequest(
+            f"{wrong_value(str(error), fields)} -> correct that value, or leave it out"
+        ) from None
 
 
 _PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -191,7 +193,7 @@ def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
     """OpenAI's four forms of a prompt: text, tokens, and a list of either."""
     if isinstance(prompt, str):
         return [prompt]
-    if all(type(token) is int for token in prompt):  # true and false are no tokens
+    if all(type(token) is int for token in prompt):  # type(), since true and false are int, too
         return [prompt]
     for one in prompt:
         if not isinstance(one, str) and not (

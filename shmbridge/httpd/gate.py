@@ -78,7 +78,7 @@ class Gate:
             self._check(lambda name: b", ".join(headers.get(name.encode(), ())).decode("latin-1"))
             takes = self._takes(scope["path"], scope["method"])
             if takes is None:
-                await self._app(scope, _nothing, send)
+                await self._app(scope, no_body, send)
                 return
             booking = scope["booking"] = Booking(takes.memory)
             again = await self._whole(scope, headers, receive, booking, takes)
@@ -155,7 +155,7 @@ class Gate:
         return body
 
 
-async def _nothing() -> Message:
+async def no_body() -> Message:
     """Is the `receive` of a request whose body no route takes; the connection discards the body."""
     return {"type": "http.request", "body": b"", "more_body": False}
 

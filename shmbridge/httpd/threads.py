@@ -270,7 +270,7 @@ class ThreadServer(ThreadingHTTPServer):
             self.places.leave(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says what went wrong in one line; that a client has gone is no news."""
+        """Says what went wrong in one line; a client that has left is not logged."""
         wrong = sys.exc_info()[1]
         if not isinstance(wrong, (ConnectionError, TimeoutError)):
             print(f"request of {client_address[0]}: {type(wrong).__name__}: {wrong}", file=sys.stderr)

@@ -187,7 +187,7 @@ def decode(arrays: Sequence[Array]) -> Parcel:
 
     Raises:
         LayoutMismatch: its node has another layout of lanes.
-        InvalidRecord: it is no parcel, or not as it was sent.
+        InvalidRecord: it is not a parcel, or not as it was sent.
     """
     try:
         whole, *parts = [np.frombuffer(each, np.uint8) for each in arrays]
@@ -222,7 +222,7 @@ def decode(arrays: Sequence[Array]) -> Parcel:
         RecursionError,
     ) as wrong:
         why = wrong.message if isinstance(wrong, InvalidRecord) else wrong
-        raise InvalidRecord(f"what a relay sent is no parcel: {why}", hint=_ONE_RELEASE) from None
+        raise InvalidRecord(f"what a relay sent is not a parcel: {why}", hint=_ONE_RELEASE) from None
 
 
 def _record(row: tuple[int, ...], lanes: Sequence[SourceLane], parts: Sequence[Array]) -> SentRecord:

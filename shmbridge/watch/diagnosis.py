@@ -13,7 +13,7 @@ from shmbridge.shown import counted
 from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook
 
-LONG_S = 5.0  # a wait shorter than this is nobody's trouble
+LONG_S = 5.0  # a shorter wait is normal
 _LITTLE = 0.05  # of the mount
 _SMALL = 64 << 20  # bytes: a lane's usual size
 _NAMED = 3  # environments named in one sentence
@@ -132,7 +132,7 @@ def _running(now: BridgeLook) -> list[LaneLook]:
 
 
 def _asking_s(now: BridgeLook) -> float:
-    """How long somebody has waited for a batch or record; 0 for a wait that is nobody's trouble."""
+    """How long somebody has waited for a batch or record; 0 for a wait that is normal."""
     asking_s = 0.0 if now.consumer is None else now.consumer.asking_s or 0.0
     return asking_s if asking_s > LONG_S else 0.0
 

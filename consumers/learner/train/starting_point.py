@@ -81,7 +81,7 @@ def agreed_start(config: LearnerConfig, world: World) -> Start:
         start = decided(config) if world.is_main else None
         if start is not None:
             _begin_run_dir(config, world.size)
-            if start.source is None:  # else later: what is not trained is no option of the run
+            if start.source is None:  # a resumed run's are written later: when a step trains with them
                 write_options(config, start)
     told = world.broadcast(None if start is None else asdict(start))
     assert told is not None

@@ -405,7 +405,7 @@ WRONG = [
     ("GET", "/generate", b"", 405, "Method Not Allowed: GET /generate -> POST "),
     ("POST", "/generat", b"{}", 404, "Not Found: POST /generat -> POST "),
     ("POST", "/generate", b"", 400, "the body is None, no JSON object -> such as "),
-    ("POST", "/generate", b"{", 400, "the body is no JSON: "),
+    ("POST", "/generate", b"{", 400, "the body is not JSON: "),
     ("POST", "/generate", b'{"prompt": [1]}', 400, "prompt: [1] is not text or a mapping -> "),
     ("POST", "/generate", b'{"prompt": "1", "n": 0}', 400, "n: 0 is not a whole number, at least 1 -> "),
     (

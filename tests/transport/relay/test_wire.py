@@ -1,4 +1,4 @@
-"""Parcels and asks through bytes; what is no parcel is refused."""
+"""Parcels and asks through bytes; what is not a parcel is refused."""
 
 import random
 import struct
@@ -86,7 +86,7 @@ def test_garbage_is_refused():
         [good[0][::2], *good[1:]],
         [good[0].astype(np.float64), *good[1:]],
     ):
-        assert refused(arrays).startswith("what a relay sent is no parcel: ")
+        assert refused(arrays).startswith("what a relay sent is not a parcel: ")
     with pytest.raises(InvalidRecord):
         wire.decode_ask(b"\x93nothing")
 
