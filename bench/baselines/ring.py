@@ -59,12 +59,11 @@ class Reader(contract.Reader):
     def _look(self, record: shmbridge.Record) -> int:
         if self.plan.look == "nothing":
             return 0
+        columns = [record[name].values for name in self.plan.shape.columns]
+        if self.plan.shape.has_score:
+            columns.append(record["score"])
         for _ in range(self.plan.reads):
-            total = 0
-            for name in self.plan.shape.columns:
-                total += touch(record[name].values)
-            if self.plan.shape.has_score:
-                total += touch(record["score"])
+            total = sum(map(touch, columns))
         if self._check is not None and not np.array_equal(
             record["checksums"], [self._sum(record)] * self.plan.shape.rows
         ):

@@ -47,7 +47,8 @@ class Run:
     @property
     def steps(self) -> list[int]:
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be half written
+        return [json.loads(line)["step"] for line in lines]
 
     def members(self, what: str = "") -> list[int]:
         """Processes, apart from the demo itself, whose command line names its bridge and `what`."""

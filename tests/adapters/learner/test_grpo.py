@@ -69,7 +69,7 @@ class Session:
             grpo.learn(self.learner, source, publish or self.publish, self.saver, log, self.options, stops)
 
     def logged(self):
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return [json.loads(line) for line in self.metrics.read_text().split("\n")[:-1]]
 
 
 @pytest.fixture

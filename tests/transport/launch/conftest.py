@@ -114,7 +114,7 @@ class Launch:
     @property
     def events(self) -> list[dict]:
         path = self.run_dir / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def said(self, event, service=None) -> list[dict]:
         return [

@@ -57,7 +57,7 @@ def tiny(tmp_path_factory):
 
 def steps_in(run_dir):
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def test_a_launch_goes_from_a_file_to_a_trained_model_over_a_killed_learner(launch, config, bridge):

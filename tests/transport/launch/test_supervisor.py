@@ -448,7 +448,7 @@ def test_descriptors_that_come_closed(launch, closed):
     hub = launch.service("hub", role="hub")
     launch.start([hub], form="text", before=("sh", "-c", f'exec "$@" {closed}', "sh")).until_up()
     assert (launch.run_dir / "launch.lock").read_text() == f"{launch.pid}\n"
-    assert "hub says hello" in (launch.run_dir / "logs" / "hub.log").read_text()
+    launch.until(lambda: "hub says hello" in (launch.run_dir / "logs" / "hub.log").read_text())
     launch.send(signal.SIGTERM)
     assert launch.wait() == 143
     launch.until_nothing_lives()
