@@ -33,8 +33,8 @@ def test_thirty_versions_under_load_leave_nothing_behind(
 
 
 def test_following_costs_nothing_while_nothing_comes(server):
-    """The whole API server's CPU; the engine's own processes follow nothing. The quietest of some windows counts:
-    the server has work of its own now and then, and a machine a slow clock.
+    """The whole API server's CPU; the engine's own processes follow nothing. The quietest of some
+    windows counts: the server has work of its own now and then, and a machine a slow clock.
     """
     shares = []
     while len(shares) < 8 and min(shares, default=1.0) >= 0.02:
