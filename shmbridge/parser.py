@@ -195,7 +195,19 @@ def bridge_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(wrong)) from None
 
 
-def host_name(text: str) -> str:
+def add_host_name(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds `--host-name` of a server of ours: `host_name`, a list, whose names its front door lets in."""
+    parser.add_argument(
+        "--host-name",
+        action="append",
+        default=[],
+        type=_host_name,
+        metavar="NAME",
+        help=f"{text}; may be repeated",
+    )
+
+
+def _host_name(text: str) -> str:
     """Returns a host name, for argparse."""
     if "/" in text or ":" in text or not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is not a name alone, such as node7.example.org")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shmbridge.config import parse_port
-from shmbridge.parser import Parser, amount, bridge_name, host_name, whole
+from shmbridge.parser import Parser, add_host_name, amount, bridge_name, whole
 
 _EXAMPLES = """\
 examples:
@@ -42,14 +42,7 @@ def parser(prog: str = "python -m shmbridge.consumers.policy_server") -> Parser:
     )
     root.add_argument("--host", default="127.0.0.1", help="address to bind [127.0.0.1]")
     root.add_argument("--port", type=parse_port, default=9004, help="port to bind; 0 takes a free one [9004]")
-    root.add_argument(
-        "--host-name",
-        action="append",
-        default=[],
-        type=host_name,
-        metavar="NAME",
-        help="host name with a dot under which clients reach it; may be repeated",
-    )
+    add_host_name(root, "host name with a dot under which clients reach it")
     root.add_argument(
         "--window-ms", type=amount, default=10.0, help="how long a request waits for others [10]"
     )

@@ -7,7 +7,7 @@ import os
 from shmbridge.config import check_lane_bytes, parse_port
 from shmbridge.errors import BadArgument
 from shmbridge.log_format import log_to_stderr, stamp_files
-from shmbridge.parser import Parser, amount, bridge_name, host_name, size, whole
+from shmbridge.parser import Parser, add_host_name, amount, bridge_name, size, whole
 from shmbridge.program import refuse
 
 HELP = (
@@ -43,14 +43,7 @@ def prepare_parser(parser: Parser) -> None:
     parser.add_argument(
         "--token", type=_token, help="bearer token of every request; safer as SHMBRIDGE_GATEWAY_TOKEN"
     )
-    parser.add_argument(
-        "--host-name",
-        action="append",
-        default=[],
-        type=host_name,
-        metavar="NAME",
-        help="host name with a dot under which clients reach the gateway; may be repeated",
-    )
+    add_host_name(parser, "host name with a dot under which clients reach the gateway")
     parser.add_argument(
         "--lane-bytes",
         type=size,

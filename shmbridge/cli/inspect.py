@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmbridge.cli.no_bridge import say_none
-from shmbridge.parser import Parser, amount, bridge_name, host_name
+from shmbridge.parser import Parser, add_host_name, amount, bridge_name
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
@@ -51,14 +51,7 @@ def prepare_parser(parser: Parser) -> None:
         metavar="HOST:PORT",
         help="serve them to Prometheus, also of bridges that come later",
     )
-    parser.add_argument(
-        "--host-name",
-        action="append",
-        default=[],
-        type=host_name,
-        metavar="NAME",
-        help="with --listen: host name with a dot under which Prometheus asks; may be repeated",
-    )
+    add_host_name(parser, "with --listen: host name with a dot under which Prometheus asks")
 
 
 def run(arguments: argparse.Namespace) -> int:
