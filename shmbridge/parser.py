@@ -196,7 +196,7 @@ def bridge_name(text: str) -> str:
 
 
 def add_host_name(parser: argparse.ArgumentParser, text: str) -> None:
-    """Adds `--host-name` of a server of ours: `host_name`, a list, whose names its front door lets in."""
+    """Adds the option `--host-name NAME`, which may be repeated; `text` is its help."""
     parser.add_argument(
         "--host-name",
         action="append",

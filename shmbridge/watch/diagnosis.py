@@ -132,7 +132,7 @@ def _running(now: BridgeLook) -> list[LaneLook]:
 
 
 def _asking_s(now: BridgeLook) -> float:
-    """How long somebody has waited for a batch or record; 0 for a wait that is normal."""
+    """Seconds the consumer has waited for a batch or record; 0 while that is at most LONG_S."""
     asking_s = 0.0 if now.consumer is None else now.consumer.asking_s or 0.0
     return asking_s if asking_s > LONG_S else 0.0
 

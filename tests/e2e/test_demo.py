@@ -47,7 +47,7 @@ class Run:
     @property
     def steps(self) -> list[int]:
         path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be half written
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be unfinished
         return [json.loads(line)["step"] for line in lines]
 
     def members(self, what: str = "") -> list[int]:

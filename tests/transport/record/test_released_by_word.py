@@ -422,7 +422,7 @@ def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> Non
             raise Stop
 
     before, hook = signal.signal(signal.SIGALRM, handler), sys.unraisablehook
-    # pytest's own keeps what a destructor swallowed, by its traceback the frames, and so the records
+    # pytest's hook keeps an exception that a destructor swallowed: its traceback would keep the records alive
     sys.unraisablehook = lambda _: None
     try:
         for _ in range(times):
