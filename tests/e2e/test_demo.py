@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shmbridge.testing import json_lines
 
 # Several processes start and learn in one test: the timeout for hangs is longer than elsewhere.
 pytestmark = pytest.mark.timeout(300)
@@ -46,9 +47,7 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be unfinished
-        return [json.loads(line)["step"] for line in lines]
+        return [line["step"] for line in json_lines(self.run_dir / "metrics.jsonl")]
 
     def members(self, what: str = "") -> list[int]:
         """Processes, apart from the demo itself, whose command line names its bridge and `what`."""

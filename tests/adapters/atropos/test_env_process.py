@@ -19,6 +19,7 @@ import pytest
 
 import shmbridge
 from shmbridge.log_format import stamp_of
+from shmbridge.testing import json_lines
 
 # Several processes start and learn in one test: the timeout for hangs is longer than elsewhere.
 pytestmark = pytest.mark.timeout(300)
@@ -75,7 +76,7 @@ def still(count: Callable[[], int], for_s: float = 1.0) -> Callable[[], bool]:
 
 
 def recorded(path: Path) -> list[str]:
-    return [delivered_form(json.loads(line), env_id=0) for line in path.read_text().split("\n")[:-1]]
+    return [delivered_form(line, env_id=0) for line in json_lines(path)]
 
 
 def test_an_environment_waits_for_a_run_and_then_delivers_what_it_records(

@@ -20,6 +20,8 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shmbridge.testing import json_lines
+
 pytest.importorskip("atroposlib")
 
 ROOT = Path(__file__).parents[3]
@@ -78,10 +80,6 @@ def flags(model: Path, policy_url: str, **env: Any) -> list[str]:
     return [*chosen, "--openai.base_url", policy_url, "--openai.tokenizer_name", str(model)]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
-
-
 def test_the_tiny_model_is_the_one_described_and_its_seed_repeats(model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     weights = AutoModelForCausalLM.from_pretrained(model)
@@ -134,7 +132,7 @@ def test_groups_are_token_exact_and_rewards_are_logged_as_measured(script, model
         model, policy_url, total_steps=4, data_path_to_save_groups=groups_file, reward_log=reward_log, seed=5
     )
     run(str(EXAMPLES / script), "process", *wanted, cwd=tmp_path)
-    groups, rewards = lines(groups_file), lines(reward_log)
+    groups, rewards = json_lines(groups_file), json_lines(reward_log)
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
 
     assert len(groups) == 4

@@ -18,6 +18,7 @@ from shmbridge.consumers.learner.train.publishing import first_version
 from shmbridge.consumers.learner.train.saving import Saver
 from shmbridge.consumers.learner.train.setup import new_learner
 from shmbridge.consumers.learner.train.starting_point import decided
+from shmbridge.testing import json_lines
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 
@@ -69,7 +70,7 @@ class Session:
             grpo.learn(self.learner, source, publish or self.publish, self.saver, log, self.options, stops)
 
     def logged(self):
-        return [json.loads(line) for line in self.metrics.read_text().split("\n")[:-1]]
+        return json_lines(self.metrics)
 
 
 @pytest.fixture

@@ -392,12 +392,19 @@ async def test_dead_engine_is_left_alone(following):
     await until(lambda: follower._task.done())
 
 
-async def test_idle_following_costs_next_to_nothing(following):
-    segment = Segment(1)
-    await following(segment, Engine())
-    looks, began, cpu = segment.looks, time.monotonic(), time.process_time()
-    await until(lambda: segment.looks >= looks + 4)
-    assert time.process_time() - cpu < 0.1 * (time.monotonic() - began), "mostly of this test's own looking"
+async def test_idle_following_takes_less_than_a_hundredth_of_a_core(bridge):
+    """CPU of this whole process, which does nothing else; the quietest of some windows counts."""
+    with WeightsWriter(bridge) as writer:
+        writer.publish(1, [("a", np.zeros(4))])
+        follower = Follower(WeightsReader(bridge), Engine())
+        await follower.start()
+        shares = []
+        while len(shares) < 4 and min(shares, default=1.0) >= 0.01:
+            began, cpu = time.monotonic(), time.process_time()
+            await asyncio.sleep(2.5)
+            shares.append((time.process_time() - cpu) / (time.monotonic() - began))
+        await follower.close()
+    assert min(shares) < 0.01, shares
 
 
 @pytest.mark.parametrize(

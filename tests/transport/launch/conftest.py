@@ -1,6 +1,5 @@
 """Runs of fake services under the real guardian and supervisor, observed from outside."""
 
-import json
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ import pytest
 
 from shmbridge.launch.config import Restart
 from shmbridge.launch.plan import Check, Plan, Service
+from shmbridge.testing import json_lines
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -113,8 +113,7 @@ class Launch:
 
     @property
     def events(self) -> list[dict]:
-        path = self.run_dir / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return json_lines(self.run_dir / "events.jsonl")
 
     def said(self, event, service=None) -> list[dict]:
         return [

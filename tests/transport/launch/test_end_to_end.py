@@ -16,6 +16,7 @@ import pytest
 import shmbridge
 from shmbridge.consumers.learner.config import flags
 from shmbridge.log_format import stamp_of
+from shmbridge.testing import json_lines
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -56,8 +57,7 @@ def tiny(tmp_path_factory):
 
 
 def steps_in(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+    return [line["step"] for line in json_lines(run_dir / "metrics.jsonl")]
 
 
 def test_a_launch_goes_from_a_file_to_a_trained_model_over_a_killed_learner(launch, config, bridge):
