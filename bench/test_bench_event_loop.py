@@ -1,5 +1,6 @@
 """How long an environment's event loop is held per group: by an attached environment's send, beside
-upstream's own client.
+upstream's own client. "with versions": the worker's server named the policy version of each answer, and
+`send` looks each row up among them.
 
 One process, one thread, CPU time of that thread, in turn within each round. Upstream's is the encoding in
 BaseEnv (json.dumps and gzip), without the socket; ours is all of `send`, to the return. Lists as BaseEnv has
@@ -22,8 +23,13 @@ base = pytest.importorskip("atroposlib.envs.base")
 
 from shmbridge.producers.atropos.control_link import EnvLink  # noqa: E402
 from shmbridge.producers.atropos.lane import LinkOptions  # noqa: E402
+from shmbridge.producers.atropos.response_hooks import heard, listening  # noqa: E402
+from shmbridge.producers.rollout.responses import Completion  # noqa: E402
+from shmbridge.put.convert import token_array  # noqa: E402
 
 CASES = {"8 x 2048": 2048, "8 x 8192": 8192}
+MODES = ("core", "with messages", "with versions")
+PROMPT = 256  # tokens of a row that its answer does not have
 CHAT = [{"role": role, "content": "to be or not to be " * 40} for role in ("system", "user", "assistant")]
 
 
@@ -39,12 +45,19 @@ def with_everything(group):
     return group | more
 
 
-def groups_of(length, everything):
+def answers_to(group):
+    return [
+        Completion(prompt=token_array(row[:PROMPT]), output=token_array(row[PROMPT:]), newest=3)
+        for row in group["tokens"]
+    ]
+
+
+def groups_of(length, mode):
     groups = [
         group_of(length, "lists", number) | {"env_id": 0, "ref_logprobs": None, "group_overrides": {}}
         for number in range(SOURCES)
     ]
-    return [with_everything(group) for group in groups] if everything else groups
+    return [with_everything(group) for group in groups] if mode == "with messages" else groups
 
 
 def upstream(group):
@@ -52,13 +65,15 @@ def upstream(group):
     base.BaseEnv._post_json_with_compression(None, sink, "http://127.0.0.1:9/scored_data", group)
 
 
-async def held(link, consumer, groups, rounds):
+async def held(link, consumer, groups, answers, rounds):
     """Milliseconds of the loop's thread per group, (ours, upstream's); medians of rounds."""
     ours, theirs = [], []
     for _ in range(rounds):
         began = time.thread_time_ns()
-        for group in groups:
-            await link.send([group])
+        for group, completions in zip(groups, answers, strict=True):
+            with listening():
+                heard().note(completions)
+                await link.send([group])
         ours.append((time.thread_time_ns() - began) / len(groups) / 1e6)
         for record in consumer.poll(1000):
             record.release()
@@ -69,17 +84,18 @@ async def held(link, consumer, groups, rounds):
 
 
 @pytest.mark.benchmark(group="event loop")
-@pytest.mark.parametrize("everything", [False, True], ids=["core", "with messages"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
-def test_event_loop_per_group(benchmark, per_operation, quick, case, everything):
+def test_event_loop_per_group(benchmark, per_operation, quick, case, mode):
     name = f"bench-loop-{os.getpid()}"
-    groups = groups_of(CASES[case], everything)
+    groups = groups_of(CASES[case], mode)
+    answers = [answers_to(group) if mode == "with versions" else [] for group in groups]
 
     async def measure():
         with shmbridge.Consumer(name) as consumer:
             link = EnvLink(LinkOptions(name), "bench")
-            await held(link, consumer, groups, 1)
-            found = await held(link, consumer, groups, 4 if quick else 15)
+            await held(link, consumer, groups, answers, 1)
+            found = await held(link, consumer, groups, answers, 4 if quick else 15)
             link.leave()
             return found
 
@@ -88,7 +104,7 @@ def test_event_loop_per_group(benchmark, per_operation, quick, case, everything)
     finally:
         shmbridge.clean(name, dry_run=False)
     per_operation([ours / 1e3], tokens=ROWS * CASES[case])
-    label = f"{case} {'with messages' if everything else 'core'}"
+    label = f"{case} {mode}"
     benchmark.extra_info.update(
         {"label": label, "ms_per_group": ours, "upstream_ms_per_group": theirs, "ratio": theirs / ours}
     )

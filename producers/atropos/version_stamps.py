@@ -26,7 +26,8 @@ from shmbridge.producers.atropos.response_index import (
     Index,
     Ledger,
 )
-from shmbridge.producers.rollout.responses import Tokens, token_array
+from shmbridge.producers.rollout.responses import Tokens
+from shmbridge.put.convert import token_array
 
 # Markers in a row of versions, besides those of the ledger.
 _OPEN = -3
@@ -69,11 +70,13 @@ def stamp(group: Mapping[str, Any], ledger: Ledger | None, began: int, now: int)
             without a server's version.
         now: the version it has published.
     """
+    own = group.get("token_versions")
+    if own is None and (ledger is None or ledger.index() is None):  # no row has to be read
+        return _Stamping([], [], began, now).by_completions(ledger)
     rows = _rows(group.get("tokens"))
     if rows is None:
         return Stamp(min(began, now), max(began, now))
     stamping = _Stamping(rows, _masks(group.get("masks"), rows), began, now)
-    own = group.get("token_versions")
     if own is not None and (taken := _own(own, rows)) is not None:
         return stamping.by_the_group(own, taken)
     if own is not None:

@@ -7,13 +7,14 @@ Used by `apis.py`, and by `shmbridge.producers.atropos.response_hooks` for envir
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from shmbridge.put.convert import token_array
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 Span: TypeAlias = tuple[int, int, int]  # version, and the output tokens [start, end) that it sampled
@@ -50,26 +51,6 @@ def completions_in(body: Any) -> list[Completion]:
     if not isinstance(body, Mapping):
         return [UNKNOWN]
     return [_of_sglang(body)] if "meta_info" in body else _of_generate(body)
-
-
-def token_array(row: Any) -> Tokens | None:
-    """int32 of token ids in any form; a list's are copied. None if they are no token ids."""
-    if isinstance(row, (list, tuple)):
-        try:
-            return np.frombuffer(struct.pack(f"{len(row)}i", *row), np.int32)  # half the time of np.array
-        except (struct.error, TypeError):
-            return None
-    try:
-        array = np.asarray(row)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    if (
-        array.ndim != 1
-        or array.dtype.kind not in "iu"
-        or (array.size and not -_END_OF_INT32 <= array.min() <= array.max() < _END_OF_INT32)
-    ):
-        return None
-    return array.astype(np.int32)
 
 
 # --- forms ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.list cimport PyList_CheckExact, PyList_GET_SIZE
 from cpython.object cimport PyObject
+from libc.limits cimport INT_MIN
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from operator import index
@@ -220,6 +221,19 @@ cdef object temporary_view(PackedColumn column, uint8_t* to, Py_ssize_t count):
     """The claimed memory as an array, for as long as one call of ours."""
     cdef cnp.npy_intp size = count
     return cnp.PyArray_SimpleNewFromData(1, &size, column.form.array_type, to)
+
+
+def int32_of(row):
+    """A new int32 array of the whole numbers of a list or tuple; None if one is something else, or does not fit."""
+    made = np.empty(len(row), np.int32)
+    if pack_int32(row, cnp.PyArray_SIZE(made), <int32_t*>cnp.PyArray_DATA(made), INT_MIN) < 0:
+        return made
+    raise_what_is_set()
+    return None
+
+
+cdef int raise_what_is_set() except -1:
+    return -1 if PyErr_Occurred() != NULL else 0
 
 
 def pack_any(source, to):

@@ -3,6 +3,7 @@
 __all__ = [
     "agreement",
     "claim",
+    "convert",
     "counters",
     "new_lane",
     "planner",

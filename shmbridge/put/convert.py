@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from shmbridge._ext.column import Form, PackedColumn
-from shmbridge._ext.pack import BadValue, row_of
+from shmbridge._ext.pack import BadValue, int32_of, row_of
 from shmbridge.errors import InvalidRecord
 from shmbridge.put import group_errors
 from shmbridge.put.untrainable_notices import PutNotices
@@ -371,3 +371,21 @@ def _is_plain(lists: Any) -> bool:
     import pyarrow as pa
 
     return not (pa.types.is_nested(lists.type.value_type) or lists.null_count or lists.flatten().null_count)
+
+
+def token_array(row: Any) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    """int32 of token ids in any form; a list's are copied. None if they are no token ids."""
+    if isinstance(row, (list, tuple)):
+        return int32_of(row)
+    try:
+        array = np.asarray(row)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    limits = np.iinfo(np.int32)
+    if (
+        array.ndim != 1
+        or array.dtype.kind not in "iu"
+        or (array.size and not limits.min <= array.min() <= array.max() <= limits.max)
+    ):
+        return None
+    return array.astype(np.int32)

@@ -114,6 +114,15 @@ def test_stamps_without_any_version_leave_all_as_before() -> None:
         assert (bounds(stamped), stamped.column, stamped.unclear) == ((BEGAN, NOW), None, {})
 
 
+def test_no_row_is_read_where_no_answer_names_a_version() -> None:
+    class Row(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("read")
+
+    unread = {"tokens": [Row([1, 2])], "masks": [Row([1, 2])]}
+    assert bounds(stamp(unread, ledger_of(generated(PROMPT, ([5], None))), BEGAN, NOW)) == (BEGAN, NOW)
+
+
 def test_a_row_that_is_not_found_is_as_old_as_its_worker() -> None:
     """The second row matches no answer, and every answer has a row of its own."""
     stamped = stamp(group((PROMPT, [5]), (PROMPT, [6])), ledger_of(under(PROMPT, [5], 60)), BEGAN, NOW)
