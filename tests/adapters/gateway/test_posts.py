@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -69,6 +70,27 @@ async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_that_ends_refuses_a_post_whose_lane_is_being_opened(
+    lane: RemoteLane, monkeypatch: pytest.MonkeyPatch
+):
+    opening, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **options: Any) -> shmbridge.Producer:
+        opening.set()
+        go_on.wait(20)
+        return shmbridge.Producer(*arguments, **options)
+
+    monkeypatch.setattr(posts, "Producer", slowly)
+    ledger = PostLedger(20.0)
+    answer = asyncio.create_task(post(ledger, lane, group(1)))
+    await until(opening.is_set)
+    ledger.end()
+    lane.close()
+    go_on.set()
+    assert await answer == 503
+    assert ledger.counts["groups_total"] == 0
 
 
 # -- what is kept
