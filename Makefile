@@ -42,7 +42,7 @@ BASE  ?= HEAD^
 BENCH ?= bench/test_bench_ring.py bench/test_bench_batch.py bench/test_bench_packing.py --quick
 MORE  ?= 10%
 
-.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
+.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray faults lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -88,9 +88,7 @@ demo-curves: $(VENV)/.built ## run the demo with several seeds, write its curves
 prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, three seeds, into the docs: ten minutes
 	$(RUN) examples/process_rewards/compare.py --docs docs
 
-# The build with fail-points is made before the tests, so that none of them has to wait for it.
-test: $(VENV)/.ready lint types ## everything but the learner, Atropos end to end included
-	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
+test: $(VENV)/.ready lint types faults ## everything but the learner, Atropos end to end included
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(addprefix --ignore=,$(ALONE) $(FUZZ) $(TORCH) tests/adapters/vllm_live tests/environments tests/ray tests/trainers tests/house/site),$(TWO))
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(ALONE))
 	$(BIN)/pytest -m 'not long' $(FUZZ)
@@ -172,6 +170,10 @@ reference: $(VENV)/.ready ## write the pages of docs/reference/ that are made of
 
 test-docs: docs ## the site in a headless Chromium: pages, search, navigation, links; YAML by its schemas
 	$(BIN)/pytest tests/house/site
+
+# Made before the tests, so that none of them has to wait for it.
+faults: $(VENV)/.ready ## the build with fail-points, for tests that kill a process at a labelled step
+	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
 
 lint: $(VENV)/.ready ## ruff: rules and format
 	$(BIN)/ruff check .
