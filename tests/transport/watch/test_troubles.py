@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.cli import main
 from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis, snapshot, text
@@ -400,6 +401,16 @@ def test_many_short_waits_for_room_are_most_of_the_time():
         "the learner is the slow side: environments waited for room 90% "
     )
     assert [row.wait for row in lane_rows(now, before)] == [0.9]
+
+
+def test_shares_of_the_time_are_of_some_time_also_without_lanes(bridge, make_consumer, capsys, monkeypatch):
+    monkeypatch.setattr(diagnosis, "LONG_S", 60.0)
+    consumer = make_consumer()
+    with consumer.one_wait():
+        assert main(["inspect", bridge, "--seconds", "0.2"]) == 0
+    assert re.search(
+        r"the learner waited \d+% of 0\.[2-9] s; no producer has ever come", capsys.readouterr().out
+    )
 
 
 def test_a_stopped_environment_takes_no_part_in_who_is_waited_for():
