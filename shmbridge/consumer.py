@@ -214,7 +214,7 @@ class Consumer(OneProcess):
             return record
         self._check_mine()
         deadline = deadline_of(check_timeout(timeout_s))
-        with self._state.asking():
+        with self._state.asking(for_record=True):
             while (record := self._take(Call.GET)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -226,7 +226,7 @@ class Consumer(OneProcess):
         """`get` that never blocks the event loop: a separate thread waits and wakes the loop."""
         self._check_mine()
         deadline = deadline_of(check_timeout(timeout_s))
-        with self._state.asking():
+        with self._state.asking(for_record=True):
             while (record := self._take(Call.GET_ASYNC)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -274,7 +274,7 @@ class Consumer(OneProcess):
 
     def _wait_for_record(self) -> Record | None:
         """Returns the next record; None once the bridge is drained and nothing is left."""
-        with self._state.asking():
+        with self._state.asking(for_record=True):
             while not self._waiting.drained():
                 self._waiting.wait()
                 if (record := self._take(Call.FOR)) is not None:
@@ -295,7 +295,7 @@ class Consumer(OneProcess):
 
     async def _wait_for_record_async(self) -> Record | None:
         """`_wait_for_record` for an event loop."""
-        with self._state.asking():
+        with self._state.asking(for_record=True):
             while not await self._waiting.drained_async():
                 await self._waiting.wait_async()
                 if (record := self._take(Call.ASYNC_FOR)) is not None:

@@ -83,7 +83,7 @@ def _print(arguments: argparse.Namespace) -> int:
         say_none("shmbridge inspect", arguments.bridge)
     else:
         before = {info.name: look(info.name) for info in wanted if arguments.seconds > 0}
-        if any(each is not None and each.lanes for each in before.values()):
+        if any(each is not None and (each.lanes or each.consumer) for each in before.values()):
             time.sleep(arguments.seconds)
         print("\n\n".join(block(info, before.get(info.name), arguments.lanes) for info in wanted))
     return 0 if wanted or not arguments.bridge else 3

@@ -172,12 +172,12 @@ class HubState:
 
     # -- for observers
 
-    def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Shows observers, inside the block, that somebody waits for a batch or record.
+    def asking(self, *, for_record: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Shows observers, inside the block, that somebody waits for a batch, or for the next record.
 
         A block inside another one is part of that wait.
         """
-        return self._waits.open(self.note_asking)
+        return self._waits.open(self.note_asking, for_record=for_record)
 
     def note_asking(self, waits: bool) -> None:
         """Shows observers that somebody begins to wait for a batch or record, or no longer does."""

@@ -128,14 +128,15 @@ def _unreleased(lane: str) -> set[int] | None:
 def _bridge(name: str) -> BridgeInfo:
     lanes = [lane for lane in map(lane_info, segment.lane_names(name)) if lane is not None]
     mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=header.control_bytes)
-    left = len(segment.receipt_names(name))
+    left, weights = len(segment.receipt_names(name)), _weights(name)
     if mapping is None:
-        return BridgeInfo(name, None, False, -1, lanes, _weights(name), receipts=left)
+        trained = None if weights is None else weights.version or None  # whether by a step is not known
+        return BridgeInfo(name, None, False, -1, lanes, weights, receipts=left, trained_version=trained)
     control = header.Control(mapping)
     alive = locks.is_locked(mapping.fd, LockByte.HUB)
     participants = locks.is_locked(mapping.fd, LockByte.PARTICIPANTS)
     pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
-    run_id, weights = f"{control.run_id:016x}" if control.run_id else "", _weights(name)
+    run_id = f"{control.run_id:016x}" if control.run_id else ""
     return BridgeInfo(
         name,
         pid,

@@ -88,10 +88,10 @@ def wait_share(now: BridgeLook, before: BridgeLook | None, lane: LaneLook) -> fl
     """
     if before is None or now.at_s <= before.at_s:
         return None
-    if lane.blocked_s is not None:  # a sleep under way is counted when it ends
-        return min(1.0, lane.blocked_s / (now.at_s - before.at_s))
     earlier_s = next((each.wait_s for each in before.lanes if each.name == lane.name), 0.0)
-    return min(1.0, (lane.wait_s - earlier_s) / (now.at_s - before.at_s))
+    # A sleep is counted when it ends: the one under way is not, and was not in the earlier look.
+    waited_s = max(lane.wait_s - earlier_s, lane.blocked_s or 0.0)
+    return min(1.0, waited_s / (now.at_s - before.at_s))
 
 
 def waited_for(now: BridgeLook, before: BridgeLook | None) -> dict[str, float] | None:

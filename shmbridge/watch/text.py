@@ -9,7 +9,7 @@ from shmbridge.watch.rows import Row, rows
 from shmbridge.watch.snapshot import BridgeLook, look
 
 _TITLES = ("environment", "pid", "state", "rec/s", "held", "fill", "last put", "waits", "lag")
-_LABEL, _STATE = 24, 8  # characters; a longer state of a sum takes the room of the pid it has not
+_LABEL, _STATE = 24, 16  # characters of a label, and of pid and state; longer ones take a label's room
 _OF_ID = 8  # characters of a producer's id that a node's name leaves
 
 
@@ -118,8 +118,9 @@ def _label(row: Row) -> str:
 
 def _line(columns: tuple[str, ...]) -> str:
     label, pid, state, *numbers = columns
-    who = f"{pid:>7} {state:<8}" if pid or len(state) <= _STATE else f"{state:>16}"
-    return f"  {padded(label, _LABEL)} {who}" + "".join(
+    who = f"{pid:>7} {state:<8}" if pid or len(state) <= 8 else f"{state:>{_STATE}}"
+    room = _LABEL + _STATE - len(who)
+    return f"  {padded(cut(label, room), room)} {who}" + "".join(
         f" {number:>{width}}" for number, width in zip(numbers, (6, 5, 4, 8, 5, 3), strict=True)
     )
 

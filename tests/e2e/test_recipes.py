@@ -40,7 +40,7 @@ SMALL = {  # what a tiny model on a CPU needs besides the recipe's own words
     "train": "--groups 16 --lr 2e-3 --entropy 0.1 --max-token-len 128 --threads 1 --device cpu",
     "serve": "--device cpu --dtype float32 --threads 1",
     "env": "--env.group_size=8 --env.total_steps=5000 --env.steps_per_eval=0 --env.max_batches_offpolicy=2 "
-    "--env.use_wandb=false --openai.api_key=x",
+    "--env.use_wandb=false",
 }
 
 
@@ -51,6 +51,12 @@ class Recipe:
     commands: dict[str, list[str]]
     persistent: set[str] = field(default_factory=set)  # mount points that outlive a container
     probes: dict[str, list[str]] = field(default_factory=dict)  # by program
+    unmounted: set[str] = field(default_factory=set)  # paths in commands that are in none of their mounts
+
+    def add(self, words: list[str], mounts: set[str]) -> None:
+        self.commands[program_of(words)] = words
+        paths = [each for each in words if each.startswith("/")]
+        self.unmounted |= {each for each in paths if not any(each.startswith(f"{at}/") for at in mounts)}
 
 
 def program_of(words: list[str]) -> str:
@@ -62,7 +68,7 @@ def of_containers(containers: list[dict[str, Any]], volumes: list[dict[str, Any]
     for container in containers:
         words = [*container.get("command", []), *container.get("args", [])]
         if words and (program := program_of(words)) in SMALL:
-            recipe.commands[program] = words
+            recipe.add(words, {each["mountPath"] for each in container["volumeMounts"]})
             mounts = {each["mountPath"] for each in container["volumeMounts"] if each["name"] in claims}
             recipe.persistent |= mounts if program == "train" else set()
             for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -92,7 +98,7 @@ def compose() -> Recipe:
     recipe = Recipe({})
     for service in document["services"].values():
         words = shlex.split(service["command"])
-        recipe.commands[program_of(words)] = words
+        recipe.add(words, {each.split(":")[1] for each in service["volumes"]})
         if check := service.get("healthcheck"):
             recipe.probes[program_of(words)] = check["test"][1:]
     named = set(document["volumes"]) - {"shm"}
@@ -129,6 +135,7 @@ def test_a_recipe_keeps_its_run_and_one_command_starts_it_and_starts_it_again(na
     assert "--resume" in train
     run_dir = train[train.index("--run-dir") + 1]
     assert any(run_dir.startswith(f"{mount}/") for mount in recipe.persistent), "a folder that outlives it"
+    assert recipe.unmounted == set(), "a container has what its command names"
     assert recipe.probes.keys() == ({"train", "serve"} if name != "slurm" else set())
 
 
@@ -170,10 +177,7 @@ class Pod:
         return [sys.executable, "-u", "-m", *found] if found[0] == "shmbridge" else found
 
     def command(self, program: str, *more: str) -> list[str]:
-        words = [*self._here(self._recipe.commands[program]), *SMALL[program].split(), *more]
-        if program == "env":
-            words += [f"--{part}.tokenizer_name={self._models}/policy" for part in ("env", "openai")]
-        return words
+        return [*self._here(self._recipe.commands[program]), *SMALL[program].split(), *more]
 
     def start(self, program: str, *more: str) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

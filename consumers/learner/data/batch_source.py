@@ -75,15 +75,16 @@ class HubSource:
         while True:
             wait = BatchWait(patience, missing, say)
             batch: shmbridge.Batch | Literal["drained"] | None = None
-            while batch is None:
-                # an iterator that timed out has ended; each iterator applies one timeout to all its batches
-                if batches is None:
-                    batches = self._batches(min(wait.left_s, wait.first_s))
-                try:
-                    batch = next(batches, "drained")
-                except shmbridge.ConsumerEmpty:
-                    batches = None
-                    wait.look()
+            with self._consumer.one_wait():  # of all attempts
+                while batch is None:
+                    # an iterator that timed out has ended; each applies one timeout to all its batches
+                    if batches is None:
+                        batches = self._batches(min(wait.left_s, wait.first_s))
+                    try:
+                        batch = next(batches, "drained")
+                    except shmbridge.ConsumerEmpty:
+                        batches = None
+                        wait.look()
             if batch == "drained":
                 return
             self._stops.check()

@@ -25,6 +25,7 @@ from shmbridge.consumers.learner.model.optimizer import cast_parameters
 from shmbridge.consumers.learner.model.reference import Reference
 from shmbridge.consumers.learner.types import Refusal
 from shmbridge.consumers.learner.world import World, device_kind, say
+from shmbridge.errors import BadArgument
 
 
 class StartupError(Refusal):
@@ -57,10 +58,17 @@ def load_model(
 
     Raises:
         BadArgument: there is no such model, or it cannot be loaded.
-        StartupError: its adapters are others.
+        StartupError: a checkpoint cannot be loaded, or its adapters are others.
         PeftMissing, BadAdapter: as `add_adapters`.
     """
-    model = pretrained.load(AutoModelForCausalLM, source).float()
+    try:
+        model = pretrained.load(AutoModelForCausalLM, source).float()
+    except BadArgument as error:
+        if not isinstance(source, Path) or error.__cause__ is None:  # without: an adapter's base is not there
+            raise
+        raise StartupError(
+            f"{error.message} -> put {source.name} elsewhere: --resume takes the one before it"
+        ) from error
     base = (parameter for name, parameter in model.named_parameters() if not is_adapter(name))
     cast_parameters(base, getattr(torch, compute.param_dtype))
     _adapt(model, source, adapters)

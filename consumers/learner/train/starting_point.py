@@ -105,12 +105,14 @@ def decided(config: LearnerConfig) -> Start:
     seen = _seen(bridge)
     trained = seen[1]
     newest = next(reversed(checkpoint.complete(config.run_dir / "checkpoints")), None)
-    if newest is not None and not (options.resume or (options.from_bridge and _is_first(newest))):
+    again = newest is not None and options.from_bridge and _is_first(newest)
+    if newest is not None and not (options.resume or again):
+        afresh = " with --from-scratch" if trained is not None and not options.from_scratch else ""
         raise StartupError(
             f"{config.run_dir} already holds a run up to {newest.name} -> --resume goes on with it, "
-            "another --run-dir starts afresh"
+            f"another --run-dir{afresh} starts afresh"
         )
-    if newest is not None and not (options.from_bridge and trained is not None and _is_first(newest)):
+    if newest is not None and not (again and trained is not None and _has_more(bridge, newest)):
         return _resumed(config, newest, bridge, seen)
     if trained is None or bridge is None:
         if options.from_bridge and not options.resume:
@@ -180,6 +182,15 @@ def _seen(bridge: shmbridge.BridgeInfo | None) -> tuple[str, int | None]:
 def _is_first(path: Path) -> bool:
     """Whether a checkpoint was written by --from-bridge: it holds no step of its run."""
     return checkpoint.load_progress(path).step == 0
+
+
+def _has_more(bridge: shmbridge.BridgeInfo | None, path: Path) -> bool:
+    """Whether the bridge goes on from a first checkpoint: with its run, at its version or above."""
+    if bridge is None or bridge.weights is None or bridge.weights.version is None:
+        return False
+    first = checkpoint.load_progress(path)
+    is_same = bridge.run_id in ("", checkpoint.run_id_of(path, first))  # "": its learner stored none
+    return is_same and bridge.weights.version >= first.policy_version
 
 
 def _resumed(
@@ -269,18 +280,23 @@ def _from_bridge(config: LearnerConfig, bridge: shmbridge.BridgeInfo, seen: tupl
         f"{path.name}; optimizer, schedule and step count are new, and groups that the earlier learner had "
         "not released are trained, also if it had trained them"
     )
+    if seen[1] is not None and version < seen[1]:
+        say(f"bridge {bridge.name} has been trained up to version {seen[1]}: all after {version} is given up")
     return start
 
 
 def _ahead(
     config: LearnerConfig, bridge: shmbridge.BridgeInfo, trained: int, found: str, *, other: bool = False
 ) -> BridgeAhead:
-    has_weights = bridge.weights is not None and bridge.weights.version is not None
     ways = [
         "--resume with the --run-dir that has that run's checkpoints",
-        f"--from-bridge takes the weights of version {trained}, with a new optimizer" * has_weights,
+        "",
         f"--from-scratch begins with {config.run.model} again, and gives version {trained} up",
     ]
+    newest = None if bridge.weights is None else bridge.weights.version
+    if newest is not None and not config.adapters.lora_rank:  # merged adapters cannot be split again
+        has = f"{trained}," if newest >= trained else f"{newest}, the newest that it has,"
+        ways[1] = f"--from-bridge takes the weights of version {has} with a new optimizer"
     if other:
         ways = [ways[0], *(f"in another --run-dir {each}" for each in ways[1:] if each)]
         ways.append(f"another --bridge for the run in {config.run_dir}")

@@ -4,6 +4,7 @@ by signals.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import queue
@@ -32,7 +33,13 @@ class Lanes:
         for batch in batches:
             self.queue.put(batch)
         self.asked = []
-        self.closed = 0
+        self.closed = self.waits = self.in_wait = 0
+
+    @contextlib.contextmanager
+    def one_wait(self):
+        self.waits, self.in_wait = self.waits + 1, self.in_wait + 1
+        yield
+        self.in_wait -= 1
 
     def batches(self, *, timeout_s, **_):
         self.asked.append(timeout_s)
@@ -69,7 +76,9 @@ def said(monkeypatch):
 def waited_for(lanes, stops=None, **limits):
     """Return the batches that the learner gets."""
     with HubSource(lanes, options(**limits), stops or StopSignals()).batches() as batches:
-        yield from batches
+        for batch in batches:
+            assert not lanes.in_wait
+            yield batch
 
 
 def test_batches_come_one_by_one_through_one_iteration():
@@ -118,6 +127,9 @@ def test_a_batch_that_comes_in_a_later_attempt_or_in_a_delay_is_taken(when, monk
     delay = 0.05 if when == "attempt" else 60.0
     limits = {"batch_timeout": 0.05, "batch_attempts": 20, "batch_retry_delay": delay}
     assert next(waited_for(lanes, **limits)) == "late"
+    assert (lanes.waits, len(lanes.asked) > 1) == (1, True), (
+        "attempts are one wait, for observers and the log"
+    )
 
 
 def test_an_attempt_for_the_next_batch_is_as_long_as_any(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -31,6 +32,9 @@ class FakeConsumer:
         self.policy_version = self.training_version = version
         self.paused = False
         self.events = []
+
+    def one_wait(self):
+        return contextlib.nullcontext()
 
     def batches(self, **options):
         self.options = options

@@ -84,6 +84,7 @@ def test_a_damaged_checkpoint(refused, saved, name, length):
     said = refused("--resume")
     assert str(saved) in said
     assert name in said or "cannot load a model" in said
+    assert said.endswith(" -> put step-00000002 elsewhere: --resume takes the one before it")
 
 
 def test_a_checkpoint_without_its_optimizer_or_progress(refused, saved):

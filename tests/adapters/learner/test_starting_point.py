@@ -293,6 +293,40 @@ def test_a_run_directory_that_takes_no_weights_is_named(learn, trained, tmp_path
     assert f"cannot be saved in {tmp_path / 'b' / 'checkpoints'}: " in err
 
 
+def test_a_way_out_that_would_be_refused_is_not_offered(learn, trained):
+    _, _, err = learn("b", 2, "--lora-rank", "2")
+    assert ("--from-bridge" in err, "--from-scratch begins" in err) == (False, True), err
+    _, _, err = learn("a", 9)
+    assert "--resume goes on with it, another --run-dir with --from-scratch starts afresh" in err
+
+
+def test_weights_that_are_older_than_their_bridge_are_named_as_such(learn, bridge, tiny_model):
+    """As after a resume with --no-weights."""
+    with shmbridge.Consumer(bridge) as consumer, WeightsWriter(bridge) as writer:
+        writer.publish(3, tiny_model(7).state_dict().items())
+        consumer.publish_policy_version(7)
+    _, _, err = learn("a", 2)
+    assert "trained up to version 7" in err
+    assert "; --from-bridge takes the weights of version 3, the newest that it has, with a new" in err
+    status, out, err = learn("a", 2, "--from-bridge")
+    assert status == 0, err
+    assert f"bridge {bridge} has been trained up to version 7: all after 3 is given up" in out
+    assert "step 0 of 2, version 8, waiting" in out
+
+
+def test_weights_taken_over_from_one_run_are_not_thrown_away_for_those_of_another(
+    learn, trained, bridge, tmp_path
+):
+    assert learn("b", 2, "--from-bridge", batches=0)[0] == 3
+    first = tmp_path / "b" / "checkpoints" / "step-00000000" / "model.safetensors"
+    before = load_file(first)
+    assert learn("c", 1, "--from-scratch")[0] == 0
+    for flags in (("--from-bridge",), ("--resume", "--from-bridge")):
+        status, _, err = learn("b", 2, *flags)
+        assert (status, "holds step-00000000 of another run" in err) == (1, True), err
+    assert same(load_file(first), before)
+
+
 def test_both_beginnings_at_once_are_refused(learn):
     status, _, err = learn("b", 2, "--from-bridge", "--from-scratch")
     assert (status, "--from-bridge and --from-scratch begin with other weights" in err) == (1, True)

@@ -42,6 +42,7 @@ def test_the_pods_are_some(version: str) -> None:
 
 def test_containers_of_a_pod_share_memory_and_user_and_are_labelled_for_the_relay() -> None:
     assert [group["labels"]["shmbridge"] for group in groups()] == ["learner", "environments"]
+    assert groups()[0]["template"]["spec"]["terminationGracePeriodSeconds"] >= 120, "the learner saves"
     for group in groups():
         spec = group["template"]["spec"]
         assert spec["containers"][0]["name"].startswith("ray-")

@@ -1,5 +1,7 @@
 """A process that waits for long says what for, on standard error: the line that `inspect` gives."""
 
+import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import time
 
 import pytest
 
+import shmbridge
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis
 from shmbridge.watch.diagnosis import headline
@@ -155,6 +158,52 @@ def test_another_wait_soon_after_is_said_if_it_is_for_something_else(bridge, env
     wait_until(lambda: look(bridge).consumer.asking_s > 2 * LONG_S, 20)
     assert read().splitlines() == said
     assert len(said) == 2
+
+
+def test_waits_that_overlap_are_several_and_those_inside_another_are_one(bridge, make_consumer):
+    """As of tasks that take records in turn: one of them always waits, none of them for long."""
+    consumer = make_consumer()
+    with contextlib.ExitStack() as later:
+        with consumer.one_wait():
+            began = time.monotonic()
+            for _ in range(2):
+                with consumer.one_wait():
+                    wait_until(lambda: time.monotonic() > began + 0.1)
+                assert look(bridge).consumer.asking_s > 0.1
+            later.enter_context(consumer.one_wait())
+        second = time.monotonic()
+        now = look(bridge).consumer
+        assert now.asking_s < time.monotonic() - began - 0.1
+        assert 0.1 < now.batch_wait_s < time.monotonic() - began + 0.1
+    assert look(bridge).consumer.asking_s is None
+    assert look(bridge).consumer.batch_wait_s < second - began + 1
+
+
+def test_tasks_that_get_records_in_turn_do_not_wait_for_long(bridge, child, make_consumer):
+    """Whichever gets the next one: another one may have waited from the beginning."""
+    child("""
+import shmbridge, time
+producer = shmbridge.Producer(bridge)
+print("ready", flush=True)
+while True:
+    producer.put({"tokens": [[1]], "loss_mask": [[1]]})
+    time.sleep(0.02)
+""")
+    consumer, longest_s, got = make_consumer(), [0.0], [0, 0, 0]
+
+    async def get(task):
+        while sum(got) < 60:
+            with contextlib.suppress(shmbridge.ConsumerEmpty):
+                (await consumer.get_async(timeout_s=1.0)).release()
+                longest_s.append(look(bridge).consumer.asking_s or 0.0)
+                got[task] += 1
+
+    async def all_tasks():
+        await asyncio.gather(*map(get, range(3)))
+
+    began = time.monotonic()
+    asyncio.run(all_tasks())
+    assert max(longest_s) < (time.monotonic() - began) / 3
 
 
 def test_a_rank_says_it_too(bridge, learner):

@@ -18,6 +18,7 @@ BUSY = "import os\nos.sched_setaffinity(0, {})\nwhile True: pass"
 COMMANDS = {
     "tail": (["tail", "BRIDGE", "-n", "2", "--no-follow"], "group"),
     "top": (["top", "BRIDGE", "--once", "--interval", "100ms"], "environment"),
+    "top for programs": (["top", "BRIDGE", "--once", "--json", "--interval", "100ms"], '"environments"'),
     "inspect": (["inspect", "BRIDGE"], "environment"),
     "record": (["record", "BRIDGE", "--out", "FOLDER", "--limit", "2"], "2 records in"),
 }

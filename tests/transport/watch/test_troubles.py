@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.cli import main
 from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis, snapshot, text
@@ -20,6 +21,7 @@ from shmbridge.watch.cells import cells, cut, padded
 from shmbridge.watch.diagnosis import Severity, findings, headline
 from shmbridge.watch.document import of_look
 from shmbridge.watch.processes import State
+from shmbridge.watch.rows import lane_rows
 from shmbridge.watch.snapshot import look
 from shmbridge.watch.text import block
 
@@ -389,6 +391,28 @@ def test_most_of_the_time_is_more_than_half(shares, said):
     assert str(headline(now, bridge_look(lanes, consumer=before))).startswith(said)
 
 
+def test_many_short_waits_for_room_are_most_of_the_time():
+    """The one under way is only the last of them."""
+    before, now = (
+        bridge_look([lane_look("a", 1, wait_s=waited_s, blocked_s=blocked_s)], at_s=1000.0 + waited_s / 0.9)
+        for waited_s, blocked_s in ((0.0, 0.1), (9.0, 0.1))
+    )
+    assert str(headline(now, before)).startswith(
+        "the learner is the slow side: environments waited for room 90% "
+    )
+    assert [row.wait for row in lane_rows(now, before)] == [0.9]
+
+
+def test_shares_of_the_time_are_of_some_time_also_without_lanes(bridge, make_consumer, capsys, monkeypatch):
+    monkeypatch.setattr(diagnosis, "LONG_S", 60.0)
+    consumer = make_consumer()
+    with consumer.one_wait():
+        assert main(["inspect", bridge, "--seconds", "0.2"]) == 0
+    assert re.search(
+        r"the learner waited \d+% of 0\.[2-9] s; no producer has ever come", capsys.readouterr().out
+    )
+
+
 def test_a_stopped_environment_takes_no_part_in_who_is_waited_for():
     """Two wait for room all the time; of two that are stopped it is not known."""
     names = [("a", State.RUNNING), ("b", State.RUNNING), ("c", State.STOPPED), ("d", State.STOPPED)]
@@ -494,6 +518,20 @@ def test_a_table_is_80_columns_wide_whatever_the_names(bridge, make_producer, ma
     assert len(table) == 6
     assert max(map(cells, table)) <= 80
     assert len({cells(line) for line in table[1:]}) == 1
+
+
+def test_a_long_state_takes_room_of_the_name():
+    lanes = [
+        lane_look("a" * 40, 4194303, quarantined=True),
+        lane_look("b" * 40, 71, read=False),
+        lane_look("c", 7),
+    ]
+    title, quarantined, waits, _ = map(
+        text._line, [text._TITLES, *map(text._cells, lane_rows(bridge_look(lanes)))]
+    )
+    assert {cells(line) for line in (title, quarantined, waits)} == {80}
+    assert " 4194303 quarantined " in quarantined
+    assert " 71 waits for a lane " in waits
 
 
 @pytest.mark.parametrize(
