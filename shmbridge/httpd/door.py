@@ -28,13 +28,19 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{0,5})?")
 _FORMS = ("text/plain", "multipart/form-data")  # not what curl and urllib call a body that has no type
 _FIRST_HANDED_OVER = 3
+_REASON = 2000  # characters of a refusal's reason: it may name what the peer has sent
 _BACKLOG = 2048
 
 
 class Refused(Exception):
-    """A request that is refused: an HTTP status, the reason in one line, and a kind that is counted."""
+    """A request that is refused: an HTTP status, the reason in one line, and a kind that is counted.
+
+    A very long reason is cut in its middle.
+    """
 
     def __init__(self, status: int, detail: str, kind: str) -> None:
+        if len(detail) > _REASON:
+            detail = f"{detail[: _REASON // 2]}...{detail[-_REASON // 2 :]}"
         super().__init__(detail)
         self.status, self.detail, self.kind = status, detail, kind
 

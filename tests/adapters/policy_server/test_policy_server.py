@@ -404,7 +404,7 @@ async def test_the_program_refuses_a_taken_port_and_a_missing_model_with_a_reaso
 WRONG = [
     ("GET", "/generate", b"", 405, "Method Not Allowed: GET /generate -> POST "),
     ("POST", "/generat", b"{}", 404, "Not Found: POST /generat -> POST "),
-    ("POST", "/generate", b"", 400, "the body is None, no JSON object -> such as "),
+    ("POST", "/generate", b"", 400, "the body is empty -> such as "),
     ("POST", "/generate", b"{", 400, "the body is not JSON: "),
     ("POST", "/generate", b'{"prompt": [1]}', 400, "prompt: [1] is not text or a mapping -> "),
     ("POST", "/generate", b'{"prompt": "1", "n": 0}', 400, "n: 0 is not a whole number, at least 1 -> "),
@@ -436,6 +436,13 @@ WRONG = [
         b'{"prompt": ["1", {}]}',
         400,
         "prompt: {} is neither text nor token ids -> ",
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        b'{"prompt": "%s"}' % (b"1" * 128),
+        400,
+        "128 prompt and 16 new tokens do not fit into a context of 128 -> shorten the prompt",
     ),
     ("POST", "/v1/chat/completions", b"{}", 400, "messages is empty -> messages: ["),
 ]
