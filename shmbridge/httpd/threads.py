@@ -16,13 +16,10 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from shmbridge.httpd.door import Bounds, Places, Refused, content_length, stalled
+from shmbridge.httpd.door import LINGER_S, Bounds, Places, Refused, content_length, limit_unread_answer, stalled
 
 _FULL = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
 _HEAD_BYTES = 72 << 10  # of a whole head; of one line http.server takes 64 KiB
-_LINGER_S = (
-    2.0  # reads on after a refusal: who closes with unread bytes resets the connection, answer and all
-)
 
 
 class Room:
@@ -118,6 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Begins a connection."""
         super().setup()
+        limit_unread_answer(self.connection, self.server.bounds.body_pause_s)
         self._reading = _Reading(self.connection, self.server.bounds)
         self.rfile = io.BufferedReader(self._reading)
         self._requests, self._unread = 0, False
@@ -204,8 +202,8 @@ class Handler(BaseHTTPRequestHandler):
         if self._unread and not self._reading.is_late:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_WR)
-                self.connection.settimeout(_LINGER_S)
-                until = time.monotonic() + _LINGER_S
+                self.connection.settimeout(LINGER_S)
+                until = time.monotonic() + LINGER_S
                 while time.monotonic() < until and self.connection.recv(1 << 16):
                     pass
         with suppress(OSError):

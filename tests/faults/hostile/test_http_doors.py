@@ -418,6 +418,35 @@ def test_an_answered_body_that_goes_on_has_an_end(server: Running) -> None:
         assert time.monotonic() - began < 15
 
 
+def test_a_refusal_reaches_a_client_that_wants_the_connection_closed(server: Running) -> None:
+    """As urllib asks: its body is read on until it is whole, for closing earlier would reset the connection."""
+    length = "Content-Length: 12000000"
+    for lines in ([length], ["Content-Length: x"], [length, "X: " + "y" * 100_000]):
+        with server.connect() as client:
+            client.sendall(server.head("Connection: close", *lines, path="/nowhere", method="POST"))
+            client.sendall(b"x" * 12_000_000)
+            assert set(statuses(client)) <= REFUSALS
+
+
+def test_an_answer_that_is_not_read_has_an_end(server: Running) -> None:
+    """Its connection and its memory are free after a pause, though the client keeps the connection."""
+    if server.kind == "scrapes":
+        return  # one short answer a connection
+    path, body = {"policy": ("/health", b""), "environments": ("/rows", b"{}")}.get(
+        server.kind, ("/stats", b"")
+    )
+    head = server.head(f"Content-Length: {len(body)}", path=path, method="POST" if body else "GET")
+    before = server.descriptors
+    with contextlib.ExitStack() as clients:
+        for _ in range(5):
+            client = clients.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall((head + body) * 300)
+        wait_until(lambda: server.descriptors > before, timeout_s=20)
+        wait_until(lambda: server.descriptors <= before, timeout_s=20)
+
+
 def test_half_sent_heads_are_closed(server: Running) -> None:
     """1,500 at once, and a good request among them is answered."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
