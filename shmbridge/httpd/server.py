@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -20,6 +21,7 @@ from shmbridge.httpd.door import LINGER_S, Bounds, Places, limit_unread_answer
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
+_REASON = 500  # characters of why a request is not HTTP
 _KEEP_ALIVE_S = 75  # without a request on a connection
 _END_S = 2  # wait for responses in progress; limits the wait for clients that keep connections open
 
@@ -76,7 +78,14 @@ class BoundedConnection(H11Protocol):
         try:
             super().handle_events()
         except ValueError:  # a Content-Length of more digits than Python reads
-            self.send_400_response("Invalid HTTP request received.")
+            self.send_400_response("Content-Length has too many digits -> send the body's length")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, with the reason."""
+        wrong = sys.exc_info()[1]
+        if isinstance(wrong, h11.RemoteProtocolError):
+            msg = f"{wrong} -> send an HTTP/1.1 request"
+        super().send_400_response(msg[:_REASON].encode("ascii", "replace").decode())
 
     def on_response_complete(self) -> None:
         """Ends a request; the rest of a body that was not read has little time."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -109,7 +110,6 @@ class Handler(BaseHTTPRequestHandler):
     """
 
     server: ThreadServer
-    error_message_format = "%(code)d %(message)s\n"
     error_content_type = "text/plain; charset=utf-8"
 
     def setup(self) -> None:
@@ -180,6 +180,15 @@ class Handler(BaseHTTPRequestHandler):
     def refuse(self, refused: Refused) -> None:
         """Answers a refused request with its reason, and closes the connection."""
         self.answer(refused.status, f"{refused.detail}\n".encode(), self.error_content_type, refused)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers what http.server itself refuses as any other refusal."""
+        said, hint = message or "this is not HTTP", "send an HTTP/1.1 request"
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            code, said = HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command} is not taken here"
+            hint = "send " + " or ".join(name[3:] for name in dir(self) if name.startswith("do_"))
+        self.close_connection = True
+        self.refuse(Refused(code, f"{said} -> {hint}", "malformed"))
 
     def answer(self, status: int, body: bytes, kind: str, refused: Refused | None = None) -> None:
         """Sends a response. Blocks while the peer does not take it, up to the bounds' pause."""

@@ -308,6 +308,11 @@ async def address(process: subprocess.Popen, log: Path) -> str:
     return found[0]
 
 
+async def half_a_body() -> AsyncIterator[bytes]:
+    yield b'{"prompt": "1'
+    await asyncio.sleep(60)
+
+
 @pytest.mark.parametrize(
     ("signum", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
 )
@@ -323,9 +328,11 @@ async def test_the_program_serves_without_a_segment_and_ends_quietly_on_signals(
             # a request in flight must not hold the end up, nor may it be answered with half an answer
             body = {"prompt": "1", "n": 256, "max_tokens": 120, "ignore_eos": True}
             asked = asyncio.create_task(session.post(f"{url}/generate", json=body))
-            await asyncio.sleep(0)
+            half = asyncio.create_task(session.post(f"{url}/generate", data=half_a_body()))
+            await asyncio.sleep(0.5)
             process.send_signal(signum)
-            (outcome,) = await asyncio.gather(asked, return_exceptions=True)
+            outcome, refused = await asyncio.gather(asked, half, return_exceptions=True)
+            assert isinstance(refused, Exception) or refused.status == 503
             if isinstance(outcome, aiohttp.ClientResponse) and outcome.status == 200:
                 assert [len(ids) for ids in (await outcome.json())["token_ids"]] == [120] * 256
         assert await asyncio.to_thread(process.wait, 30) == status

@@ -275,6 +275,28 @@ def test_a_hostile_first_line(server: Running, first: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "refused"),
+    [
+        ("PATCH {} HTTP/1.1\r\nHost: a", {405}),
+        ("GET {} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip", {400, 405, 411}),
+        ("POST {} HTTP/1.1\r\nHost: a\r\nContent-Length: 1_0", {400, 403, 405}),
+        ("GET {} HTTP/11", {400}),
+        ("hello {}", {400}),
+    ],
+)
+def test_a_wrong_request_is_told_what_to_send(server: Running, first: str, refused: set[int]) -> None:
+    """With a head and one next action, also where the library of the server refuses it."""
+    with server.connect() as client:
+        client.sendall(first.format(GOOD[server.kind][1]).encode() + b"\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        found = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    (status,) = read_statuses(found)
+    assert status in refused
+    as_upstream = server.kind == "strict" and status == 405
+    assert as_upstream or status == 403 or found.count(b" -> ") == 1, found
+
+
+@pytest.mark.parametrize(
     "lines",
     [
         {"host": "evil.example.com"},
