@@ -27,7 +27,8 @@ Headers = Callable[[str], str]
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{0,5})?")
 _FORMS = ("text/plain", "multipart/form-data")  # not what curl and urllib call a body that has no type
-# after a refusal it is read on for so long: who closes with unread bytes resets the connection, answer and all
+# a peer is read on for so long before its connection is closed: who closes with unread bytes resets the
+# connection, answer and all
 LINGER_S = 2.0
 _FIRST_HANDED_OVER = 3
 _REASON = 2000  # characters of a refusal's reason: it may name what the peer has sent

@@ -27,8 +27,8 @@ _END_S = 2  # wait for responses in progress; limits the wait for clients that k
 
 
 class BoundedConnection(H11Protocol):
-    """One connection. A head, and a body that is left after its answer, have a limited time to come; an answer
-    has the time of a pause to go on being taken.
+    """One connection. A head, and a body that is left after its answer, have a limited time to come; a peer
+    that takes nothing of an answer for the time of a pause is let go.
 
     Args:
         bounds: of the server.
@@ -125,8 +125,9 @@ class BoundedConnection(H11Protocol):
             self._late.cancel()
         self._awaited, self._late = what, None
         if what:
-            limits_s = {"head": self._bounds.head_s, "close": LINGER_S}
-            self._late = self.loop.call_later(limits_s.get(what, self._bounds.body_pause_s), self._too_late)
+            limit_s = self._bounds.head_s if what == "head" else self._bounds.body_pause_s
+            limit_s = LINGER_S if what == "close" else limit_s
+            self._late = self.loop.call_later(limit_s, self._too_late)
 
     def _too_late(self) -> None:
         self.transport.abort()

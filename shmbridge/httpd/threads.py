@@ -17,7 +17,15 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from shmbridge.httpd.door import LINGER_S, Bounds, Places, Refused, content_length, limit_unread_answer, stalled
+from shmbridge.httpd.door import (
+    LINGER_S,
+    Bounds,
+    Places,
+    Refused,
+    content_length,
+    limit_unread_answer,
+    stalled,
+)
 
 _FULL = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
 _HEAD_BYTES = 72 << 10  # of a whole head; of one line http.server takes 64 KiB

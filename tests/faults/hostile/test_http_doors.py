@@ -441,7 +441,7 @@ def test_an_answered_body_that_goes_on_has_an_end(server: Running) -> None:
 
 
 def test_a_refusal_reaches_a_client_that_wants_the_connection_closed(server: Running) -> None:
-    """As urllib asks: its body is read on until it is whole, for closing earlier would reset the connection."""
+    """As urllib does: its body is read on, for a close before its end would reset the connection."""
     length = "Content-Length: 12000000"
     for lines in ([length], ["Content-Length: x"], [length, "X: " + "y" * 100_000]):
         with server.connect() as client:
