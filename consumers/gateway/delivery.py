@@ -10,8 +10,9 @@ import asyncio
 import fcntl
 import socket
 import struct
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+from shmbridge.httpd.door import limit_unread_answer
 from shmbridge.httpd.server import BoundedConnection
 
 _SIOCOUTQ = 0x5411  # bytes of the send queue that the peer has not acknowledged
@@ -41,7 +42,11 @@ class ProvingConnection(BoundedConnection):
         self.app_state = {**self.app_state, "connection": self}
         self.carried: list[Carried] = []
         self.gone = False  # the peer no longer reads responses; readable from any thread
-        self._link: _Lingering | None = None
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether a response on it lacks proof."""
+        return bool(self.carried)
 
     def carry(self, carried: Carried) -> None:
         """Registers the object to notify of the current response's delivery."""
@@ -49,9 +54,12 @@ class ProvingConnection(BoundedConnection):
             carried.unread()
         else:
             self.carried.append(carried)
+            limit_unread_answer(self.transport.get_extra_info("socket"), 0)
 
     def next_request(self) -> None:
         """Reports a new request, which proves that the previous response was read."""
+        if self.carried:
+            limit_unread_answer(self.transport.get_extra_info("socket"), self._bounds.body_pause_s)
         self._settle(read=True)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -60,13 +68,7 @@ class ProvingConnection(BoundedConnection):
         if peer.family in (socket.AF_INET, socket.AF_INET6):
             for option, value, level in _KEEPALIVE:
                 peer.setsockopt(level, option, value)
-        self._link = _Lingering(transport, self)
-        super().connection_made(cast(asyncio.Transport, self._link))
-
-    def data_received(self, data: bytes) -> None:
-        """Receives more of a request; after our side was shut down, requests are not served."""
-        if self._link is None or not self._link.ended:
-            super().data_received(data)
+        super().connection_made(transport)
 
     def eof_received(self) -> None:
         """The peer has closed its side, in order."""
@@ -96,45 +98,17 @@ class ProvingConnection(BoundedConnection):
     def _all_delivered(self) -> bool:
         """Returns whether the response is complete, written and acknowledged, without a reset."""
         if (
-            self._link is None
+            self.link is None
             or self.cycle is None
             or not self.cycle.response_complete
-            or self._link.get_write_buffer_size()
+            or self.link.get_write_buffer_size()
         ):
             return False
-        peer = self._link.get_extra_info("socket")
+        peer = self.link.get_extra_info("socket")
         try:
             (unacknowledged,) = struct.unpack("i", fcntl.ioctl(peer.fileno(), _SIOCOUTQ, b"\0\0\0\0"))
-            return unacknowledged <= self._link.ended and not peer.getsockopt(
+            return unacknowledged <= self.link.ended and not peer.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ERROR
             )
         except OSError:
             return False
-
-
-class _Lingering:
-    """A transport whose close() keeps reading while a response lacks proof: the peer's close is the proof."""
-
-    def __init__(self, transport: asyncio.Transport, connection: ProvingConnection) -> None:
-        self._transport, self._connection = transport, connection
-        self.ended = False  # our FIN counts as one byte of the send queue
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def is_closing(self) -> bool:
-        """Returns whether our side is closed for writing."""
-        return self.ended or self._transport.is_closing()
-
-    def close(self) -> None:
-        """Closes; or, with a response in delivery, shuts down our side and waits for the peer."""
-        if not self._connection.carried or self._transport.is_closing():
-            self._transport.close()
-        elif not self.ended:
-            self.ended = True
-            try:
-                self._transport.write_eof()
-            except OSError:  # the peer has reset the connection already
-                self._transport.abort()
-            else:
-                self._transport.resume_reading()

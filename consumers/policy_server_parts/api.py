@@ -123,10 +123,11 @@ class PolicyApi:
                 f"token id {strange[0]} is outside the vocabulary of {self.vocab_size} -> "
                 "use this model's tokenizer"
             )
-        if len(prompt) + wanted > self.context:
+        if (room := self.context - len(prompt)) < wanted:
+            hint = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
             raise BadRequest(
                 f"{len(prompt)} prompt and {wanted} new tokens do not fit into a context of "
-                f"{self.context} -> lower max_tokens to {max(self.context - len(prompt), 0)}"
+                f"{self.context} -> {hint}"
             )
 
     def _encoded(self, text: str, **how: Any) -> list[int]:

@@ -68,6 +68,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _LEAST_TEMPERATURE = 1e-6  # above 0: below it, logits that are divided by it may leave float32
 _MOST_STOPS, _LONGEST_STOP = 16, 1024  # strings, characters: each token is compared with them
+_VALUES, _VALUES_OF_A_TOKEN = 1 << 16, 8  # texts, lists and objects of a body: a message has 5 or more
+_LARGEST_FIELD = 1 << 20  # bytes, but for prompt and messages
 _FORM = 'such as {"prompt": "...", "max_tokens": 16}'
 
 Count = Annotated[int, Meta(ge=1)]
@@ -147,18 +149,19 @@ Body = TypeVar("Body", bound=SamplingFields)
 
 def decoded(raw: bytes | bytearray, kind: type[Body], context: int) -> Body:
     """Returns the fields of a body. Raises BadRequest, which names the first that is wrong."""
+    if not raw:
+        raise BadRequest(f"the body is empty -> {_FORM}")
+    _require_few_values(raw, context)
     try:
-        _require_few_tokens(raw, context)
-        fields = msgspec.json.decode(raw or b"null")
+        _require_known(raw, kind, context)
+        fields = msgspec.json.decode(raw)
     except RecursionError:
         raise BadRequest(f"the body has brackets within brackets without end -> {_FORM}") from None
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadRequest(f"the body is not JSON: {str(error).partition(' - at ')[0]} -> {_FORM}") from None
     if not isinstance(fields, dict):
         raise BadRequest(f"the body is {kind_of(fields)}, no JSON object -> {_FORM}")
-    for name in fields.keys() - _HARMLESS - {*kind.__struct_fields__}:
-        if name not in _NEUTRAL:
-            raise BadRequest(f"{shown(name)} is not a field of such a request -> leave it out")
+    for name in fields.keys() & _NEUTRAL.keys():
         if (value := fields[name]) is not None and value not in _NEUTRAL[name]:
             raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
     try:
@@ -172,12 +175,37 @@ def decoded(raw: bytes | bytearray, kind: type[Body], context: int) -> Body:
 _PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _require_few_tokens(raw: bytes | bytearray, context: int) -> None:
-    """Raises BadRequest for lists of more token ids than fit into the context, before they become objects."""
+def _require_few_values(raw: bytes | bytearray, context: int) -> None:
+    """Raises BadRequest for more texts, lists and objects than requests have: making millions of them stops
+    all threads for seconds, and takes many times the memory of the body.
+    """
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # whose quotes all begin or end a text
+    most = _VALUES + _VALUES_OF_A_TOKEN * context
+    values = plain.count(b'"') // 2
+    if values <= most:
+        values += sum(part.count(b"[") + part.count(b"{") for part in plain.split(b'"')[::2])
+    if values > most:
+        raise BadRequest(
+            f"the body has {values} texts, lists and objects, at most {most} are taken with a context of "
+            f"{context} -> send less at once"
+        )
+
+
+def _require_known(raw: bytes | bytearray, kind: type[SamplingFields], context: int) -> None:
+    """Raises BadRequest for unknown and for large fields, and for lists of more token ids than fit into the
+    context, before they become objects.
+    """
     try:
-        prompt = bytes(_PARTS.decode(raw or b"null").get("prompt", b""))
+        parts = _PARTS.decode(raw)
     except msgspec.ValidationError:
         return  # not an object, which is said elsewhere
+    for name, part in parts.items():
+        if name not in _HARMLESS and name not in _NEUTRAL and name not in kind.__struct_fields__:
+            raise BadRequest(f"{shown(name)} is not a field of such a request -> leave it out")
+        size = memoryview(part).nbytes
+        if size > _LARGEST_FIELD and name not in ("prompt", "messages"):
+            raise BadRequest(f"{name} has {size} bytes, at most {_LARGEST_FIELD} are taken -> shorten it")
+    prompt = bytes(parts.get("prompt", b""))
     keys = {b"[": 0, b"{": 2}.get(prompt[:1], -1)  # quotes: `{"prompt_token_ids": [...]}` has one key
     if prompt.count(b'"') != keys:
         return  # text, or a list of texts

@@ -27,14 +27,23 @@ Headers = Callable[[str], str]
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{0,5})?")
 _FORMS = ("text/plain", "multipart/form-data")  # not what curl and urllib call a body that has no type
+# a peer is read on for so long before its connection is closed: who closes with unread bytes resets the
+# connection, answer and all
+LINGER_S = 2.0
 _FIRST_HANDED_OVER = 3
+_REASON = 2000  # characters of a refusal's reason: it may name what the peer has sent
 _BACKLOG = 2048
 
 
 class Refused(Exception):
-    """A request that is refused: an HTTP status, the reason in one line, and a kind that is counted."""
+    """A request that is refused: an HTTP status, the reason in one line, and a kind that is counted.
+
+    A very long reason is cut in its middle.
+    """
 
     def __init__(self, status: int, detail: str, kind: str) -> None:
+        if len(detail) > _REASON:
+            detail = f"{detail[: _REASON // 2]}...{detail[-_REASON // 2 :]}"
         super().__init__(detail)
         self.status, self.detail, self.kind = status, detail, kind
 
@@ -205,6 +214,12 @@ class Places:
         with self._lock:
             self._without_head.pop(connection, None)
             self._all.discard(connection)
+
+
+def limit_unread_answer(peer: socket.socket, limit_s: float) -> None:
+    """Has the kernel end the connection of a peer that takes nothing of an answer for this long; 0: never."""
+    if peer.family in (socket.AF_INET, socket.AF_INET6):
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -81,7 +81,10 @@ class Gate:
                 await self._app(scope, no_body, send)
                 return
             booking = scope["booking"] = Booking(takes.memory)
-            again = await self._whole(scope, headers, receive, booking, takes)
+            try:
+                again = await self._whole(scope, headers, receive, booking, takes)
+            except asyncio.CancelledError:  # the server ends, and has waited for bodies under way
+                raise Refused(503, "the server ends -> send it again", "ending") from None
             if again is not None:
                 await self._app(scope, again, send)
         except Refused as refused:

@@ -6,26 +6,29 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shmbridge.httpd.door import Bounds, Places
+from shmbridge.httpd.door import LINGER_S, Bounds, Places, limit_unread_answer
 
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
+_REASON = 500  # characters of why a request is not HTTP
 _KEEP_ALIVE_S = 75  # without a request on a connection
 _END_S = 2  # wait for responses in progress; limits the wait for clients that keep connections open
 
 
 class BoundedConnection(H11Protocol):
-    """One connection. A head, and a body that is left after its answer, have a limited time to come.
+    """One connection. A head, and a body that is left after its answer, have a limited time to come; a peer
+    that takes nothing of an answer for the time of a pause is let go.
 
     Args:
         bounds: of the server.
@@ -38,6 +41,19 @@ class BoundedConnection(H11Protocol):
         self._refused = False
         self._awaited = ""  # what must come in time
         self._late: asyncio.TimerHandle | None = None
+        self.link: Lingering | None = None
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether the peer's close is waited for, however long that takes."""
+        return False
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether more of a request may come: who closes with unread bytes resets the connection, answer and
+        all.
+        """
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins the connection, if there is a place."""
@@ -46,12 +62,14 @@ class BoundedConnection(H11Protocol):
             transport.write(_BUSY)
             transport.close()
             return
-        super().connection_made(transport)
+        self.link = Lingering(transport, self)
+        super().connection_made(cast(asyncio.Transport, self.link))
+        limit_unread_answer(transport.get_extra_info("socket"), self._bounds.body_pause_s)
         self._await("head")
 
     def data_received(self, data: bytes) -> None:
-        """Receives more of a request."""
-        if not self._refused:
+        """Receives more of a request; after our side was shut down, requests are not served."""
+        if self.link is not None and not self.link.ended:
             super().data_received(data)
             self._watch()
 
@@ -60,7 +78,14 @@ class BoundedConnection(H11Protocol):
         try:
             super().handle_events()
         except ValueError:  # a Content-Length of more digits than Python reads
-            self.send_400_response("Invalid HTTP request received.")
+            self.send_400_response("Content-Length has too many digits -> send the body's length")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, with the reason."""
+        wrong = sys.exc_info()[1]
+        if isinstance(wrong, h11.RemoteProtocolError):
+            msg = f"{wrong} -> send an HTTP/1.1 request"
+        super().send_400_response(msg[:_REASON].encode("ascii", "replace").decode())
 
     def on_response_complete(self) -> None:
         """Ends a request; the rest of a body that was not read has little time."""
@@ -80,6 +105,9 @@ class BoundedConnection(H11Protocol):
 
     def _watch(self) -> None:
         """Has the timer be that of what must come next."""
+        if self.link is not None and self.link.ended:
+            self._await("" if self.is_proving else "close")
+            return
         state = self.conn.their_state
         if state is not h11.IDLE:
             self._places.has_head(self)
@@ -98,11 +126,42 @@ class BoundedConnection(H11Protocol):
         self._awaited, self._late = what, None
         if what:
             limit_s = self._bounds.head_s if what == "head" else self._bounds.body_pause_s
+            limit_s = LINGER_S if what == "close" else limit_s
             self._late = self.loop.call_later(limit_s, self._too_late)
 
     def _too_late(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.abort()
+        self.transport.abort()
+
+
+class Lingering:
+    """A transport whose close() keeps reading while the peer may send, or proves by its close what it has
+    read.
+    """
+
+    def __init__(self, transport: asyncio.Transport, connection: BoundedConnection) -> None:
+        self._transport, self._connection = transport, connection
+        self.ended = False  # our FIN counts as one byte of the send queue
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Returns whether our side is closed for writing."""
+        return self.ended or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Closes; or shuts down our side, and waits for the peer."""
+        lingers = self._connection.is_proving or self._connection.is_unread
+        if not lingers or self._transport.is_closing():
+            self._transport.close()
+        elif not self.ended:
+            self.ended = True
+            try:
+                self._transport.write_eof()
+            except OSError:  # the peer has reset the connection already
+                self._transport.abort()
+            else:
+                self._transport.resume_reading()
 
 
 class Server(uvicorn.Server):

@@ -13,16 +13,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from shmbridge.httpd.door import Bounds, Places, Refused, content_length, stalled
+from shmbridge.httpd.door import (
+    LINGER_S,
+    Bounds,
+    Places,
+    Refused,
+    content_length,
+    limit_unread_answer,
+    stalled,
+)
 
 _FULL = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
 _HEAD_BYTES = 72 << 10  # of a whole head; of one line http.server takes 64 KiB
-_LINGER_S = (
-    2.0  # reads on after a refusal: who closes with unread bytes resets the connection, answer and all
-)
 
 
 class Room:
@@ -112,12 +118,12 @@ class Handler(BaseHTTPRequestHandler):
     """
 
     server: ThreadServer
-    error_message_format = "%(code)d %(message)s\n"
     error_content_type = "text/plain; charset=utf-8"
 
     def setup(self) -> None:
         """Begins a connection."""
         super().setup()
+        limit_unread_answer(self.connection, self.server.bounds.body_pause_s)
         self._reading = _Reading(self.connection, self.server.bounds)
         self.rfile = io.BufferedReader(self._reading)
         self._requests, self._unread = 0, False
@@ -183,6 +189,15 @@ class Handler(BaseHTTPRequestHandler):
         """Answers a refused request with its reason, and closes the connection."""
         self.answer(refused.status, f"{refused.detail}\n".encode(), self.error_content_type, refused)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers what http.server itself refuses as any other refusal."""
+        said, hint = message or "this is not HTTP", "send an HTTP/1.1 request"
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            code, said = HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command} is not taken here"
+            hint = "send " + " or ".join(name[3:] for name in dir(self) if name.startswith("do_"))
+        self.close_connection = True
+        self.refuse(Refused(code, f"{said} -> {hint}", "malformed"))
+
     def answer(self, status: int, body: bytes, kind: str, refused: Refused | None = None) -> None:
         """Sends a response. Blocks while the peer does not take it, up to the bounds' pause."""
         if self.request_version in ("", "HTTP/0.9"):
@@ -204,8 +219,8 @@ class Handler(BaseHTTPRequestHandler):
         if self._unread and not self._reading.is_late:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_WR)
-                self.connection.settimeout(_LINGER_S)
-                until = time.monotonic() + _LINGER_S
+                self.connection.settimeout(LINGER_S)
+                until = time.monotonic() + LINGER_S
                 while time.monotonic() < until and self.connection.recv(1 << 16):
                     pass
         with suppress(OSError):

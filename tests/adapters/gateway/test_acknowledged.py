@@ -19,7 +19,7 @@ import pytest
 import requests
 from gateway_clients import Api, GatewayProcess, RawClient, group, marks
 
-from shmbridge.consumers.gateway.delivery import _Lingering
+from shmbridge.httpd.server import Lingering
 
 # so that a batch does not fit into the buffers of a socket
 LONG = {"advantages": [[0.123456789 + at for at in range(20_000)]] * 4}
@@ -314,8 +314,8 @@ def test_a_connection_that_is_reset_when_its_answer_ends_is_given_up():
             self.aborted = True
 
     class Connection:
-        carried = ("a batch",)
+        is_proving = True
 
     transport = Reset()
-    _Lingering(transport, Connection()).close()  # type: ignore[arg-type]
+    Lingering(transport, Connection()).close()  # type: ignore[arg-type]
     assert transport.aborted

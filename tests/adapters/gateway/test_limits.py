@@ -283,7 +283,14 @@ def test_a_signal_ends_the_gateway_in_order(gateway: GatewayProcess, bridge: str
     deadline = time.monotonic() + 20
     while gateway.stats()["posts_waiting"] == 0 or gateway.stats()["posts_total"] < 4:
         assert time.monotonic() < deadline
+    half = RawClient(gateway)
+    half.ask("/scored_data", "content-length: 9", method="POST")
+    half.socket.sendall(b"{")
     assert gateway.end(signal.SIGTERM) == 0
+    half.read_head()
+    assert half.head.startswith("http/1.1 503")
+    half.close()
+    assert "Traceback" not in gateway.output
     statuses = [answers[0].status_code for thread, answers in held if not thread.join()]
     assert set(statuses) <= {200, 503}
     assert 503 in statuses

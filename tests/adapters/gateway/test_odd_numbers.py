@@ -43,6 +43,22 @@ def test_text_of_no_number_is_refused_by_column(wrong: object):
         assert caught.value.status == 422
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({str(key): 0 for key in range(50_000)}),
+        json.dumps({"k" * 500_000: 0}),
+        json.dumps({"k" * 9000: {"l" * 9000: float("nan")}}),
+    ],
+    ids=["keys", "key", "path"],
+)
+def test_a_refusal_is_short_whatever_it_names(body: str):
+    with pytest.raises(Refused) as caught:
+        read_post(body.encode(), many=False, extras=True)
+    assert len(caught.value.detail) < 2100
+    assert caught.value.detail.count(" -> ") == 1
+
+
 @pytest.mark.parametrize("column", ["tokens", "advantages"])
 def test_null_as_text_is_no_column_that_is_left_out(column: str):
     with pytest.raises(Refused, match=f"{column}: 'null' is not a list -> "):

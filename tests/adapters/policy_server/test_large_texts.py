@@ -68,6 +68,8 @@ BODIES = {
         {"messages": [{"role": "user", "content": "a" * 500}] * 2000},
     ),
     "escapes of 5 MB": ("/v1/completions", {"prompt": "\u00e9" * 800_000}),
+    "objects of 7 MB": ("/v1/chat/completions", {"messages": [{}] * 1_800_000}),
+    "lists of 7 MB": ("/v1/completions", {"prompt": [[]] * 1_800_000}),
     "tokens of 5 MB": ("/v1/completions", {"prompt": [27] * 1_200_000}),
 }
 

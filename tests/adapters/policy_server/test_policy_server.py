@@ -308,6 +308,11 @@ async def address(process: subprocess.Popen, log: Path) -> str:
     return found[0]
 
 
+async def half_a_body() -> AsyncIterator[bytes]:
+    yield b'{"prompt": "1'
+    await asyncio.sleep(60)
+
+
 @pytest.mark.parametrize(
     ("signum", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
 )
@@ -323,9 +328,11 @@ async def test_the_program_serves_without_a_segment_and_ends_quietly_on_signals(
             # a request in flight must not hold the end up, nor may it be answered with half an answer
             body = {"prompt": "1", "n": 256, "max_tokens": 120, "ignore_eos": True}
             asked = asyncio.create_task(session.post(f"{url}/generate", json=body))
-            await asyncio.sleep(0)
+            half = asyncio.create_task(session.post(f"{url}/generate", data=half_a_body()))
+            await asyncio.sleep(0.5)
             process.send_signal(signum)
-            (outcome,) = await asyncio.gather(asked, return_exceptions=True)
+            outcome, refused = await asyncio.gather(asked, half, return_exceptions=True)
+            assert isinstance(refused, Exception) or refused.status == 503
             if isinstance(outcome, aiohttp.ClientResponse) and outcome.status == 200:
                 assert [len(ids) for ids in (await outcome.json())["token_ids"]] == [120] * 256
         assert await asyncio.to_thread(process.wait, 30) == status
@@ -404,7 +411,7 @@ async def test_the_program_refuses_a_taken_port_and_a_missing_model_with_a_reaso
 WRONG = [
     ("GET", "/generate", b"", 405, "Method Not Allowed: GET /generate -> POST "),
     ("POST", "/generat", b"{}", 404, "Not Found: POST /generat -> POST "),
-    ("POST", "/generate", b"", 400, "the body is None, no JSON object -> such as "),
+    ("POST", "/generate", b"", 400, "the body is empty -> such as "),
     ("POST", "/generate", b"{", 400, "the body is not JSON: "),
     ("POST", "/generate", b'{"prompt": [1]}', 400, "prompt: [1] is not text or a mapping -> "),
     ("POST", "/generate", b'{"prompt": "1", "n": 0}', 400, "n: 0 is not a whole number, at least 1 -> "),
@@ -436,6 +443,13 @@ WRONG = [
         b'{"prompt": ["1", {}]}',
         400,
         "prompt: {} is neither text nor token ids -> ",
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        b'{"prompt": "%s"}' % (b"1" * 128),
+        400,
+        "128 prompt and 16 new tokens do not fit into a context of 128 -> shorten the prompt",
     ),
     ("POST", "/v1/chat/completions", b"{}", 400, "messages is empty -> messages: ["),
 ]

@@ -275,6 +275,28 @@ def test_a_hostile_first_line(server: Running, first: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "refused"),
+    [
+        ("PATCH {} HTTP/1.1\r\nHost: a", {405}),
+        ("GET {} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip", {400, 405, 411}),
+        ("POST {} HTTP/1.1\r\nHost: a\r\nContent-Length: 1_0", {400, 403, 405}),
+        ("GET {} HTTP/11", {400}),
+        ("hello {}", {400}),
+    ],
+)
+def test_a_wrong_request_is_told_what_to_send(server: Running, first: str, refused: set[int]) -> None:
+    """With a head and one next action, also where the library of the server refuses it."""
+    with server.connect() as client:
+        client.sendall(first.format(GOOD[server.kind][1]).encode() + b"\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        found = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    (status,) = read_statuses(found)
+    assert status in refused
+    as_upstream = server.kind == "strict" and status == 405
+    assert as_upstream or status == 403 or found.count(b" -> ") == 1, found
+
+
+@pytest.mark.parametrize(
     "lines",
     [
         {"host": "evil.example.com"},
@@ -416,6 +438,35 @@ def test_an_answered_body_that_goes_on_has_an_end(server: Running) -> None:
                 client.sendall(b" ")
                 time.sleep(0.2)
         assert time.monotonic() - began < 15
+
+
+def test_a_refusal_reaches_a_client_that_wants_the_connection_closed(server: Running) -> None:
+    """As urllib does: its body is read on, for a close before its end would reset the connection."""
+    length = "Content-Length: 12000000"
+    for lines in ([length], ["Content-Length: x"], [length, "X: " + "y" * 100_000]):
+        with server.connect() as client:
+            client.sendall(server.head("Connection: close", *lines, path="/nowhere", method="POST"))
+            client.sendall(b"x" * 12_000_000)
+            assert set(statuses(client)) <= REFUSALS
+
+
+def test_an_answer_that_is_not_read_has_an_end(server: Running) -> None:
+    """Its connection and its memory are free after a pause, though the client keeps the connection."""
+    if server.kind == "scrapes":
+        return  # one short answer a connection
+    path, body = {"policy": ("/health", b""), "environments": ("/rows", b"{}")}.get(
+        server.kind, ("/stats", b"")
+    )
+    head = server.head(f"Content-Length: {len(body)}", path=path, method="POST" if body else "GET")
+    before = server.descriptors
+    with contextlib.ExitStack() as clients:
+        for _ in range(5):
+            client = clients.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall((head + body) * 300)
+        wait_until(lambda: server.descriptors > before, timeout_s=20)
+        wait_until(lambda: server.descriptors <= before, timeout_s=20)
 
 
 def test_half_sent_heads_are_closed(server: Running) -> None:
