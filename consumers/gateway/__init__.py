@@ -55,7 +55,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callab
     try:
         await mode.open()
         # posts that wait for room are answered first when serving ends
-        server = Server(app, options.bounds, ProvingConnection, ready=ready, ending=mode.close_lanes)
+        server = Server(app, options.bounds, ProvingConnection, ready=ready, ending=mode.end)
         await server.serve([listener])
     finally:
         await mode.close()

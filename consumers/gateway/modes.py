@@ -109,17 +109,22 @@ class Mode(ABC):
 
     @abstractmethod
     def close_lanes(self) -> None:
-        """Closes all lanes: posts that wait for room are refused, what is in the lanes stays."""
+        """Closes all lanes; what is in them stays."""
 
     def stats(self) -> dict[str, float]:
         """Returns the counters, flat."""
         return {**self.ledger.counts, "posts_waiting": self.ledger.waiting, **self.taker.stats()}
 
+    def end(self) -> None:
+        """Refuses posts that wait for room, and closes all lanes; what is in them stays."""
+        self.ledger.end()
+        self.close_lanes()
+
     async def close(self) -> None:
         """Leaves the bridge; the next gateway goes on from here."""
         for task in self._tasks:
             task.cancel()
-        self.close_lanes()
+        self.end()
         await self.ledger.settled(2.0)
         await self.hub(self.taker.close)
         self._thread.shutdown()
@@ -198,7 +203,7 @@ class DefaultMode(Mode):
         self.state.forget()
 
     def close_lanes(self) -> None:
-        """Closes all lanes: posts that wait for room are refused, what is in the lanes stays."""
+        """Closes all lanes; what is in them stays."""
         self.envs.close_lanes()
 
     async def close(self) -> None:
@@ -273,6 +278,6 @@ class StrictMode(Mode):
         self.state.forget()
 
     def close_lanes(self) -> None:
-        """Closes all lanes: posts that wait for room are refused, what is in the lanes stays."""
+        """Closes all lanes; what is in them stays."""
         for lane in self._lanes.values():
             lane.close()

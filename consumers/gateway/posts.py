@@ -145,6 +145,7 @@ class PostLedger:
             lanes_replaced_total=0,
         )
         self.waiting = 0  # posts that wait for room
+        self._ended = False
 
     async def take(
         self,
@@ -237,6 +238,8 @@ class PostLedger:
         first = True
         while True:
             producer = await _opened(lane, deadline)
+            if self._ended:
+                raise Closed("the gateway is ending", hint="post again to the next one")
             try:
                 sequence = await producer.put_async(
                     group, foreign=True, timeout_s=max(0.0, deadline - time.monotonic())
@@ -280,6 +283,10 @@ class PostLedger:
     def forget(self) -> None:
         """Forgets all posts, after a reset."""
         self._lost.clear()
+
+    def end(self) -> None:
+        """Refuses every group that is not being put yet, also one whose lane is being opened."""
+        self._ended = True
 
     async def settled(self, timeout_s: float) -> None:
         """Waits until no post is in progress."""
