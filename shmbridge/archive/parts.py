@@ -106,14 +106,17 @@ class Part:
 
 
 def parts_of(folder: Path) -> list[Part]:
-    """Returns the parts of a folder in order; of a part that is there twice, the finished file."""
-    found: dict[int, Part] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if match := _NAME.fullmatch(path.name):
-            part = Part(int(match[1]), path)
-            if part.number not in found or found[part.number].is_stream:
-                found[part.number] = part
-    return [found[number] for number in sorted(found)]
+    """Returns the parts of a folder in order; of one number the finished files before the stream.
+
+    Several of one number are those of a recorder that was killed as it finished one, whose records come
+    twice, or those of two folders in one.
+    """
+    found = [
+        Part(int(match[1]), path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := _NAME.fullmatch(path.name))
+    ]
+    return sorted(found, key=lambda part: (part.number, part.is_stream, part.path.name))
 
 
 def path_of(folder: Path, number: int, suffix: str) -> Path:
@@ -145,11 +148,29 @@ def finish_left(folder: Path, kind: Format) -> list[Path]:
     for left in folder.glob(f"*{WRITING}"):
         if _NAME.fullmatch(left.name.removesuffix(WRITING)):
             left.unlink()
-    finished = {part.number for part in parts_of(folder) if not part.is_stream}
-    for number in finished:  # killed between the rename and the removal
-        path_of(folder, number, STREAM).unlink(missing_ok=True)
-    found = [finish(part, kind) for part in parts_of(folder) if part.is_stream]
+    parts, found = parts_of(folder), []
+    for part in [part for part in parts if part.is_stream]:
+        finished = [each for each in parts if each.number == part.number and not each.is_stream]
+        if finished and (session := _session(part)) and session in [*map(_session, finished)]:
+            part.path.unlink()  # killed between the rename and the removal
+            continue
+        if finished:  # of another folder
+            number = max(each.number for each in parts) + 1
+            part = Part(number, part.path.rename(path_of(folder, number, STREAM)))
+            parts.append(part)
+        found.append(finish(part, kind))
     return [path for path in found if path is not None]
+
+
+def _session(part: Part) -> str | None:
+    """Returns the session of a part's recorder; None for a stream without. Raises ArchiveUnreadable."""
+    try:
+        opened = part.opened()
+    except ArchiveUnreadable:
+        if not part.is_stream:
+            raise
+        return None
+    return None if opened is None else opened[0].about.get("shmbridge.session")
 
 
 def finish(part: Part, kind: Format) -> Path | None:
@@ -194,7 +215,12 @@ def keys_of(folder: Path) -> SeenKeys:
     """Returns the keys of all records of a folder; reads two columns of each part."""
     seen = SeenKeys()
     for part in parts_of(folder):
-        for producer_id, sequence in part.record_keys():
+        try:
+            keys = [*part.record_keys()]
+        except FileNotFoundError:  # finished by its recorder since the folder was listed
+            again = [each for each in parts_of(folder) if each.number == part.number]
+            keys = [key for each in again for key in each.record_keys()]
+        for producer_id, sequence in keys:
             seen.add(producer_id, sequence)
     return seen
 

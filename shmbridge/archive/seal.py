@@ -122,6 +122,15 @@ def _footer(file: BinaryIO) -> int:
     return max(size - form.size - length, 0)
 
 
+def open_part(path: Path) -> pa.OSFile:
+    """Opens a part to read, whatever bytes its name has. Raises OSError; ArchiveUnreadable for what is not a
+    file: a pipe would wait for its writer, a device has no end.
+    """
+    if not path.is_file() and os.path.lexists(path):
+        raise ArchiveUnreadable(f"{path} is not a file", hint="move it away to read the others")
+    return pa.OSFile(os.fsencode(path))
+
+
 class CheckedFile:
     """A finished part as pyarrow.PythonFile reads it: each byte is in memory and checked before it is seen.
 
@@ -132,7 +141,7 @@ class CheckedFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
-        self._source = pa.OSFile(str(path))
+        self._source = open_part(path)
         self._size = self._source.size()
         self._sums: tuple[int, ...] = ()
         self._data, self._block = self._size, BLOCK  # bytes before the seal

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from shmbridge._ext.checksum import checksum
 from shmbridge.archive.layout import marked, revision_of
-from shmbridge.archive.seal import say_unchecked
+from shmbridge.archive.seal import open_part, say_unchecked
 from shmbridge.errors import InvalidRecord
 from shmbridge.record.checked import first_line
 
@@ -32,6 +32,7 @@ _STAMP, _CHAIN = struct.Struct("<8sQQ"), struct.Struct("<Q")
 _MARK = b"sbstamp1"
 _STAMP_BYTES = _STAMP.size + _CHAIN.size
 _LONGEST_HEAD = 64 << 20  # a schema with 256 columns has 0.1 MB
+_LOOK_BYTES = 1 << 20  # the head of a message ends within
 _MOST_PIECES = 1024  # of one call: IOV_MAX
 _ENDS = (b"", bytes(_PREFIX.size), _ONES + bytes(4))
 
@@ -187,7 +188,7 @@ def read_stream(path: Path) -> ReadStream | None:
     A message under way begins with zeros, and is left out. One that is there and cannot be read, or whose
     checksums are not its own, ends the stream: that is its damage.
     """
-    source = pa.OSFile(str(path))
+    source = open_part(path)
     found: list[Damage] = []
     try:
         try:
@@ -228,8 +229,11 @@ def _message(source: pa.OSFile, at: int, chain: int) -> _Message | None:
 
     Raises InvalidRecord for anything else.
     """
-    if not any(source.read_at(_PREFIX.size, at)):
-        return None
+    while not any(source.read_at(_PREFIX.size, at)):
+        if _is_under_way(source, at + _PREFIX.size, chain):
+            return None
+        if not any(source.read_at(_PREFIX.size, at)):  # else it became whole meanwhile, and more came
+            raise InvalidRecord("zeros stand where a message began")
     prefix = source.read_at(_PREFIX.size, at)  # again: the first look may have come between two of its bytes
     ones, head_bytes = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
     if ones != _ONES or not _STAMP_BYTES <= head_bytes <= _LONGEST_HEAD:
@@ -253,6 +257,35 @@ def _message(source: pa.OSFile, at: int, chain: int) -> _Message | None:
     if whole[: body_at - at] != prefix + head or checksum([whole[body_at - at :]]) != body_sum:
         raise InvalidRecord(f"bytes {body_at} to {end} are not what was written")
     return _Message(raw, end, said)
+
+
+def _is_under_way(source: pa.OSFile, at: int, chain: int) -> bool:
+    """Returns whether what stands behind the zeros of a prefix is one message, as far as a recorder came.
+
+    It writes from the front: a head, which continues the messages before, then no more than the head's body.
+    """
+    size = _size(source)
+    first = source.read_at(_LOOK_BYTES, at)
+    if (mark := first.find(_MARK)) < 0:
+        begun = any(first[: _PREFIX.size]) and len(first) < _LOOK_BYTES
+        return (begun and (at > _PREFIX.size or _ONES not in first)) or _is_zero(source, at)
+    head = first[: mark + _STAMP_BYTES]
+    if len(head) < mark + _STAMP_BYTES:
+        return True
+    _, body_bytes, _ = _STAMP.unpack_from(head, mark)
+    said = checksum([_PREFIX.pack(_ONES, len(head)), head[: -_CHAIN.size]], chain)
+    return said == _CHAIN.unpack_from(head, len(head) - _CHAIN.size)[0] and (
+        size <= at + len(head) + body_bytes
+    )
+
+
+def _is_zero(source: pa.OSFile, at: int) -> bool:
+    """Returns whether nothing but zeros, or nothing, stands from there on."""
+    while some := source.read_at(_LOOK_BYTES, at):
+        if some.count(0) < len(some):
+            return False
+        at += len(some)
+    return True
 
 
 def _without_stamps(path: Path, source: pa.OSFile, wrong: BaseException) -> ReadStream:

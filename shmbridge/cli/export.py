@@ -1,11 +1,10 @@
 """`shmbridge export`: finishes a recorded folder, or copies it into one file."""
 
 import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
-
-import msgspec
 
 from shmbridge.parser import Parser
 from shmbridge.program import refuse
@@ -47,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         refuse("shmbridge export", wrong)
         return 1
     if arguments.json:
-        print(msgspec.json.encode(asdict(done)).decode())
+        print(json.dumps(asdict(done)))  # escapes what a path has that is not UTF-8
         return 0
-    print(f"{done.records} records" + (f", {done.rows} rows in {done.out}" if done.out else ""))
+    print(f"{done.records} records" + (f", {done.rows} rows in {printable(done.out)}" if done.out else ""))
     for producer_id, sequence in done.reached.items():
         print(f"  {printable(producer_id)}: {done.counts[producer_id]} records, up to sequence {sequence}")
     for path in done.finished:
-        print(f"  finished {path}")
+        print(f"  finished {printable(path)}")
     return 0

@@ -1,11 +1,10 @@
 """`shmbridge record`: writes the records of a running bridge into files, from outside."""
 
 import argparse
+import json
 import signal
 from dataclasses import asdict
 from pathlib import Path
-
-import msgspec
 
 from shmbridge.parser import Parser, amount, bridge_name, whole
 from shmbridge.program import refuse
@@ -82,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     if arguments.json:
-        print(msgspec.json.encode(asdict(done)).decode())
+        print(json.dumps(asdict(done)))  # escapes what a path has that is not UTF-8
         return 0
     print(
-        f"{done.recorded} records in {arguments.out}; {done.missed} missed, {done.skipped} skipped, "
-        f"{done.unreadable} unreadable, {done.again} there already"
+        f"{done.recorded} records in {printable(str(arguments.out))}; {done.missed} missed, "
+        f"{done.skipped} skipped, {done.unreadable} unreadable, {done.again} there already"
     )
     for producer_id, sequence in done.reached.items():
         print(f"  {printable(producer_id)} up to sequence {sequence}")
