@@ -30,9 +30,7 @@ _WORDS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (f"^{_REQUIRED}", "missing: "),
     (r"^[^:]*: (?=\[SB\d+\] )", ""),
 )
-_NEGATIVE_NUMBER = re.compile(
-    r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-)  # also 1e-3, which argparse does not know
+_NEGATIVE_NUMBER = re.compile(r"^-\.?(\d|inf)")  # also -1e-3 and -inf, which argparse takes for flags
 
 
 class Refused(Exception):

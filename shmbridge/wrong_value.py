@@ -75,6 +75,7 @@ def shown_value(value: Any) -> str:
 
 _MOST_DEEP = 50
 _MOST_SHOWN = 40
+_MOST_LISTED = 20
 _MOST_DIGITS = 4000  # Python's int() refuses 4,300
 _NOTHING = re.compile(r"(?!)")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -113,10 +114,16 @@ def read_yaml(text: str | bytes, forbidden: re.Pattern[str] | None = None) -> An
         loader = _loader()(text)
         tree = loader.get_single_node()
         if wrong := list(_faults(tree, "", (), set(), forbidden or _NOTHING)):
-            raise ValueError("; ".join(wrong))
+            raise ValueError(listed(wrong))
         return None if tree is None else loader.construct_document(tree)
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {_wrong_yaml(error)}") from error
+
+
+def listed(wrong: list[str]) -> str:
+    """Returns what is wrong with a file in one line, and how much more there is of it."""
+    more = len(wrong) - _MOST_LISTED
+    return "; ".join(wrong[:_MOST_LISTED]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def plain(document: Any) -> Any:
@@ -204,6 +211,9 @@ def _loader() -> Any:
             return node
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            if node.id != "mapping":
+                what = f"expected a mapping, but found a {node.id}"
+                raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
             self.flatten_mapping(node)
             return {key.value: self.construct_object(inner, deep) for key, inner in node.value}
 

@@ -2,8 +2,6 @@
 
 import argparse
 import difflib
-import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,6 +38,7 @@ def prepare_parser(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the lines."""
     from shmbridge.launch.logs import LogFile, followed, log_files, merged
+    from shmbridge.watch.output import to_reader
 
     there = log_files(arguments.run_dir)
     if not there:
@@ -58,20 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         for line in lines
         if not arguments.level or (line.level is not None and _LEVELS.index(line.level) >= least)
     )
-    try:
-        _print(
-            msgspec.json.encode(asdict(line)).decode()
-            if arguments.json
-            else line.text
-            if line.level or len(files) == 1
-            else f"{line.name}: {line.text}"
-            for line in chosen
-        )
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stderr.close()
+    with to_reader():
+        for line in chosen:
+            named = line.text if line.level or len(files) == 1 else f"{line.name}: {line.text}"
+            print(msgspec.json.encode(asdict(line)).decode() if arguments.json else named, flush=True)
     return 0
-
-
-def _print(texts: Iterable[str]) -> None:
-    for text in texts:
-        print(text, flush=True)

@@ -15,7 +15,8 @@ from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import BadConfig, ShmBridgeError
 from shmbridge.launch.flags import Options, Variables, handed_on
 from shmbridge.parser import none_of
-from shmbridge.wrong_value import plain, read_yaml, wrong_value
+from shmbridge.shown import kind_of
+from shmbridge.wrong_value import listed, plain, read_yaml, wrong_value
 
 _NO_ARGUMENT = re.compile("[\0\ud800-\udfff]")  # NUL ends an argument; half a surrogate pair is not UTF-8
 MOST_PROCESSES = 1024  # as many lanes a consumer has at most
@@ -195,11 +196,11 @@ def parse(document: object) -> Config:
             hint="it needs at least bridge: and learner: or gateway:",
         )
     if unknown := list(_unknown_keys(document, Config, "")):
-        raise BadConfig("; ".join(unknown), hint="correct the names: unknown keys are never skipped")
+        raise BadConfig(listed(unknown), hint="correct the names: unknown keys are never skipped")
     wrong: list[str] = []
     values = handed_on(document, "", wrong)
     if wrong:
-        raise BadConfig("; ".join(wrong), hint="docs/reference/launch-file.md has each key")
+        raise BadConfig(listed(wrong), hint="docs/reference/launch-file.md has each key")
     try:
         config = msgspec.convert(plain(values), Config)
     except msgspec.ValidationError as error:
@@ -262,7 +263,7 @@ def _annotation_at(path: str) -> Any:
 
 
 def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    return "nothing" if value is None else kind_of(value)
 
 
 # --- checks beyond types ----------------------------------------------------------------------------------
@@ -353,7 +354,15 @@ def _check_size(path: str, given: str, least: int) -> None:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Raises BadConfig if no folder can be there: the path, or one above it, is a file, or not writable."""
+    """Raises BadConfig if no folder can be there: the path is too long, or what is there of it is no folder,
+    or not writable.
+    """
+    try:
+        run_dir.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise BadConfig(f"run_dir: {error.strerror}", hint="set another run_dir") from error
     there = next(each for each in (run_dir, *run_dir.absolute().parents) if os.path.lexists(each))
     if not os.path.isdir(there):
         raise BadConfig(f"run_dir: {there} is not a folder", hint="set another run_dir")

@@ -10,7 +10,7 @@ from typing import Any
 from shmbridge.errors import BadConfig
 from shmbridge.parser import Parser
 from shmbridge.shown import kind_of
-from shmbridge.wrong_value import Written, plain
+from shmbridge.wrong_value import Written, listed, plain
 
 Variables = dict[str, str]
 Option = str | list[str] | dict[str, str]
@@ -23,17 +23,29 @@ def handed_on(value: object, path: str, wrong: list[str]) -> Any:
     """Returns what `read_yaml` has read, with the file's own text for all that is handed on to programs.
 
     Only a program knows whether 12.10 is a number. Options that are null are left out. Adds a line to
-    `wrong`, by its path, for what is not a text.
+    `wrong`, by its path, for what is not a text. What has several aliases is made once.
     """
-    if isinstance(value, list):
-        return [handed_on(each, f"{path}[{index}]", wrong) for index, each in enumerate(value)]
-    if not isinstance(value, Mapping):
+    return _handed_on(value, path, wrong, {})
+
+
+def _handed_on(value: object, path: str, wrong: list[str], made: dict[int, Any]) -> Any:
+    if not isinstance(value, (list, Mapping)):
         return value
+    if id(value) not in made:
+        made[id(value)] = (
+            [_handed_on(each, f"{path}[{index}]", wrong, made) for index, each in enumerate(value)]
+            if isinstance(value, list)
+            else _mapping(value, path, wrong, made)
+        )
+    return made[id(value)]
+
+
+def _mapping(value: Mapping[str, Any], path: str, wrong: list[str], made: dict[int, Any]) -> dict[str, Any]:
     found = {}
     for key, inner in value.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in _HANDED_ON:
-            found[key] = handed_on(inner, where, wrong)
+            found[key] = _handed_on(inner, where, wrong, made)
         elif key == "options" and isinstance(inner, Mapping):
             given = {name: each for name, each in inner.items() if plain(each) is not None}
             found[key] = {name: _texts(each, f"{where}.{name}", wrong) for name, each in given.items()}
@@ -56,7 +68,7 @@ def _text(value: Any, path: str, wrong: list[str]) -> str:
         wrong.append(f"{path} has no value: write '' for an empty text")
     elif not isinstance(value, (str, Written)):
         wrong.append(f"{path} is {kind_of(value)}, and not a text or number")
-    return value.text if isinstance(value, Written) else str(value)
+    return value.text if isinstance(value, Written) else value if isinstance(value, str) else ""
 
 
 def flags(values: Mapping[str, object]) -> list[str]:
@@ -97,7 +109,7 @@ def option_flags(path: str, options: Options, parser: Parser, taken: Collection[
             except ValueError as error:
                 wrong.append(f"{path}.{name}: {error}")
     if wrong:
-        raise BadConfig("; ".join(wrong), hint=f"{parser.prog} --help lists its flags")
+        raise BadConfig(listed(wrong), hint=f"{parser.prog} --help lists its flags")
     return words
 
 

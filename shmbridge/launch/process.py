@@ -1,5 +1,6 @@
 """One service as a process: its start under a guardian, its log, how it ended."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -59,7 +60,8 @@ class Process:
         self.started, self.due, self.status, self.up = time.monotonic(), None, None, False
         self._begins = (lines(self.name, f"start {self.starts} of {self.name}") + "\n").encode()
         with self.log.open("ab", buffering=0) as log:
-            log.write(self._begins)
+            with contextlib.suppress(OSError):  # a full disk costs output, and no restart
+                log.write(self._begins)
             self.pid = os.posix_spawn(
                 sys.executable,
                 guardian.command(
