@@ -138,8 +138,10 @@ def check_lanes(lanes: int | str) -> int | None:
 
 def whole_number(value: object) -> int | None:
     """Returns a whole number of any integer type as an int; None for anything else, True and False too."""
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a tensor's True has an index
+        return None
     try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
 

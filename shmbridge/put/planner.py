@@ -69,7 +69,7 @@ def checked_stamp(
             f"policy_version={shown(version)} is not a version, or (oldest, newest)",
             hint=_version_hint(version),
         )
-    said = 0 if version is None else 1 if bounds == (version, version) else 2
+    said = 0 if version is None else 2 if isinstance(version, tuple) else 1
     return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval", said)
 
 
