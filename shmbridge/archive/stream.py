@@ -273,10 +273,9 @@ def _is_under_way(source: pa.OSFile, at: int, chain: int) -> bool:
     if len(head) < mark + _STAMP_BYTES:
         return True
     _, body_bytes, _ = _STAMP.unpack_from(head, mark)
-    said = checksum([_PREFIX.pack(_ONES, len(head)), head[: -_CHAIN.size]], chain)
-    return said == _CHAIN.unpack_from(head, len(head) - _CHAIN.size)[0] and (
-        size <= at + len(head) + body_bytes
-    )
+    (said,) = _CHAIN.unpack_from(head, len(head) - _CHAIN.size)
+    continues = said == checksum([_PREFIX.pack(_ONES, len(head)), head[: -_CHAIN.size]], chain)
+    return continues and bool(size <= at + len(head) + body_bytes)
 
 
 def _is_zero(source: pa.OSFile, at: int) -> bool:

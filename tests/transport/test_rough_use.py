@@ -261,9 +261,27 @@ def lease_weights(bridge: str, version: object) -> None:
         pass
 
 
-@pytest.mark.parametrize("version", [True, False, np.True_, 1.0, "1"], ids=repr)
+class TensorTrue:
+    """Like torch's, it has an index."""
+
+    dtype = "torch.bool"
+
+    def __index__(self) -> int:
+        return 1
+
+    def __str__(self) -> str:
+        return "TensorTrue"
+
+
+@pytest.mark.parametrize("version", [True, False, np.True_, 1.0, "1", TensorTrue()], ids=str)
 @pytest.mark.parametrize("door", VERSIONS)
 def test_a_version_is_a_whole_number_at_every_door(door, version, consumer, producer) -> None:
     with pytest.raises((errors.BadArgument, errors.InvalidRecord), match=str(version)):
         VERSIONS[door](consumer, producer, version)
     assert consumer.poll() == []
+
+
+def test_versions_are_numbers_of_any_integer_type(consumer, producer) -> None:
+    producer.put({"tokens": [[1]]}, policy_version=(np.int32(1), np.uint64(2)))
+    with consumer.get(5) as record:
+        assert (record.meta.min_policy_version, record.meta.max_policy_version) == (1, 2)

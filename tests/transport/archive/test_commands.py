@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -186,6 +187,22 @@ def test_names_cannot_write_to_the_terminal(make_consumer, make_producer, tmp_pa
     said = capsys.readouterr().out
     assert "\\x1b[31mb" in said
     assert "\x1b" not in said
+
+
+def test_a_folder_whose_name_is_not_utf_8(make_consumer, make_producer, tmp_path, capsys):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n"))
+    with make_consumer(tap=Recorder(folder)) as consumer, make_producer() as producer:
+        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]})
+        consumer.get(5).release()
+    assert [path.name for path in folder.glob("part-*")] == ["part-000000.parquet"]
+    out = folder / "all.arrow"
+    assert main(["export", str(folder), "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == str(out)
+    assert main(["export", str(folder), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].endswith("\\udcff\\n/all.arrow")
+    said.encode()
+    assert len(list(read_archive(folder))) == 1
 
 
 def test_an_error_is_one_line(tmp_path, capsys):

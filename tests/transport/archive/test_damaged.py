@@ -10,7 +10,8 @@ import pytest
 
 import shmbridge
 from shmbridge.archive.export import copy_folder, finish_folder
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.parts import finish_left
+from shmbridge.archive.reading import counts_of, read_archive
 from shmbridge.archive.recorder import Recorder
 from shmbridge.archive.stream import StreamFile, read_stream
 from tests.transport.archive.test_stream import SCHEMA, batch, numbers, recorded
@@ -116,6 +117,70 @@ def test_a_message_under_way_is_no_damage(tmp_path, caplog):
     assert numbers(file.path) == [0]
     assert read_stream(file.path) is not None
     assert not caplog.text
+
+
+@pytest.mark.parametrize("size", [8, 9, 500, 4096])
+def test_zeros_where_a_message_was_are_damage_and_no_message_under_way(tmp_path, caplog, size):
+    """A disk that loses a block gives it back as zeros; what stood behind them must not go without a word."""
+    file = StreamFile(tmp_path / "part-000000.arrows", SCHEMA)
+    ends = [0, file.bytes]
+    for number in range(3000, 3005):
+        file.append(batch(number))
+        ends.append(file.bytes)
+    file.close()
+    whole = file.path.read_bytes()
+    for at, left in zip(ends[:-2], (0, 0, 1, 2, 3), strict=True):
+        raw = bytearray(whole)
+        raw[at : at + size] = bytes(len(raw[at : at + size]))
+        file.path.write_bytes(raw)
+        stream = read_stream(file.path)
+        assert len(list(stream.batches)) == left
+        assert (stream.damage().at, stream.damage().left) == (at, len(whole) - at)
+        assert len(finish_left(tmp_path, "arrow")) == (left > 0)
+        (tmp_path / "part-000000.arrow").unlink(missing_ok=True)
+        assert (tmp_path / "part-000000.arrows.damaged").read_bytes() == raw
+    for behind in (b"", bytes(7), bytes(3 << 20)):
+        file.path.write_bytes(whole + behind)
+        assert numbers(file.path) == [3000, 3001, 3002, 3003, 3004]
+        assert read_stream(file.path).damage() is None
+
+
+NO_FILES = {
+    "a pipe": os.mkfifo,
+    "a device without end": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("/no/where"),
+    "a folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows"])
+@pytest.mark.parametrize("what", NO_FILES)
+def test_a_part_that_is_no_file_is_refused_and_not_waited_for(tmp_path, what, kind):
+    path = tmp_path / f"part-000000.{kind}"
+    NO_FILES[what](path)
+    for call in (Recorder, finish_folder, counts_of, lambda folder: list(read_archive(folder))):
+        with pytest.raises(shmbridge.ArchiveUnreadable, match=rf"part-000000\.{kind} is not a file"):
+            call(tmp_path)
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["a stream", "a finished part"])
+def test_parts_of_two_folders_in_one_are_all_read(tmp_path, bridge, live):
+    """They have the same numbers, and none of them takes another's place."""
+    with recorded(tmp_path / "one", bridge, 0, 3):
+        pass
+    killed = recorded(tmp_path / "two", bridge, 10, 2, format="arrow")
+    if not live:
+        killed.close()
+    for part in (tmp_path / "two").glob("part-*"):
+        (tmp_path / "one" / part.name).write_bytes(part.read_bytes())
+    wanted = {"0", "1", "2", "10", "11"}
+    assert {record.group_id for record in read_archive(tmp_path / "one")} == wanted
+    assert finish_folder(tmp_path / "one").records == 5
+    Recorder(tmp_path / "one").close()
+    assert {record.group_id for record in read_archive(tmp_path / "one")} == wanted
+    assert not list((tmp_path / "one").glob("*.arrows"))
+    killed.close()
 
 
 def test_parts_of_earlier_releases_keep_their_columns(tmp_path, make_consumer, make_producer, monkeypatch):

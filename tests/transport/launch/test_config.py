@@ -170,6 +170,7 @@ def test_a_wrong_value_is_named_by_path_and_by_what_is_expected(text, said):
             "environments[0].args: {policy_url} stands for nothing here",
         ),
         ("- a\n- b", "the file holds a list and no keys"),
+        ("7", "the file holds an int and no keys"),
         ("", "the file holds nothing and no keys"),
     ],
 )
@@ -252,6 +253,11 @@ def test_an_error_has_the_text_of_the_file_and_names_the_key(text, said):
 # --- hostile files ----------------------------------------------------------------------------------------
 
 TENFOLD = "".join(f"x{n + 1}: &x{n + 1} [{', '.join([f'*x{n}'] * 10)}]\n" for n in range(12))
+ALIASES = (
+    "[&y0 [a, a, a, a, a, a, a, a, a, a]"
+    + "".join(f", &y{n + 1} [{', '.join([f'*y{n}'] * 10)}]" for n in range(12))
+    + "]"
+)
 HOSTILE = {
     "deep lists": (
         RIGHT + "run_dir: " + "[" * 6000 + "]" * 6000,
@@ -265,6 +271,19 @@ HOSTILE = {
     "itself": (learner("env: &e {A: *e}"), "line 4: learner.env.A contains itself"),
     "itself, in a list": (RIGHT.replace("[{script: SCRIPT}]", "&e [*e]"), "environments[0] contains itself"),
     "ten to the twelfth": (RIGHT + "x0: &x0 [a]\n" + TENFOLD, "x12 is not known"),
+    "ten to the twelfth under a known key": (RIGHT + f"run_dir: {ALIASES}", "run_dir: [['a', 'a'"),
+    "and among what is handed on": (env(f"args: {ALIASES}"), "environments[0].args[12] is a list"),
+    "and in a section": (RIGHT + f"trainer: {ALIASES}", "trainer: [['a', 'a'"),
+    "a list that says it is a mapping": (
+        RIGHT + "trainer: !!map [a, b]",
+        "it is not YAML: line 6, column 10: expected a mapping, but found a sequence",
+    ),
+    "a text that says it is a set": (learner("env: !!set a"), "expected a mapping, but found a scalar"),
+    "many mistakes": (
+        RIGHT + "".join(f"k{n}: 1\n" for n in range(2000)),
+        "trainer, vllm; and 1,980 more -> correct the names",
+    ),
+    "a long run_dir": (RIGHT + f"run_dir: {'d' * 300}/x", "run_dir: File name too long -> set another"),
     "a list as a key": (RIGHT + "trainer: {? [a] : b}", "line 6: a key in trainer is not text"),
     "a call": (steps("!!python/object/apply:os.getpid []"), "it is not YAML: line 4"),
     "many processes": (
@@ -353,6 +372,7 @@ def test_an_option_of_any_shape_is_what_the_file_says(name):
         ("mask_ratio: 0.5", "it takes a list of 2 values, not 0.5"),
         ("mask_ratio_sequence: {low: 0.5, high: 2}", "it takes a list of 2 values, not a dict"),
         ("clip_advantages: [low, 5]", "'low' is not a number"),
+        ("clip_advantages: [-.inf, 5]", "'-.inf' is not a number"),
         ("groups: [1, 2]", "it takes one value, not a list"),
         ("groups: {a: 1}", "it takes one value, not a dict"),
         ("engine: {a: http://b}", "it takes one value, not a dict"),
@@ -368,8 +388,10 @@ def test_an_option_with_a_value_of_another_shape_is_named(option, said):
 
 
 def test_negative_bounds_and_null_options():
-    said = command(planned(learner("options: {clip_advantages: [-5.0, -1e-3], mask_ratio: null}")), "learner")
-    assert said.endswith(" --clip-advantages -5.0 -1e-3")
+    for bounds in ("-5.0 -1e-3", "-1_0 .5", "-.5e1 5."):
+        option = f"clip_advantages: [{bounds.replace(' ', ', ')}], mask_ratio: null"
+        said = command(planned(learner(f"options: {{{option}}}")), "learner")
+        assert said.endswith(f" --clip-advantages {bounds}")
 
 
 # --- what becomes of it -----------------------------------------------------------------------------------

@@ -67,6 +67,14 @@ def test_json_for_programs(run_dir, capsys) -> None:
     assert found[2]["time"] == found[1]["time"]
 
 
+def test_what_the_output_cannot_encode_is_escaped(run_dir) -> None:
+    (run_dir / "logs/odd.log").write_bytes("größe \u2713 \x1b[2J".encode() + b"\xff\n")
+    words = [sys.executable, "-m", "shmbridge", "logs", str(run_dir), "odd"]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == b"gr\\xf6\\xdfe \\u2713 \x1b[2J\\ufffd\n"
+
+
 def test_following_goes_on_with_new_and_complete_lines(run_dir) -> None:
     path = run_dir / "logs/learner.log"
     following = followed([LogFile("learner", path)])
@@ -236,6 +244,18 @@ log.write(b"kept\\n")
     note, kept = (tmp_path / "env.log").read_text().splitlines()
     assert note.endswith(" WARNING env: 15 bytes of output are missing here: the disk is full")
     assert kept == "kept"
+
+
+def test_a_full_disk_costs_no_restart(launch):
+    hub, env = launch.service("hub", role="hub"), launch.service("env", "--live", 0.3, "--status", 1)
+    (launch.run_dir / "logs").mkdir(parents=True)
+    (launch.run_dir / "logs" / "env.log").symlink_to("/dev/full")
+    launch.start([hub], [env])
+    launch.until(lambda: len(launch.noted("start")) >= 4 or launch.said("failed"))
+    assert not launch.said("failed")
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    launch.until_nothing_lives()
 
 
 def used(launch):
