@@ -145,7 +145,7 @@ class PostLedger:
             lanes_replaced_total=0,
         )
         self.waiting = 0  # posts that wait for room
-        self._ended = False
+        self._is_ending = False
 
     async def take(
         self,
@@ -238,7 +238,7 @@ class PostLedger:
         first = True
         while True:
             producer = await _opened(lane, deadline)
-            if self._ended:
+            if self._is_ending:
                 raise Closed("the gateway is ending", hint="post again to the next one")
             try:
                 sequence = await producer.put_async(
@@ -286,7 +286,7 @@ class PostLedger:
 
     def end(self) -> None:
         """Refuses every group that is not being put yet, also one whose lane is being opened."""
-        self._ended = True
+        self._is_ending = True
 
     async def settled(self, timeout_s: float) -> None:
         """Waits until no post is in progress."""
