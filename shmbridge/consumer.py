@@ -213,9 +213,9 @@ class Consumer(OneProcess):
         if self._ranks is None and (record := self._turns.take()) is not None:
             return record
         self._check_mine()
-        deadline = deadline_of(check_timeout(timeout_s))
+        deadline, call = deadline_of(check_timeout(timeout_s)), Call.GET  # slow to look up after a sleep
         with self._state.asking(for_record=True):
-            while (record := self._take(Call.GET)) is None:
+            while (record := self._take(call)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._waiting.nothing_came(timeout_s)
@@ -225,9 +225,9 @@ class Consumer(OneProcess):
     async def get_async(self, timeout_s: float | None = None) -> Record:
         """`get` that never blocks the event loop: a separate thread waits and wakes the loop."""
         self._check_mine()
-        deadline = deadline_of(check_timeout(timeout_s))
+        deadline, call = deadline_of(check_timeout(timeout_s)), Call.GET_ASYNC
         with self._state.asking(for_record=True):
-            while (record := self._take(Call.GET_ASYNC)) is None:
+            while (record := self._take(call)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._waiting.nothing_came(timeout_s)
@@ -274,10 +274,11 @@ class Consumer(OneProcess):
 
     def _wait_for_record(self) -> Record | None:
         """Returns the next record; None once the bridge is drained and nothing is left."""
+        call = Call.FOR
         with self._state.asking(for_record=True):
             while not self._waiting.drained():
                 self._waiting.wait()
-                if (record := self._take(Call.FOR)) is not None:
+                if (record := self._take(call)) is not None:
                     return record
         return None
 
@@ -295,10 +296,11 @@ class Consumer(OneProcess):
 
     async def _wait_for_record_async(self) -> Record | None:
         """`_wait_for_record` for an event loop."""
+        call = Call.ASYNC_FOR
         with self._state.asking(for_record=True):
             while not await self._waiting.drained_async():
                 await self._waiting.wait_async()
-                if (record := self._take(Call.ASYNC_FOR)) is not None:
+                if (record := self._take(call)) is not None:
                     return record
         return None
 

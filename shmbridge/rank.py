@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Never, Self
 from shmbridge._ext import header
 from shmbridge._ext.lane_reader import Drops
 from shmbridge._ext.rank_reader import RankReader
+from shmbridge._ext.wait import Waits
 from shmbridge.batch import Batch, Hold, Layout, unreadable
 from shmbridge.batching.iterator import Batches, Steps
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
@@ -33,7 +34,7 @@ from shmbridge.segments.helper_threads import in_another_thread
 from shmbridge.segments.locks import MOST_RANKS, LockByte
 from shmbridge.segments.one_process import OneProcess
 from shmbridge.shown import counted
-from shmbridge.watch.long_wait import LongWait, Waits
+from shmbridge.watch.long_wait import LongWait
 
 if TYPE_CHECKING:
     from shmbridge.control.messages import Manifest

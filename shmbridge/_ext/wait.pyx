@@ -3,6 +3,7 @@
 A producer's wait for space is LaneWriter.wait_space.
 """
 
+cimport cython
 from cpython.pythread cimport (
     NOWAIT_LOCK, PY_LOCK_ACQUIRED, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock,
     PyThread_release_lock, PyThread_type_lock,
@@ -209,3 +210,63 @@ cdef class HubWait:
                 hub_disarm(self._words)
             store_relaxed64(&self._stop, 1)
             ring_bell(&self._words.doorbell)
+
+
+cdef class Waits:
+    """The waits of one consumer or rank that are under way: those inside another one are part of it.
+
+    Any thread. Compiled, since it runs between a wake and the return of what came: Python code that has not
+    run for some milliseconds takes several microseconds a call.
+
+    Attributes:
+        words: the control segment's, which show observers that somebody waits; None: nobody is shown it.
+        since_s: when the oldest of them began, or another one got its record, by time.monotonic(); None:
+            nobody waits.
+    """
+
+    cdef public object words
+    cdef readonly object since_s
+    cdef double _got_s
+    cdef dict _open  # Wait -> when it began
+
+    def __cinit__(self, words=None):
+        self.words, self._open = words, {}
+
+    def open(self, *, bint for_record=False):
+        """A wait, for as long as the `with` block takes. Never blocks by itself.
+
+        Args:
+            for_record: a block that raises nothing got the next record, which others wait for, too.
+        """
+        cdef Wait wait = Wait.__new__(Wait)
+        wait._all, wait._for_record = self, for_record
+        return wait
+
+    cdef int _look(self) except -1:
+        since = max(min(self._open.values()), self._got_s) if self._open else None
+        if since == self.since_s:
+            return 0
+        words = self.words
+        if words is not None and not words.mapping.forked:
+            if self.since_s is not None:
+                words.note_asking(False)
+            if since is not None:
+                words.note_asking(True)
+        self.since_s = since
+        return 0
+
+
+@cython.internal
+cdef class Wait:
+    cdef Waits _all
+    cdef bint _for_record
+
+    def __enter__(self):
+        self._all._open[self] = 1e-9 * monotonic_ns()
+        self._all._look()
+
+    def __exit__(self, kind, error, traceback):
+        if self._for_record and kind is None:
+            self._all._got_s = 1e-9 * monotonic_ns()
+        self._all._open.pop(self, None)
+        self._all._look()

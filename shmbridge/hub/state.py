@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 
 from shmbridge._ext import header
+from shmbridge._ext.wait import Waits
 from shmbridge.admission.limit import OffPolicyLimit
 from shmbridge.config import Run, check_run_id, check_version
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing
-from shmbridge.watch.long_wait import Waits
 
 _MOST_NOTED = (1 << 62) - 1
 
@@ -37,7 +37,7 @@ class HubState:
         self._closing, self._publishing = closing, closing.lock()
         self._announced: tuple[Run | None, int] = run, 0  # and the steps of the runs before it
         self._training_version = -1
-        self._waits = Waits()
+        self._waits = Waits(words)
         self.steps_ended = 0
 
     # -- whether it is open
@@ -60,6 +60,7 @@ class HubState:
 
     def let_words_go(self) -> None:
         """Drops the words, so that the mapping, and with it the hub's lock, ends with the last view."""
+        self._waits.words = None
         self._words = None
 
     def check_process(self) -> header.Control | None:
@@ -177,7 +178,7 @@ class HubState:
 
         A block inside another one is part of that wait.
         """
-        return self._waits.open(self.note_asking, for_record=for_record)
+        return self._waits.open(for_record=for_record)
 
     def note_asking(self, waits: bool) -> None:
         """Shows observers that somebody begins to wait for a batch or record, or no longer does."""

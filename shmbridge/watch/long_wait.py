@@ -3,61 +3,13 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
 _SOON_S = 1.0
 _NUMBER = re.compile(r"\d[\d.]*")
-
-
-class Waits:
-    """The waits of one consumer or rank that are under way: those inside another one are part of it.
-
-    Any thread.
-
-    Attributes:
-        since_s: when the oldest of them began, or another one got its record, by time.monotonic(); None:
-            nobody waits.
-    """
-
-    def __init__(self) -> None:
-        self.since_s: float | None = None
-        self._got_s = 0.0
-        # Not a count: an exception of a signal handler may skip any line.
-        self._open: dict[object, float] = {}
-
-    @contextmanager
-    def open(self, note: Callable[[bool], object] = bool, *, for_record: bool = False) -> Iterator[None]:
-        """A wait, for as long as the block takes. Never blocks by itself.
-
-        Args:
-            note: called with False when `since_s` ends, and with True when another begins.
-            for_record: a block that raises nothing got the next record, which others wait for, too.
-        """
-        wait = object()
-        try:
-            self._open[wait] = time.monotonic()
-            self._look(note)
-            yield
-            if for_record:
-                self._got_s = time.monotonic()
-        finally:
-            self._open.pop(wait, None)
-            self._look(note)
-
-    def _look(self, note: Callable[[bool], object]) -> None:
-        begun_s = list(self._open.values())  # at once: other threads wait, too
-        since_s = max(min(begun_s), self._got_s) if begun_s else None
-        if since_s == self.since_s:
-            return
-        if self.since_s is not None:
-            note(False)
-        self.since_s = since_s
-        if since_s is not None:
-            note(True)
 
 
 class LongWait:
