@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import sys
 import threading
 import time
 
@@ -12,6 +13,7 @@ import pytest
 import shmbridge
 from shmbridge._ext import header
 from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.waiting import Waiting
 from shmbridge.segments import os_limits, segment
 
 GROUP = {"tokens": [[1, 2]]}
@@ -85,6 +87,26 @@ def test_get_waits_for_a_record(producer, consumer) -> None:
     assert len(consumer.get(timeout_s=10)) == 1
     assert consumer.stats()["wait_s"] > 0
     assert consumer.stats()["late_wakes_total"] == 0
+
+
+def test_one_python_call_stands_between_a_wake_and_the_record(producer, consumer) -> None:
+    """After a sleep each takes several microseconds, which no count of instructions shows."""
+    calls: list[str] = []
+
+    def note(frame, event, argument) -> None:
+        if event == "return" and frame.f_code is Waiting.wait.__code__:
+            calls.clear()
+        elif event == "call":
+            calls.append(frame.f_code.co_name)
+
+    threading.Timer(0.1, producer.put, [GROUP]).start()
+    sys.setprofile(note)
+    try:
+        record = consumer.get(20.0)
+    finally:
+        sys.setprofile(None)
+    record.release()
+    assert calls == ["_take"]
 
 
 def test_get_without_a_record_says_who_is_there(producer, consumer) -> None:
