@@ -19,6 +19,10 @@ def own_threads(bridge: str) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
+def has_consumer(bridge: str) -> bool:
+    return any(each.consumer_pid is not None for each in shmbridge.list_bridges() if each.name == bridge)
+
+
 def in_use(bridge: str, hub: shmbridge.Consumer, how: str) -> list[object]:
     """Uses a consumer in one way; returns what the user keeps of it, never the consumer."""
     if how == "get":
@@ -117,7 +121,7 @@ def test_collected_while_its_own_locks_are_held(bridge, producer, make_consumer,
         del hub
         gc.collect()
         assert time.monotonic() - began < 4  # it waits 5 s where it may
-    until(lambda: own_threads(bridge) == [])
+    until(lambda: own_threads(bridge) == [] and not has_consumer(bridge))
     assert len(make_consumer().poll()) == 1
 
 
