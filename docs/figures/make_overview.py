@@ -68,7 +68,7 @@ def reward(axes: Any, run: Path) -> None:
     )
     axes.set(ylim=(0, 1), xlim=(0, None), xlabel="seconds, on two CPU cores")
     axes.set_title("shmbridge demo: reward of two environments", loc="left", fontsize=11, fontweight="bold")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="center right", frameon=False)
 
 
 def bars(axes: Any, rows: list[dict[str, Any]]) -> None:
