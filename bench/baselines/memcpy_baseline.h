@@ -34,7 +34,7 @@ typedef struct {
 typedef uint64_t __attribute__((aligned(1), may_alias)) any_word;
 
 /* Reads every byte: the sum of all 8-byte words, and of the bytes after the last whole one. One copy of it, since the
- * copies that a compiler inlines differ in speed by up to two, and with them the contenders that take one or the other. */
+ * copies that a compiler inlines differ in speed by a factor of two, and with them the contenders that take one or the other. */
 __attribute__((noinline)) static uint64_t sum_of_words(const uint8_t *bytes, uint64_t count) {
     const any_word *words = (const any_word *)bytes;
     uint64_t sums[WORDS_AT_ONCE] = {0}, whole = count / 8, sum = 0, i = 0;

@@ -1,4 +1,5 @@
-"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects.
+"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects. And which waits of
+a consumer or rank are under way.
 
 A producer's wait for space is LaneWriter.wait_space.
 """
@@ -219,7 +220,7 @@ cdef class Waits:
     run for some milliseconds takes several microseconds a call.
 
     Attributes:
-        words: the control segment's, which show observers that somebody waits; None: nobody is shown it.
+        words: those of the control segment, in which observers see a wait; None: observers see none.
         since_s: when the oldest of them began, or another one got its record, by time.monotonic(); None:
             nobody waits.
     """

@@ -267,6 +267,7 @@ def _is_under_way(source: pa.OSFile, at: int, chain: int) -> bool:
     size = _size(source)
     first = source.read_at(_LOOK_BYTES, at)
     if (mark := first.find(_MARK)) < 0:
+        # At the beginning of the file, another message's prefix means that a lost block stands before it.
         begun = any(first[: _PREFIX.size]) and len(first) < _LOOK_BYTES
         return (begun and (at > _PREFIX.size or _ONES not in first)) or _is_zero(source, at)
     head = first[: mark + _STAMP_BYTES]

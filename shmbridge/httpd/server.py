@@ -50,9 +50,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def is_unread(self) -> bool:
-        """Whether more of a request may come: who closes with unread bytes resets the connection, answer and
-        all.
-        """
+        """Whether more of a request may come (LINGER_S says why that matters at the end)."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -174,7 +174,7 @@ class HubState:
     # -- for observers
 
     def asking(self, *, for_record: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Shows observers, inside the block, that somebody waits for a batch, or for the next record.
+        """While the block runs, observers see that this consumer waits for a batch, or for the next record.
 
         A block inside another one is part of that wait.
         """

@@ -354,8 +354,8 @@ def _check_size(path: str, given: str, least: int) -> None:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Raises BadConfig if no folder can be there: the path is too long, or what is there of it is no folder,
-    or not writable.
+    """Raises BadConfig if the folder cannot be made: the path is too long, has a file in it, or is not
+    writable.
     """
     try:
         run_dir.lstat()

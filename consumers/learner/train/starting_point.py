@@ -290,15 +290,14 @@ def _ahead(
 ) -> BridgeAhead:
     ways = [
         "--resume with the --run-dir that has that run's checkpoints",
-        "",
         f"--from-scratch begins with {config.run.model} again, and gives version {trained} up",
     ]
     newest = None if bridge.weights is None else bridge.weights.version
     if newest is not None and not config.adapters.lora_rank:  # merged adapters cannot be split again
         has = f"{trained}," if newest >= trained else f"{newest}, the newest that it has,"
-        ways[1] = f"--from-bridge takes the weights of version {has} with a new optimizer"
+        ways.insert(1, f"--from-bridge takes the weights of version {has} with a new optimizer")
     if other:
-        ways = [ways[0], *(f"in another --run-dir {each}" for each in ways[1:] if each)]
+        ways = [ways[0], *(f"in another --run-dir {each}" for each in ways[1:])]
         ways.append(f"another --bridge for the run in {config.run_dir}")
     return BridgeAhead(
         f"bridge {bridge.name} has been trained up to version {trained}, and the run directory "
