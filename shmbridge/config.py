@@ -138,6 +138,8 @@ def check_lanes(lanes: int | str) -> int | None:
 
 def whole_number(value: object) -> int | None:
     """Returns a whole number of any integer type as an int; None for anything else, True and False too."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a tensor's True has an index
         return None
     try:
