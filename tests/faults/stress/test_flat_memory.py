@@ -15,6 +15,7 @@ MOST_GROWTH = 1 << 20  # one leaked object of 64 bytes per record would be 64 ti
 # records, of them a first lap, tokens of each
 SIZES = {"small": (1_000_000, 100_000, 8), "large": (1_000, 200, 1 << 19)}
 LANE = "16M"
+AT_ONCE = 16  # records of one poll; a list of 256 first met after the first lap takes 1.5 MiB by itself
 
 
 def anonymous_bytes() -> int:
@@ -47,7 +48,7 @@ def consume(bridge: str, records: int, warm: int, tokens: int) -> None:
             with consumer.get(30) as record:
                 assert record["tokens"].values[-1] == tokens - 1
             taken += 1
-            for record in consumer.poll():
+            for record in consumer.poll(AT_ONCE):
                 assert record["tokens"].values[-1] == tokens - 1
                 record.release()
                 taken += 1
