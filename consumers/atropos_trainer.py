@@ -9,7 +9,7 @@
 Upstream's `get_data` polls `GET /batch` and makes advantages of the scores only. This one takes the same
 place and returns the same tuple. This process is the hub, and no HTTP server is needed.
 
-Groups of evaluation are not trained; the bridge counts them in `screened_total`. A batch's records are
+Groups of evaluation are not trained; the bridge counts them in `left_out_total{eval}`. A batch's records are
 released when the next batch is asked for, so after the optimizer step of the batch, or at the end of the
 `with` block. A trainer that is killed or fails before that gets the batch again.
 
@@ -118,7 +118,6 @@ class BridgeData:
             wandb_project=config.wandb_project or "",
         )
         self._consumer = shmbridge.Consumer(self.bridge, run=run, lanes=self._lanes)
-        self._consumer.screen(lambda group: all(each.meta.split != "eval" for each in group.records))
         self._rows = rows
         self._begin()
 

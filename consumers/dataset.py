@@ -23,6 +23,7 @@ from shmbridge import Batch, Record
 from shmbridge.consumers.dataset_parts.batch_tensors import Tensors, batch_tensors, check_names, row_tensors
 from shmbridge.consumers.dataset_parts.position import Place, Position
 from shmbridge.record.leases import abandon
+from shmbridge.schema import Split
 from shmbridge.segments.at_exit import closed_at_exit
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             no ranks.
         world_size: as in torch.distributed; None: WORLD_SIZE of the environment under torchrun.
         whole_rows: rows with neither a mask nor `prompt_length` get a `loss_mask` of 1 instead of 0.
+        split: "train" or "eval": groups of the other are released untrained and counted; None: both.
 
     Raises:
         ValueError: an argument is not one of the allowed values; rank without world_size.
@@ -105,6 +107,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         rank: int | None = None,
         world_size: int | None = None,
         whole_rows: bool = False,
+        split: Split | None = "train",
     ) -> None:
         super().__init__()
         if items not in ("batches", "rows") or hold not in ("step", "checkpoint"):
@@ -121,12 +124,8 @@ class BridgeDataset(IterableDataset[Tensors]):
                 'hold="step"'
             )
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._run, self._lanes, self._schema, self._whole_rows = (
-            run or _endless_run(groups),
-            lanes,
-            schema,
-            whole_rows,
-        )
+        self._run, self._lanes, self._schema = run or _endless_run(groups), lanes, schema
+        self._whole_rows, self._split = whole_rows, split
         check_names(getattr(schema, "names", ()), items)
         self._position = Position()
         self._pid = 0
@@ -257,6 +256,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             timeout_s=patience,
             hold="caller",
             whole_rows=self._whole_rows,
+            split=self._split,
         )
 
     def _shares(self) -> Iterator[Batch]:
@@ -323,6 +323,7 @@ class BridgeDataset(IterableDataset[Tensors]):
                 groups=self.groups,
                 max_staleness=self._max_staleness,
                 prefetch=self._prefetch,
+                split=self._split,
             )
         if self._member is None:
             self._member = shmbridge.Rank(self.bridge, self.rank, self.world_size)

@@ -64,14 +64,14 @@ def train(bridge: str, folder: str) -> None:
     """A learner's side: groups of evaluation are scored as they arrive, and are in no batch."""
     evaluated = Scores()
 
-    def keep(group: Any) -> bool:
+    def score(group: Any) -> bool:
         meta = group.records[0].meta
         if meta.split == "eval":
             evaluated.add(meta.env_name, meta.split, [s for record in group.records for s in record["score"]])
-        return meta.split == "train"
+        return True
 
     with shmbridge.Consumer(bridge, tap=Recorder(folder)) as consumer:
-        consumer.screen(keep)
+        consumer.screen(score)
         trained = 0
         try:
             for batch in consumer.batches(groups=8, timeout_s=2):
@@ -79,7 +79,7 @@ def train(bridge: str, folder: str) -> None:
                 trained += batch.group_count  # an optimizer step
         except shmbridge.ConsumerEmpty:
             pass
-        print(f"{trained} groups trained, {consumer.stats()['screened_total']:.0f} evaluated")
+        print(f"{trained} groups trained, {consumer.stats()['left_out_total{eval}']:.0f} evaluated")
     evaluated.print("live")
 
 

@@ -51,7 +51,7 @@ from shmbridge.other_names import unknown_argument
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
-from shmbridge.schema import columns_of
+from shmbridge.schema import Split, columns_of
 from shmbridge.segments import membership, one_thread, os_limits
 from shmbridge.segments.at_exit import at_exit, closed_at_exit
 from shmbridge.segments.closing import then_close
@@ -315,6 +315,7 @@ class Consumer(OneProcess):
         rows: int | None = None,
         make: "MakeBatch | None" = None,
         whole_rows: bool = False,
+        split: Split | None = "train",
         **unknown: Never,
     ) -> "Batches":
         """Yields batches of whole groups, oldest first, until close(), or until drain() and too few are left.
@@ -338,6 +339,8 @@ class Consumer(OneProcess):
             make: makes a batch of leased groups and a layout, in the thread that forms batches; None:
                 `Batch`. For a subclass.
             whole_rows: `loss_mask` is 1, not 0, in the rows that have neither a mask nor `prompt_length`.
+            split: "train" or "eval": groups of the other are released untrained, and counted in
+                `left_out_total{split}`; None: both are handed out.
 
         Raises:
             ConsumerEmpty: no batch could be formed in time; queued groups stay. Begin another iteration to
@@ -357,6 +360,7 @@ class Consumer(OneProcess):
             hold=hold,
             prefetch=prefetch,
             timeout_s=timeout_s,
+            split=split,
         )
         begin = functools.partial(self._iterations.iterate, request.checked())
         return Batches(begin, self, f"{request.size} on {self.bridge!r}")
@@ -369,6 +373,7 @@ class Consumer(OneProcess):
         rows: int | None = None,
         max_staleness: int | None = None,
         timeout_s: float = 0.0,
+        split: Split | None = "train",
     ) -> list[Group] | None:
         """Returns the whole groups of the next batch, leased and in place; None if there is no batch in time.
 
@@ -380,13 +385,15 @@ class Consumer(OneProcess):
             groups: groups in the batch; or else
             rows: trajectories in the batch. Under policy "atropos" neither is used: a batch has
                 `run.batch_size` trajectories.
-            max_staleness: as in batches.
+            max_staleness, split: as in batches.
             timeout_s: seconds to wait.
         """
         self._check_mine()
         size = self._former.want(groups, rows)
         most_stale = self._former.most_stale(max_staleness)
-        return self._iterations.take_groups(BatchRequest(size, max_staleness=most_stale, timeout_s=timeout_s))
+        return self._iterations.take_groups(
+            BatchRequest(size, max_staleness=most_stale, timeout_s=timeout_s, split=split)
+        )
 
     @then_close
     def put_back(self, groups: list[Group]) -> None:
@@ -397,8 +404,8 @@ class Consumer(OneProcess):
         self._former.put_back(groups)
 
     def screen(self, keep: Screen | None) -> None:
-        """Shows every whole group to `keep` before it goes into a batch, and releases the groups for which
-        `keep` returns False: `screened_total`.
+        """Shows every whole group to `keep` before it goes into a batch, those of evaluation too, and
+        releases the groups for which `keep` returns False: `screened_total`.
 
         `keep` runs in the thread that forms batches: it must be quick and must not call the consumer. An
         exception from it ends the batches; its group stays.
@@ -453,6 +460,7 @@ class Consumer(OneProcess):
         max_staleness: int | None = None,
         prefetch: int = 1,
         dead_rank: "DeadRank" = "wait",
+        split: Split | None = "train",
     ) -> "RankServer":
         """Deals batches out to `world_size` learner ranks (shmbridge.Rank) from now on, in a thread.
 
@@ -467,7 +475,7 @@ class Consumer(OneProcess):
                 batches.
             mode: "sharded": every rank gets different groups, the same number each and about the same number
                 of tokens; "broadcast": every rank gets all groups.
-            max_staleness: as in batches.
+            max_staleness, split: as in batches.
             prefetch: batches formed ahead of the one being read.
             dead_rank: the shares of a dead rank go to the next process that takes its number ("wait"), or to
                 the other ranks ("spread").
@@ -495,6 +503,7 @@ class Consumer(OneProcess):
                 max_staleness=max_staleness,
                 prefetch=prefetch,
                 dead_rank=dead_rank,
+                split=split,
             )
         self._control_plane.look_again()
         return RankServer(dealer, self.bridge, self)

@@ -34,11 +34,11 @@ from shmbridge.put.agreement import check_agrees_with_bridge
 from shmbridge.put.claim import Slot
 from shmbridge.put.counters import lane_counters
 from shmbridge.put.new_lane import create_lane
-from shmbridge.put.planner import RecordPlanner, Split, Version, as_invalid, checked_stamp, groups_of
+from shmbridge.put.planner import RecordPlanner, Version, as_invalid, checked_stamp, groups_of
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.relayed import LaneOrigin, RelayedRecord
 from shmbridge.put.still_linked import LOOK_S, OwnNames
-from shmbridge.schema import columns_of
+from shmbridge.schema import Split, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement
 from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.discard_reasons import Drop

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from shmbridge.shown import kind_of, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+Split = Literal["train", "eval"]
 
 
 class Kind(IntEnum):

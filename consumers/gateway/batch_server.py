@@ -198,13 +198,14 @@ class Taker:
 
     def _form(self) -> list[Group] | None:
         consumer, rows = self._become_hub(), max(1, self.run.batch_size if self.run is not None else 1)
-        groups = consumer.take_groups(rows=rows)
+        groups = consumer.take_groups(rows=rows, split=self._options.split)
         now = time.monotonic()
         if groups is not None or not self._dry_since:
             self._dry_since = 0.0 if groups is not None else now
         elif now - self._dry_since > _DRY_S and self._posts_wait():
             self._dry_since = now
-            groups = consumer.take_groups(rows=rows, timeout_s=_STUCK_S)  # raises if it can never succeed
+            # raises if it can never succeed
+            groups = consumer.take_groups(rows=rows, timeout_s=_STUCK_S, split=self._options.split)
         if groups is not None:
             self._latest = None
         return groups

@@ -7,6 +7,7 @@ from typing import Literal
 
 from shmbridge.batching.scheduler import Policy
 from shmbridge.httpd.door import Bounds
+from shmbridge.schema import Split
 
 Compat = Literal["default", "strict"]
 _BOUNDS = Bounds(connections=4096)
@@ -20,6 +21,7 @@ class GatewayOptions:
     # "strict" has the Atropos server's numbers and order; "default" mends what loses data there
     compat: Compat = "default"
     policy: Policy = "fair"  # how batches are formed in default mode; as Consumer's
+    split: Split | None = "train"  # groups that /batch serves; None: all
     lane_bytes: int | str = "64M"  # of each remote environment's lane, reserved when it registers
     lanes: int = 256  # most lanes taken from at once
     token: str = ""  # bearer token that every request must have; empty: none

@@ -44,6 +44,7 @@ class StrictTaker(Taker):
         self._own: set[str] = set()  # lanes whose posts ask for their outcome
         self._waiting: Counter[str] = Counter()
         self._shown_last: Group | None = None
+        self.counts |= {"left_out_total{train}": 0, "left_out_total{eval}": 0}
 
     # -- who trains
     # --------------------------------------------------------------------------------------------------------
@@ -127,7 +128,10 @@ class StrictTaker(Taker):
         records.sort(key=lambda record: record.meta.t_publish_ns)
         for record in records:
             group = self._fragments.add(record, time.monotonic())
-            if group is not None:
+            if group is not None and self._options.split not in (None, group.split):
+                self._release([group])
+                self.counts[f"left_out_total{{{group.split}}}"] += 1
+            elif group is not None:
                 meta = group.records[0].meta
                 self._waiting[meta.producer_id] += 1
                 outcome = self.upstream.post(group, group.rows, meta.env_id)

@@ -47,7 +47,7 @@ class BridgeReader:
         run: announced to the environments.
 
     Attributes:
-        counts: groups put to ROLL, released, refused by ROLL, taken again after a kill, and of evaluation.
+        counts: groups put to ROLL, released, refused by ROLL, and taken again after a kill.
     """
 
     _open: ClassVar[dict[str, BridgeReader]] = {}
@@ -58,7 +58,6 @@ class BridgeReader:
         self._max_staleness = max_staleness
         self.counts: Counter[str] = Counter()
         self._consumer = Consumer(bridge, run)
-        self._consumer.screen(self._is_for_training)
         self._taking = threading.Lock()  # around what takes from the consumer, for up to _LOOK_S
         self._lock = threading.Lock()  # around what is held, and the step; never for long
         self._ready: deque[Group] = deque()
@@ -169,11 +168,6 @@ class BridgeReader:
                     f"bridge {self.bridge!r} is drained, and has {left} of the {self._groups_per_step} "
                     "groups of a step -> end training, or start a run on another bridge"
                 )
-
-    def _is_for_training(self, group: Group) -> bool:
-        train = all(record.meta.split != "eval" for record in group.records)
-        self.counts["groups_of_evaluation"] += not train
-        return train
 
     def _hand_out(self, group: Group) -> Taken:
         oldest = group.oldest_version

@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import get_rollout_metrics
@@ -64,7 +64,7 @@ class _Group:
 class ShmGenerator(GeneratorInterface):
     """Answers each prompt with a group of the bridge, for one event loop.
 
-    Eval groups of the bridge are released untrained, and counted in `eval_groups`.
+    Eval groups of the bridge are released untrained, and counted in `left_out_total{eval}`.
 
     Args:
         consumer: the hub; nobody else takes from it. Stays open.
@@ -113,8 +113,6 @@ class ShmGenerator(GeneratorInterface):
         self._early: dict[str, deque[tuple[Batch, _Group]]] = {}
         self._one_takes = asyncio.Lock()
         self._totals: Counter[str] = Counter()
-        self._eval_groups = 0
-        consumer.screen(self._is_for_training)
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Returns the rollouts of a batch of prompts, in its order. Never blocks the event loop.
@@ -178,7 +176,8 @@ class ShmGenerator(GeneratorInterface):
         `early_groups` now. Never blocks.
         """
         early = sum(map(len, self._early.values()))
-        now = {"eval_groups": float(self._eval_groups), "early_groups": float(early)}
+        eval_groups = self.consumer.stats()["left_out_total{eval}"]
+        now = {"left_out_total{eval}": eval_groups, "early_groups": float(early)}
         return {name: float(count) for name, count in self._totals.items()} | now
 
     def close(self) -> None:
@@ -273,11 +272,6 @@ class ShmGenerator(GeneratorInterface):
         return _Group(
             rows, [each.repetition for each in arranged], [each.is_last for each in arranged], counts
         )
-
-    def _is_for_training(self, group: Any) -> bool:
-        train = all(record.meta.split != EVAL for record in group.records)
-        self._eval_groups += not train
-        return train
 
     # -- what SkyRL gets
 

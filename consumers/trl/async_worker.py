@@ -36,7 +36,6 @@ from shmbridge.consumers.trl.rollouts import BridgeDrained, check_options
 from shmbridge.consumers.trl.rows import READ
 from shmbridge.consumers.trl.sample_buffer import SampleBuffer
 from shmbridge.consumers.trl.samples import PerToken, different_advantages, samples_of
-from shmbridge.consumers.trl.screening import Screen
 
 TESTED = ("trl", "1.16", "1.17")
 UPDATES_HELD = 3  # why: the module's first lines
@@ -111,7 +110,6 @@ class ShmRolloutWorker:
         self._patience: float | None = None  # of `_batches`
         self._wait, self._is_waiting = ExitStack(), False  # from a call in vain to the next that is not
         self._numbers = count()
-        self._screen = Screen(None)
         self._counts: Counter[str] = Counter()
         self._ignored: Counter[str] = Counter()
         self._said: Counter[str] = Counter()
@@ -194,7 +192,6 @@ class ShmRolloutWorker:
         if self._consumer is None:
             run = shmbridge.Run(batch_size=64, max_token_len=0, num_steps=(1 << 31) - 1)
             self._consumer = shmbridge.Consumer(self.bridge, **{"run": run, **self._options})
-            self._consumer.screen(self._screen)
         return self._consumer
 
     def _fetch(self, timeout_s: float | None) -> tuple[Batch, list[RolloutSample]]:
@@ -281,7 +278,6 @@ class ShmRolloutWorker:
         `columns_ignored_total{name}` counts rows of columns that went nowhere.
         """
         mine = {f"trl_{name}_total": float(count) for name, count in self._counts.items()}
-        mine |= {f"trl_groups_kept_out_total{{{why}}}": float(n) for why, n in self._screen.kept_out.items()}
         mine |= {f"columns_ignored_total{{{name}}}": float(rows) for name, rows in self._ignored.items()}
         mine["trl_batches_held"] = float(self.rollout_buffer.batches_held)
         return mine if self._consumer is None else self._consumer.stats() | mine

@@ -20,7 +20,6 @@ from shmbridge import Batch
 from shmbridge.config import check_bridge_name
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.trl.rows import Rows, rows_of
-from shmbridge.consumers.trl.screening import Screen
 from shmbridge.record.leases import abandon
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class ShmRollouts:
             discarded and counted; None: no limit.
         uneven: what to do where groups do not have `num_generations` rows: "refuse" (UnevenGroups, nothing is
             released), "fill" (fully masked rows in place of missing ones, counted; too many rows are still
-            refused) or "skip" (such groups are released untrained, and counted).
+            refused) or "skip" (such groups are released untrained, and counted in `screened_total`).
         credit: how advantages are computed for groups without their own; `Credit(fallback=False)` refuses
             these.
         prefetch: batches gathered ahead, still held.
@@ -87,7 +86,6 @@ class ShmRollouts:
         self._batches: Iterator[Batch] | None = None
         self._held: deque[tuple[int, Batch]] = deque()  # micro-steps after which nobody needs it, batch
         self._steps = 0
-        self._screen = Screen(None)
         self._counts: Counter[str] = Counter()
         self._ignored: Counter[str] = Counter()
         self._fresh: dict[str, float] = {}
@@ -112,13 +110,12 @@ class ShmRollouts:
         """
         if self._trainer is not None:
             raise ValueError(f"the rollouts of bridge {self.bridge!r} have a trainer already -> make others")
-        size = trainer.num_generations if self.uneven == "skip" else None
-        self._screen = Screen(size)
         if rank == 0:
             rows = groups * world_size * trainer.num_generations
             run = shmbridge.Run(batch_size=rows, max_token_len=0, num_steps=(1 << 31) - 1)
             self._consumer = shmbridge.Consumer(self.bridge, **{"run": run, **self._options})
-            self._consumer.screen(self._screen)
+            if self.uneven == "skip":
+                self._consumer.screen(lambda group: group.rows == trainer.num_generations)
         if world_size > 1:
             if self._consumer is not None:
                 self._consumer.serve_ranks(
@@ -273,7 +270,6 @@ class ShmRollouts:
         `columns_ignored_total{name}` counts rows of columns that went nowhere.
         """
         mine = {f"trl_{name}_total": float(count) for name, count in self._counts.items()}
-        mine |= {f"trl_groups_kept_out_total{{{why}}}": float(n) for why, n in self._screen.kept_out.items()}
         mine |= {f"columns_ignored_total{{{name}}}": float(rows) for name, rows in self._ignored.items()}
         mine["trl_batches_held"] = float(len(self._held))
         return mine if self._consumer is None else self._consumer.stats() | mine

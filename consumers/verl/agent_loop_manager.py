@@ -106,7 +106,6 @@ class ShmAgentLoopManager:
             max_off_policy_steps=begun_within,
             groups_per_step=None if limit is None else per_step,
         )
-        self._consumer.screen(self._is_for_training)
         self._thread = threading.Thread(target=self._drain, name="shmbridge-verl", daemon=True)
         self._thread.start()
 
@@ -189,7 +188,8 @@ class ShmAgentLoopManager:
 
     def stats(self) -> dict[str, float]:
         """Returns counters, flat: what was folded, released, left out, and why. Never blocks."""
-        return self._folded.stats()
+        name = "left_out_total{eval}"
+        return {**self._folded.stats(), name: self._consumer.stats()[name]}
 
     def close(self) -> None:
         """Gives the bridge up; releases nothing. Idempotent; blocks for the thread."""
@@ -310,13 +310,6 @@ class ShmAgentLoopManager:
             log.exception("TransferQueue does not take the failure either")
 
     # -- what groups are
-
-    def _is_for_training(self, group: Group) -> bool:
-        """Screens the groups of evaluations out; the consumer releases and counts them."""
-        train = all(record.meta.split != "eval" for record in group.records)
-        if not train:
-            self._folded.count("groups_of_evaluation")
-        return train
 
     def _steps_of(self, group: Group, order: _Order) -> tuple[int, int]:
         """Returns the smallest and largest version of a group, in verl's steps."""

@@ -101,6 +101,9 @@ class LeasedRecord(Lease):
     @property
     def columns(self) -> list[str]:
         """Names of the columns that have values in this record."""
+    @property
+    def _split(self) -> str:
+        """`meta.split`, without a look at the record."""
     def __len__(self) -> int: ...
     def __contains__(self, name: object) -> bool: ...
     def __getitem__(self, name: str) -> Any: ...

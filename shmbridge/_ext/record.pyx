@@ -397,6 +397,11 @@ cdef class LeasedRecord(Lease):
             self._meta = meta_of(self)
         return self._meta
 
+    @property
+    def _split(self):
+        """`meta.split`, without a look at the record."""
+        return "eval" if self._flags & SLOT_EVAL else "train"
+
     cdef const directory_entry* find(self, object name) except? NULL:
         """The entry of a column; NULL if it has none.
 

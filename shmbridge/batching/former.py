@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
 from shmbridge.record.unreleased import Call
+from shmbridge.schema import Split
 from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.discard_reasons import Discard
 from shmbridge.shown import shown
@@ -67,6 +68,8 @@ class BatchFormer:
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, not yet screened
         self._screened = self._batches_formed = 0
+        self._left_out = Counter(train=0, eval=0)  # groups of another split than was asked for, by split
+        self._split: Split | None = None  # the one that every group in self._complete has; None: any
         # Set while the queues change. After an exception it stays set, and the next change corrects the
         # counts.
         self._changing = False
@@ -124,9 +127,10 @@ class BatchFormer:
             self._state.note_handed()
 
     def stats(self) -> dict[str, float]:
-        """Returns the counters: batches, screened groups, the scheduler's, staleness."""
+        """Returns the counters: batches, screened groups, those left out, the scheduler's, staleness."""
         counted = {"batches_total": self._batches_formed, "screened_total": self._screened}
-        return {**counted, **self._complete.stats(), **self._lags.stats()}
+        left_out = {f"left_out_total{{{split}}}": groups for split, groups in self._left_out.items()}
+        return {**counted, **left_out, **self._complete.stats(), **self._lags.stats()}
 
     # -- steps; any thread
 
@@ -215,8 +219,8 @@ class BatchFormer:
                 if self._closing.ending or stop.is_set():
                     return None
                 self._begin_change()
-                self._cut_stale(request.max_staleness)
-                chosen, took = self._try(request.size, request.max_staleness)
+                self._cut(request)
+                chosen, took = self._try(request)
                 self._changing = False
             if chosen is not None:
                 return chosen
@@ -230,7 +234,7 @@ class BatchFormer:
                 with self._lock:
                     self._begin_change()
                     # Cut what was put back in between, too: a stale group would only be withdrawn again.
-                    self._cut_stale(request.max_staleness)
+                    self._cut(request)
                     chosen = self._take(request.size, now, last=True)
                     self._changing = False
                     return chosen
@@ -258,16 +262,19 @@ class BatchFormer:
             groups = self._back.popleft()
             if self._is_cut:
                 self._not_cut += groups
+            if any(group.split != self._split for group in groups):
+                self._split = None
             self._complete.put_back(groups)
 
-    def _try(self, size: Want, max_staleness: int | None) -> tuple[list[Group] | None, bool]:
+    def _try(self, request: BatchRequest) -> tuple[list[Group] | None, bool]:
         """Returns the groups of a batch, or None, and whether any record was taken from the lanes for it."""
+        size = request.size
         everything = self._complete.look_ahead(len(self._lanes))
-        took = everything and self._take_records(_EVERYTHING, max_staleness)
+        took = everything and self._take_records(_EVERYTHING, request)
         chosen = self._take(size, time.monotonic(), last=False)
         # Take at most as many records as groups are missing: each record completes one group at most.
         if chosen is None and not everything:
-            took = self._take_records(size.size - len(self._complete), max_staleness)
+            took = self._take_records(size.size - len(self._complete), request)
         return chosen, took
 
     def _take(self, size: Want, now_s: float, *, last: bool) -> list[Group] | None:
@@ -276,7 +283,7 @@ class BatchFormer:
             self._chosen.add(chosen or ())
         return chosen
 
-    def _take_records(self, most: int, max_staleness: int | None) -> bool:
+    def _take_records(self, most: int, request: BatchRequest) -> bool:
         """Moves the lanes' present records into groups; returns whether there was anything to move."""
         self._state.check_open()
         now = time.monotonic()
@@ -288,7 +295,7 @@ class BatchFormer:
                 self._whole.append(group)
         moved = bool(records or self._whole)
         while self._whole:
-            self._queue(self._whole.popleft(), max_staleness)
+            self._queue(self._whole.popleft(), request)
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning(
                 "group %s of %s has %d of %d rows after %.0f s: discarded",
@@ -304,12 +311,15 @@ class BatchFormer:
                 group.discard(Discard.PARTIAL)
         return moved
 
-    def _queue(self, group: Group, max_staleness: int | None) -> None:
-        """Queues a whole group for a batch, unless it is screened out or stale."""
+    def _queue(self, group: Group, request: BatchRequest) -> None:
+        """Queues a whole group for a batch, unless it is screened out, of another split, or stale."""
+        max_staleness = request.max_staleness
         if self.screen is not None and not self._passes(self.screen, group):
             for record in group.records:
                 record.release()
             self._screened += 1
+        elif request.split is not None and group.split != request.split:
+            self._leave_out(group)
         elif max_staleness is not None and self.is_stale([group], max_staleness):
             group.discard(Discard.STALE)
         else:
@@ -327,6 +337,20 @@ class BatchFormer:
         finally:
             # the screen reading it does not count as the user reading it
             hand_out([group], Call.BATCHES, looked_at=False)
+
+    def _leave_out(self, group: Group) -> None:
+        for record in group.records:
+            record.release()
+        self._left_out[group.split] += 1
+
+    def _cut(self, request: BatchRequest) -> None:
+        """Removes the queued groups that this request must not get: of another split, or stale."""
+        if self._split != request.split:
+            if request.split is not None:
+                for group in self._complete.remove(lambda group: group.split != request.split):
+                    self._leave_out(group)
+            self._split = request.split
+        self._cut_stale(request.max_staleness)
 
     def _cut_stale(self, max_staleness: int | None) -> None:
         """Discards stale groups. Checks all only if the oldest may be stale: arrivals are checked already."""

@@ -8,6 +8,7 @@ from shmbridge.batching.batch_size import Want
 from shmbridge.config import check_choice, check_count, check_seconds, check_timeout
 from shmbridge.errors import BadArgument
 from shmbridge.record.groups import Group
+from shmbridge.schema import Split
 from shmbridge.shown import shown
 
 _MOST_PREFETCHED = 1024
@@ -15,15 +16,23 @@ _MOST_PREFETCHED = 1024
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The arguments of Consumer.batches; `max_staleness` includes the off-policy limit."""
+    """The arguments of Consumer.batches; `max_staleness` includes the off-policy limit.
+
+    Raises BadArgument for an unknown split.
+    """
 
     size: Want
     layout: Layout = "packed"
     make: MakeBatch | None = None
     max_staleness: int | None = None
+    split: Split | None = "train"
     hold: Hold = "step"
     prefetch: int = 0
     timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.split is not None:
+            check_choice("split", self.split, ("train", "eval"))
 
     def checked(self) -> Self:
         """Returns the request for an iteration, with plain numbers. Raises BadArgument."""

@@ -41,6 +41,12 @@ def prepare_parser(parser: Parser) -> None:
         "--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode"
     )
     parser.add_argument(
+        "--split",
+        choices=("train", "eval", "both"),
+        default="train",
+        help="groups that /batch serves; others are released and counted (default: %(default)s)",
+    )
+    parser.add_argument(
         "--token", type=_token, help="bearer token of every request; safer as SHMBRIDGE_GATEWAY_TOKEN"
     )
     add_host_name(parser, "host name with a dot under which clients reach the gateway")
@@ -99,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             bridge=arguments.bridge,
             compat=arguments.compat,
             policy=arguments.policy,
+            split=None if arguments.split == "both" else arguments.split,
             lane_bytes=check_lane_bytes(arguments.lane_bytes, SMALLEST_LANE),
             lanes=arguments.lanes,
             token=arguments.token or _token_of_surroundings(),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from shmbridge.schema import ALIASES, Columns, Kind
 from shmbridge.shown import counted, kind_of, shown
 
 Version = int | tuple[int, int] | None
-Split = Literal["train", "eval"]
 _LONGEST_GROUP_ID = 4096
 _MOST_PARTIAL = 1024
 

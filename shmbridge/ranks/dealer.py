@@ -33,6 +33,7 @@ from shmbridge.hub.state import HubState
 from shmbridge.ranks.share_book import Mode, Share, ShareBook
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_name
+from shmbridge.schema import Split
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.helper_threads import Joined
@@ -62,12 +63,13 @@ class ShareDealer:
         max_staleness: int | None,
         prefetch: int,
         dead_rank: DeadRank,
+        split: Split | None,
     ) -> None:
         world_size = check_count("world_size", world_size, 1, MOST_RANKS)
         prefetch = check_count("prefetch", prefetch, 0, 1024)
         check_choice("mode", mode, ("sharded", "broadcast"))
         check_choice("dead_rank", dead_rank, ("wait", "spread"))
-        former.want(groups, None)
+        self._split = BatchRequest(former.want(groups, None), split=split).split
         if mode == "sharded" and groups < world_size:
             raise BadArgument(
                 f"groups={groups}: each of {world_size} ranks needs one of every batch",
@@ -103,7 +105,9 @@ class ShareDealer:
         try:
             while self._wait_for_room():
                 request = BatchRequest(
-                    self._former.want(self._groups, None), max_staleness=self._max_staleness
+                    self._former.want(self._groups, None),
+                    max_staleness=self._max_staleness,
+                    split=self._split,
                 )
                 groups = self._former.choose(request, self._stop)
                 if groups is None:

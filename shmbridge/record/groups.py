@@ -69,6 +69,11 @@ class Group:
         return None if env_id < 0 else env_id
 
     @property
+    def split(self) -> str:
+        """ "train" or "eval"."""
+        return self.records[0]._split  # not from its meta: looking at that counts as reading
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rows."""
         records = self.records
@@ -149,5 +154,7 @@ def _contradiction(group: Group, record: Record) -> str:
     """Returns why the record cannot be a fragment of the group it names; "" if it can."""
     if record._group_size != group.size:
         return f"one fragment says group_size={group.size}, another {record._group_size}"
+    if group.records and record._split != group.split:
+        return f"one fragment says split={group.split!r}, another {record._split!r}"
     rows = group.rows + record.rows
     return f"its fragments have {rows} rows, and group_size={group.size}" if rows > group.size else ""

@@ -25,7 +25,7 @@ class BadHook(Refusal):
 
 
 class TrainingScreen:
-    """The `Consumer.screen` callback: keeps out evaluation groups, and those that the checkpoint contains.
+    """The `Consumer.screen` callback: scores evaluation groups, keeps out those that the checkpoint contains.
 
     Called in the thread that forms batches; `metrics` is for the training thread.
     """
@@ -40,7 +40,7 @@ class TrainingScreen:
         self._known_total = 0
 
     def __call__(self, group: Any) -> bool:
-        """Returns whether the group is for training. Never blocks."""
+        """Returns False for a group that the checkpoint contains. Never blocks."""
         metas = [record.meta for record in group.records]
         if metas[0].split == EVAL:
             scores = [score for record in group.records for score in _scores(record)]
@@ -48,7 +48,7 @@ class TrainingScreen:
                 self._scores += [(metas[0].env_name, self._groups_total, score) for score in scores]
                 self._groups += 1
                 self._groups_total += 1
-            return False
+            return True  # the consumer leaves it out, and counts it
         if all(self._consumed.contains(meta) for meta in metas):
             with self._lock:
                 self._known_total += 1

@@ -32,7 +32,8 @@ def put(producer, first, count, **more):
             "tokens": [[1000 + number, row, *range(row + 1)] for row in rows],
             "score": [float(row) for row in rows],
         }
-        producer.put(group | more, policy_version=number, timeout_s=10.0)
+        split = more.pop("split", "train")
+        producer.put(group | more, policy_version=number, timeout_s=10.0, split=split)
 
 
 def numbers(items):
@@ -167,6 +168,19 @@ def test_rows_of_one_token_are_not_taken_for_scalars(bridge, producer):
         rows = take(data, 2)
     assert [row["tokens"].tolist() for row in rows] == [[7], [8]]
     assert [row["score"].shape for row in rows] == [torch.Size([])] * 2
+
+
+@pytest.mark.parametrize("items", ["batches", "rows"])
+@pytest.mark.parametrize(
+    ("asked", "right"), [({}, [1, 3]), ({"split": "eval"}, [0, 2]), ({"split": None}, [0, 1, 2, 3])]
+)
+def test_items_are_of_the_train_split_unless_asked(bridge, producer, items, asked, right):
+    for number in range(4):
+        put(producer, number, 1, split="train" if number % 2 else "eval")
+    with BridgeDataset(bridge, groups=1, items=items, timeout_s=10, **asked) as data:
+        data.drain()
+        assert numbers(data) == right
+        assert data.stats()["held"] == 0
 
 
 def test_records_held_for_a_checkpoint_are_released_by_release_only(bridge, producer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gateway_clients import group
 
 from shmbridge import Producer
 from shmbridge.archive.reading import read_archive
@@ -19,3 +20,17 @@ def test_what_is_handed_out_is_recorded(start_gateway, bridge, tmp_path, compat)
         gateway.until_batch()
         gateway.end()
     assert [record.group_id for record in read_archive(tmp_path / "records")] == ["first"]
+
+
+@pytest.mark.parametrize("compat", ["default", "strict"])
+@pytest.mark.parametrize(
+    ("asked", "served"), [((), [1, 3]), (("--split", "eval"), [0, 2]), (("--split", "both"), [0, 1, 2, 3])]
+)
+def test_a_trainer_that_polls_gets_the_train_split(start_gateway, bridge, compat, asked, served):
+    gateway = start_gateway("--compat", compat, *asked)
+    gateway.register(batch_size=len(served))
+    gateway.start()
+    with Producer(bridge, env_name="math", lane_bytes="1M") as producer:
+        for number, split in enumerate(("eval", "train", "eval", "train")):
+            producer.put(group(number, rows=1), split=split)
+        assert gateway.until_batch() == served

@@ -37,7 +37,7 @@ def test_groups_of_the_split_eval_are_scored_and_in_no_batch(bridge):
         (batch,) = consumer.batches(groups=2, prefetch=0)
         assert batch.tokens.tolist() == [0, 1, 0, 1, 2, 1, 2, 1]
         found = screen.metrics()
-        assert consumer.stats()["screened_total"] == 3
+        assert consumer.stats()["left_out_total{eval}"] == 3
     assert {
         name: found[name]
         for name in ("eval/mean_score", "eval/groups", "eval/trajectories", "eval/groups_total")

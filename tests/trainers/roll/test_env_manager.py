@@ -266,7 +266,7 @@ def test_groups_of_evaluation_are_not_trained(bridge):
         producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]}, group_id="train")
         taken = reader.take(lambda: False)
         assert taken.group.records[0].meta.group_id == "train"
-        assert reader.counts["groups_of_evaluation"] == 1
+        assert reader.stats()["left_out_total{eval}"] == 1
         del taken
         reader.leave(orderly=True)
 

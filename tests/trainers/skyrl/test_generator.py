@@ -294,7 +294,7 @@ async def test_eval_groups_are_released_untrained(make_generator, producer, prom
     generator = make_generator()
     output = await generated(generator, prompts(1, 4))
     assert output["env_metrics"][0]["group_id"] == "train"
-    assert generator.stats()["eval_groups"] == 1
+    assert generator.stats()["left_out_total{eval}"] == 1
 
 
 async def test_an_evaluation_needs_a_generator_of_its_own(make_generator, prompts):

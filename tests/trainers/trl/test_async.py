@@ -318,15 +318,14 @@ def test_a_drained_bridge_ends_when_less_than_a_batch_is_left(make_worker, make_
         worker.check_health(60.0)
 
 
-def test_a_group_of_which_a_part_is_for_evaluation_is_not_trained(make_worker, make_producer, known):
+def test_groups_of_evaluation_are_not_trained(make_worker, make_producer, known):
     worker = make_worker(per_token="mean")
     producer = make_producer(lane_bytes="1M")
-    first, second = known[3].fragments
-    for fragment, split in ((first, "train"), (second, "eval")):
-        producer.put(fragment, group_id="mixed", group_size=4, split=split)
+    for fragment in known[3].fragments:
+        producer.put(fragment, group_id="exam", group_size=4, split="eval")
     known[0].put(producer)
     assert worker.rollout_buffer.get(timeout=5).metrics["reward"] == known[0].rows[0].score
-    assert worker.stats()["trl_groups_kept_out_total{eval}"] == 1
+    assert worker.stats()["left_out_total{eval}"] == 1
 
 
 def test_unknown_words_are_refused(bridge):
