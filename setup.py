@@ -69,7 +69,7 @@ class WithoutSuites(build_py):
 EXTENSIONS = [
     extension("mapping", f"{EXT}/c/fork.c"),
     *map(extension, ("header", "lane_writer", "lane_reader", "rank_reader", "lane_observer", "record")),
-    *map(extension, ("lane_poller", "wait")),
+    *map(extension, ("lane_poller", "wait", "crash_mark")),
     *map(extension, ("column", "pack", "plan", "fast_put", "checksum", "relayed")),
     *map(extension, ("blocks", "gather", "versions", "tensor_bytes")),
     extension("memcpy_baseline", package="shmbridge.bench.baselines", folder=BASELINES),

@@ -1,16 +1,17 @@
 """Consumers of a bridge: learners, trainer adapters, servers; each imports its own heavy dependencies.
 
-`WeightSync` and `BridgeDataset` are resolved on first use, so that importing this package imports no torch.
+`Feed`, `BridgeDataset` and `WeightSync` are resolved on first use: importing this package imports no torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shmbridge.consumers.dataset import BridgeDataset as BridgeDataset
+    from shmbridge.consumers.feed import Feed as Feed
     from shmbridge.consumers.weight_sync import WeightSync as WeightSync
 
-_HOMES = {"BridgeDataset": "dataset", "WeightSync": "weight_sync"}
-__all__ = ["BridgeDataset", "WeightSync"]
+_HOMES = {"BridgeDataset": "dataset", "Feed": "feed", "WeightSync": "weight_sync"}
+__all__ = ["BridgeDataset", "Feed", "WeightSync"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,8 @@ place and returns the same tuple. This process is the hub, and no HTTP server is
 
 Groups of evaluation are not trained; the bridge counts them in `left_out_total{eval}`. A batch's records are
 released when the next batch is asked for, so after the optimizer step of the batch, or at the end of the
-`with` block. A trainer that is killed or fails before that gets the batch again.
+`with` block. A trainer that is killed or fails before that gets the batch again; a group at which it fails
+again and again is set aside, see `feed.py`.
 
 Letters: B rows of one micro-batch, T its labels: the longest row of the batch less one, rounded up to a
 multiple of 64.
@@ -32,12 +33,13 @@ from torch import Tensor
 import shmbridge
 from shmbridge.config import check_bridge_name
 from shmbridge.consumers.advantages.row_settings import temperatures
-from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
+from shmbridge.consumers.feed import Feed, Step
+from shmbridge.consumers.trajectories import Credit, Trajectory
 
 log = logging.getLogger(__name__)
 
 # (tokens, labels, advantages, temperatures, sampled log-probabilities), each a list of micro-batches
-Step = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]
+MicroBatches = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]
 
 _MULTIPLE = 64
 _UNTRAINED, _NO_LOGPROB = -100, 1.0  # upstream's marks
@@ -68,11 +70,11 @@ class BridgeData:
         self.metrics: dict[
             str, float
         ] = {}  # of the last batch: its rows, and where their advantages came from
-        self._credit = credit or Credit()
-        self._max_staleness, self._timeout_s, self._lanes = max_staleness, timeout_s, lanes
-        self._consumer: shmbridge.Consumer | None = None
-        self._batches: Iterator[shmbridge.Batch] = iter(())
-        self._held: shmbridge.Batch | None = None
+        self._credit = credit
+        self._timeout_s = timeout_s
+        self._options: dict[str, Any] = {"max_staleness": max_staleness, "lanes": lanes}
+        self._feed: Feed | None = None
+        self._step: Step | None = None  # handed out, and trained once the next is asked for
         self._rows = 0  # of a step
         self._said_uneven = False
 
@@ -117,19 +119,15 @@ class BridgeData:
             wandb_group=config.wandb_group or "",
             wandb_project=config.wandb_project or "",
         )
-        self._consumer = shmbridge.Consumer(self.bridge, run=run, lanes=self._lanes)
-        self._rows = rows
-        self._begin()
-
-    def _begin(self) -> None:
-        assert self._consumer is not None
-        self._batches = self._consumer.batches(
-            rows=self._rows, max_staleness=self._max_staleness, timeout_s=self._timeout_s, hold="caller"
+        # upstream loads no checkpoint again, so none makes a step durable
+        self._feed = Feed(
+            self.bridge, rows=rows, run=run, release_at="step", credit=self._credit, **self._options
         )
+        self._rows = rows
 
     def get_data(
         self, batch_size: int, seq_len: int, atropos_url: str = "", extract_inference_logprobs: bool = True
-    ) -> tuple[list[Step], None]:
+    ) -> tuple[list[MicroBatches], None]:
         """Releases the batch before, and returns the next one as upstream's `get_data` does.
 
         Blocks until it is there.
@@ -147,21 +145,15 @@ class BridgeData:
             None if no row has any. The tensors are copies.
 
         Raises:
-            ConsumerEmpty: no batch in time. RuntimeError: the trainer has not registered, or the bridge is
-                drained.
+            ConsumerEmpty: no batch in time. Drained: none comes any more.
+            RuntimeError: the trainer has not registered.
             ValueError: a row has an advantage of its own for each token, and micro-batches have several rows.
         """
-        if self._consumer is None:
+        if self._feed is None:
             raise RuntimeError("get_data before register_trainer -> call register_trainer(config) first")
-        self._release()
-        try:
-            self._held = next(self._batches)
-        except StopIteration:
-            raise RuntimeError(f"bridge {self.bridge!r} is drained, and has no further batch") from None
-        except shmbridge.ConsumerEmpty:
-            self._begin()
-            raise
-        rows, self.metrics = trajectories(self._held, self._credit)
+        self._trained()
+        self._step = self._feed.take(self._timeout_s)
+        rows, self.metrics = self._step.rows, self._step.metrics
         step = _step(rows, batch_size, extract_inference_logprobs)
         self.metrics["micro_batches_untrained"] = -(-len(rows) // batch_size) - len(step[0])
         self.metrics["rows"] = len(rows)
@@ -177,20 +169,18 @@ class BridgeData:
 
     def publish_policy_version(self, version: int) -> None:
         """Tells environments the newest policy version. Never blocks. RuntimeError before registration."""
-        if self._consumer is None:
+        if self._feed is None:
             raise RuntimeError("no bridge is open -> call register_trainer(config) first")
-        self._consumer.publish_policy_version(version)
+        self._feed.consumer.publish_policy_version(version)
 
     def close(self) -> None:
         """Closes the bridge; a batch that was not released goes to the next consumer. Idempotent."""
-        if self._consumer is not None:
-            self._consumer.close()
-        self._consumer, self._held, self._batches = None, None, iter(())
+        self.__exit__(RuntimeError, None, None)
 
-    def _release(self) -> None:
-        if self._held is not None:
-            self._held.release()
-        self._held = None
+    def _trained(self) -> None:
+        if self._feed is not None and self._step is not None:
+            self._feed.trained(self._step)
+        self._step = None
 
     def __enter__(self) -> Self:
         return self
@@ -199,16 +189,18 @@ class BridgeData:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._release()
-        self.close()
+            self._trained()
+        if self._feed is not None:
+            self._feed.__exit__(kind, error, trace)
+        self._feed = self._step = None
 
 
-def _step(rows: list[Trajectory], size: int, with_logprobs: bool) -> Step:
+def _step(rows: list[Trajectory], size: int, with_logprobs: bool) -> MicroBatches:
     """Returns the micro-batches of one step; all have the same T."""
     longest = max(len(row.tokens) for row in rows)
     width = max(1, -(-(longest - 1) // _MULTIPLE)) * _MULTIPLE
     heat = temperatures(rows[0].batch, 1.0).values
-    step: Step = (
+    step: MicroBatches = (
         [],
         [],
         [],

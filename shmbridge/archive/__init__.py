@@ -4,4 +4,4 @@ A recorder writes parts into a folder, as a tap of a hub or from an observer. do
 the columns.
 """
 
-__all__ = ["export", "observing", "reading", "recorder"]
+__all__ = ["export", "observing", "reading", "recorder", "set_aside"]

@@ -12,6 +12,7 @@ from legacy_run import config_of
 
 import shmbridge
 from shmbridge.consumers.atropos_trainer import BridgeData
+from shmbridge.consumers.feed import Drained
 from shmbridge.testing import wait_until
 from shmbridge.testing.known_groups import known_groups
 from shmbridge.watch import diagnosis
@@ -189,8 +190,8 @@ def test_waiting_may_be_tried_again_and_a_drained_bridge_says_so(bridge):
             data.get_data(1, 128)
         producer.put({"tokens": [[1, 2, 3]], "loss_mask": [[0, 1, 1]]})
         assert len(data.get_data(1, 128)[0]) == 1
-        data._consumer.drain()
-        with pytest.raises(RuntimeError, match="is drained, and has no further batch"):
+        data._feed.drain()
+        with pytest.raises(Drained, match="is drained: 0 groups are there"):
             data.get_data(1, 128)
 
 

@@ -1,0 +1,597 @@
+"""A feed: what every trainer needs between a bridge and its steps.
+
+    with Feed("run1", groups=8, run_dir="runs/run1") as feed:
+        while training:
+            step = feed.take()
+            try:
+                loss = ...                       # step.rows, or step.batch
+            except Exception as error:
+                feed.failed(step, error)         # its groups come again; the one at fault is set aside
+            else:
+                feed.trained(step, version=version)
+            if checkpoint_is_due:
+                state = feed.state_dict()        # into the checkpoint
+                save(...)
+                feed.checkpointed()
+
+It opens the consumer, hands out one split, cuts what is too stale, names or leaves out rows that cannot be
+trained, and releases groups when the step is durable. Knows no trainer, and needs numpy only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, get_args
+
+import numpy as np
+
+import shmbridge
+from shmbridge import Batch, BatchTooBig, ConsumerEmpty, InvalidRecord, Run
+from shmbridge.archive.set_aside import Failures
+from shmbridge.consumers.dataset_parts.lane_records import may_come_again
+from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
+from shmbridge.record.groups import Group
+from shmbridge.record.leases import abandon
+from shmbridge.schema import Split
+from shmbridge.segments.discard_reasons import Discard
+from shmbridge.segments.segment import mount_id
+from shmbridge.shown import counted
+
+log = logging.getLogger(__name__)
+
+ReleaseAt = Literal["step", "checkpoint"]
+Unfit = Literal["refuse", "leave_out"]
+
+_LOOK_S = 0.25  # longest wait at a time at first, so the longest wait for close() or a cancelled call
+_LONG_S = 1.0  # after which it waits longer at a time:
+_ASK_S = 1.5  # longer than the second after which the consumer says that a batch does not fit into the lanes
+_MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
+_FORMAT = 1
+_NO_LAST_STEP = (1 << 31) - 1
+
+
+class Drained(RuntimeError):
+    """The bridge is drained or closed, and has fewer groups than a step wants; what is left stays there."""
+
+
+class UnfitRow(InvalidRecord):
+    """A row cannot be trained; the message names its environment, its group and why."""
+
+
+class Step:
+    """The groups of one step, leased until the feed releases them; made by `Feed.take`.
+
+    Attributes:
+        groups: whole groups, in order.
+        batch: all their rows, a packed shmbridge.Batch.
+        rows: those that can be trained, as `Trajectory`.
+        metrics: where the advantages come from, how stale the rows are, and rows left out by reason.
+    """
+
+    def __init__(self, batch: Batch, feed: Feed, unfit: dict[int, tuple[str, str]]) -> None:
+        self.batch, self.groups, self._feed, self._unfit = batch, list(batch.groups), feed, unfit
+        self.keys = [_key(group) for group in self.groups]
+
+    @cached_property
+    def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
+        feed = self._feed
+        rows, metrics = trajectories(self.batch, feed.credit, whole_rows=feed.whole_rows)
+        if lags := self.lags(feed.consumer.training_version):
+            metrics |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
+        metrics["rows_left_out"] = float(len(self._unfit))
+        return [row for row in rows if row.row not in self._unfit], metrics
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See the class. The dictionary is the caller's to extend."""
+        return self._read[1]
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """See the class. Never blocks. Raises NoAdvantages."""
+        return self._read[0]
+
+    def lags(self, version: int) -> list[int]:
+        """Returns how many versions each row is behind this one, of the rows that were stamped."""
+        stamps = (meta.min_policy_version for meta in self.batch.meta)
+        return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
+
+    def __repr__(self) -> str:
+        return f"<Step of {counted(len(self.groups), 'group')}, {counted(len(self.batch), 'row')}>"
+
+
+class Feed:
+    """A bridge's consumer and all that a trainer needs of one; a context manager.
+
+    Calls block as they say. `take` and the calls about steps are for any thread; the rest for one.
+
+    Args:
+        bridge: its name; this process becomes its consumer.
+        groups: groups of a step; or else
+        rows: trajectories of a step, whole groups as far as they fit.
+        release_at: "step" releases a step's groups when it is trained, "checkpoint" once a checkpoint with
+            `state_dict()` in it is durable; None: "checkpoint" if `run` saves checkpoints, else "step". The
+            choice is logged.
+        max_staleness: groups that are more versions behind are discarded and counted; None: no limit.
+        split: "train" or "eval": groups of the other are released and counted; None: both.
+        set_aside_after: failures of a step after which its groups are tried in halves until the one at fault
+            is found, which is written into `set_aside/` of `run_dir` and released; 0: never, a failure is
+            raised.
+        run: announced to the environments; None: a run without a last step.
+        run_dir: folder of the run; None: `checkpoint_dir` of `run`, else runs/<bridge>.
+        unfit: "refuse" raises UnfitRow at a row that cannot be trained, "leave_out" leaves the row out of
+            `step.rows` and counts it.
+        longest_row: most tokens of a row; None: any number.
+        vocabulary: token ids are below this; None: not checked.
+        credit: how advantages are computed for groups without their own.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        prefetch: batches gathered ahead, still held.
+        consumer: further options of shmbridge.Consumer.
+
+    Attributes:
+        consumer: the shmbridge.Consumer, which is the feed's to take from and to close.
+
+    Raises:
+        ValueError: an argument is not one of the allowed values. As shmbridge.Consumer.
+    """
+
+    def __init__(
+        self,
+        bridge: str,
+        *,
+        groups: int | None = 8,
+        rows: int | None = None,
+        release_at: ReleaseAt | None = None,
+        max_staleness: int | None = None,
+        split: Split | None = "train",
+        set_aside_after: int = 2,
+        run: Run | None = None,
+        run_dir: str | Path | None = None,
+        unfit: Unfit = "refuse",
+        longest_row: int | None = None,
+        vocabulary: int | None = None,
+        credit: Credit | None = None,
+        whole_rows: bool = False,
+        prefetch: int = 0,
+        **consumer: Any,
+    ) -> None:
+        for name, value, known in (("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit)):
+            if value is not None and value not in get_args(known):
+                raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
+        if set_aside_after < 0:
+            raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
+        saves = run is not None and run.save_checkpoint_interval > 0
+        self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
+        self.credit, self.whole_rows = credit or Credit(), whole_rows
+        self._groups, self._rows = groups or 8, rows
+        self._max_staleness, self._split, self._prefetch = max_staleness, split, prefetch
+        self._after, self._on_unfit = set_aside_after, unfit
+        self._longest_row, self._vocabulary = longest_row, vocabulary
+        self.counts: Counter[str] = Counter()
+        self._taking = threading.Lock()  # around what takes from the consumer, for up to _ASK_S
+        self._lock = threading.RLock()  # around what is held; never for long
+        self._batches: tuple[tuple[float, int | None], Iterator[Batch]] | None = None
+        self._again: deque[list[Group]] = deque()  # groups that come as steps of their own, before all others
+        self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
+        self._trained: list[Step] = []  # and not yet in a durable checkpoint
+        self._saving: list[Step] | None = None  # trained before the last state_dict
+        self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
+        self._mounts: dict[str, str] = {}
+        self._aside_in_a_row = 0
+        self._closing = threading.Event()
+        run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
+        folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
+        self.consumer = shmbridge.Consumer(bridge, run, **consumer)
+        try:
+            self._failures = Failures(folder, set_aside_after) if set_aside_after else None
+        except BaseException:
+            self.consumer.close()
+            raise
+        self.consumer.screen(self._is_new)
+        self._thread: ThreadPoolExecutor | None = None
+        log.info(
+            "bridge %r: groups are released when %s (release_at=%r)",
+            bridge,
+            "their step is trained"
+            if self.release_at == "step"
+            else "a checkpoint with their step is durable",
+            self.release_at,
+        )
+
+    # -- taking
+
+    def take(self, timeout_s: float | None = None, *, groups: int | None = None) -> Step:
+        """Returns the next step, leased. Blocks at most `timeout_s` seconds (None: for ever); any thread.
+
+        After 5 s the log says what it waits for, then every minute.
+
+        Args:
+            timeout_s: seconds to wait.
+            groups: groups of this step, instead of the feed's number.
+
+        Raises:
+            ConsumerEmpty: no step in time. Drained: none comes any more.
+            BatchTooBig: the lanes are full of groups that are held, so none can come.
+            UnfitRow: under unfit="refuse". Its group comes again, and is set aside as one whose step failed.
+        """
+        return self._take(timeout_s, groups, threading.Event())
+
+    async def take_async(self, timeout_s: float | None = None, *, groups: int | None = None) -> Step:
+        """`take` that never blocks the event loop: a thread of the feed's waits. For one loop.
+
+        If the task is cancelled, the groups come again, unread.
+        """
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shmbridge-{self.consumer.bridge}")
+        over = threading.Event()
+        call = asyncio.get_running_loop().run_in_executor(
+            self._thread, functools.partial(self._take, timeout_s, groups, over)
+        )
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            over.set()
+            call.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, call: asyncio.Future[Step]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            self.give_back(call.result())
+
+    def _take(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
+        began_s = time.monotonic()
+        with self.consumer.one_wait():
+            while not (over.is_set() or self._closing.is_set()):
+                waited_s = time.monotonic() - began_s
+                left_s = math.inf if timeout_s is None else timeout_s - waited_s
+                look_s = _LOOK_S if waited_s < _LONG_S else _ASK_S
+                with self._taking:
+                    batch = self._next(max(0.0, min(look_s, left_s)), groups)
+                if batch is not None:
+                    return self._begin(batch)
+                if left_s <= look_s:
+                    raise ConsumerEmpty(f"no step within {timeout_s:g} s: {self._missing(groups)}")
+        raise Drained(f"the feed of bridge {self.consumer.bridge!r} is closed")
+
+    def _next(self, wait_s: float, groups: int | None) -> Batch | None:
+        """Returns the next batch; None if there is none in time. Blocks."""
+        if (again := self._next_again()) is not None:
+            return again
+        if self._batches is None or self._batches[0] != (wait_s, groups):
+            self._batches = None  # ends it: what it gathered ahead comes first
+            begun = self.consumer.batches(
+                groups or self._groups,
+                rows=self._rows if groups is None else None,
+                max_staleness=self._max_staleness,
+                split=self._split,
+                prefetch=self._prefetch,
+                hold="caller",
+                timeout_s=wait_s,
+            )
+            self._batches = ((wait_s, groups), iter(begun))
+        try:
+            batch = next(self._batches[1], None)
+        except BaseException as wrong:
+            self._batches = None  # an iteration that raised is over
+            if isinstance(wrong, ConsumerEmpty):
+                return None
+            if isinstance(wrong, BatchTooBig) and self._trained:
+                raise BatchTooBig(
+                    f"{wrong.message}; {counted(len(self._trained), 'step')} wait for a checkpoint",
+                    hint='save more often, give environments larger lanes, or release_at="step"',
+                ) from None
+            raise
+        if batch is None:
+            self._batches = None
+            raise Drained(
+                f"bridge {self.consumer.bridge!r} is drained: {self._missing(groups)} -> save the model; a "
+                "new run needs a bridge that is not drained"
+            )
+        return self._apart(batch)
+
+    def _next_again(self) -> Batch | None:
+        """Returns the first of the steps that come again; their stale groups are discarded."""
+        while self._again:
+            with self._lock:
+                groups, version = self._again.popleft(), self.consumer.training_version
+                most = self._max_staleness
+                stale = [g for g in groups if most is not None and 0 <= g.oldest_version < version - most]
+                for group in stale:
+                    group.discard(Discard.STALE)
+                if groups := [group for group in groups if group not in stale]:
+                    self.consumer.queue.count_batch()
+                    return Batch(groups, "packed")
+        return None
+
+    def _apart(self, batch: Batch) -> Batch | None:
+        """Returns the batch, or, if some of its groups are to be tried apart or set aside, a part of it."""
+        failures = self._failures
+        if failures is None or not failures.counts:
+            return batch
+        by_key = {_key(group): group for group in batch.groups}
+        at_fault = [key for key in by_key if failures.is_at_fault(key)]
+        parts = failures.apart([key for key in by_key if key not in at_fault])
+        if not at_fault and len(parts) == 1:
+            return batch
+        batch.records = []
+        self.consumer.queue.count_batch(-1)
+        with self._lock:
+            self._again.extend([by_key[key] for key in part] for part in parts)
+            for key in at_fault:
+                self._set_aside(by_key[key], "its step failed before")
+        return self._next_again()
+
+    def _begin(self, batch: Batch) -> Step:
+        unfit = self._look_for_unfit(batch)
+        step = Step(batch, self, unfit)
+        if unfit and self._on_unfit == "refuse":
+            self._refuse(step, *next(iter(unfit.items())))
+        with self._lock:
+            self._steps[id(step)] = step
+            if self._failures is not None:
+                self._failures.begin(step.keys)
+            redelivered = sum(group.records[0].meta.redelivered for group in step.groups)
+            self.counts.update({"groups": len(step.groups), "groups_redelivered": redelivered})
+            for kind, _ in unfit.values():
+                self.counts[f"rows_left_out_{kind}"] += 1
+        return step
+
+    def _missing(self, groups: int | None) -> str:
+        by_rows = groups is None and self._rows is not None
+        of = f"{self._rows} rows" if by_rows else counted(groups or self._groups, "group")
+        stats, there = self.consumer.stats(), self.consumer.queue.groups()
+        live, dead = int(stats["lanes_live"]), int(stats["lanes_dead"])
+        return f"{there} groups are there for a step of {of}; {live} of {live + dead} lanes have a producer"
+
+    # -- rows that cannot be trained
+
+    def _look_for_unfit(self, batch: Batch) -> dict[int, tuple[str, str]]:
+        """Returns row -> (kind, why), of the rows that cannot be trained."""
+        found: dict[int, tuple[str, str]] = {}
+        if (most := self._longest_row) is not None:
+            for row in np.flatnonzero(batch.lengths > most).tolist():
+                found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {most}"
+        if (known := self._vocabulary) is not None:
+            places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= known))
+            rows, first = np.unique(
+                np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
+            )
+            for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
+                why = f"has token {batch.tokens[at]}, and the model knows {known}"
+                found.setdefault(row, ("unknown_token", why))
+        return found
+
+    def _refuse(self, step: Step, row: int, unfit: tuple[str, str]) -> NoReturn:
+        """Returns the step's groups, but for one that was refused too often; raises UnfitRow."""
+        meta, at = step.batch.meta[row], int(step.batch.group_index[row])
+        number = row - int(np.searchsorted(step.batch.group_index, at))
+        error = UnfitRow(
+            f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
+            hint='unfit="leave_out" trains without such rows, and counts them',
+            row=number,
+        )
+        bad = step.groups[at]
+        self._take_apart(step)
+        with self._lock:
+            aside = self._failures is not None and self._failures.failed([_key(bad)])
+            if back := [group for group in step.groups if not (aside and group is bad)]:
+                self._again.appendleft(back)
+            if aside:
+                self._set_aside(bad, error)
+        raise error
+
+    def _take_apart(self, step: Step) -> None:
+        """Ends a step's batch without release: its groups keep the leases."""
+        step.batch.records = []
+        self.consumer.queue.count_batch(-1)
+
+    # -- what became of a step
+
+    def trained(self, step: Step, version: int | None = None) -> None:
+        """Notes that a step is trained; releases its groups, or holds them for a checkpoint. Any thread.
+
+        Never blocks for records.
+
+        Args:
+            step: of `take`, once.
+            version: of the weights that the step made; published to the environments. None: not published.
+        """
+        self._end(step)
+        if self._failures is not None:
+            self._failures.trained(step.keys)
+        self._aside_in_a_row = 0
+        self.counts["steps_trained"] += 1
+        if self.release_at == "step":
+            step.batch.release()
+        else:
+            with self._lock:
+                self._trained.append(step)
+        if version is not None:
+            self.consumer.publish_policy_version(version)
+
+    def checkpointed(self) -> None:
+        """Releases what was trained before the last `state_dict()`, or all that is trained if there was none.
+
+        Call it once that checkpoint is durable. Never blocks; any thread.
+        """
+        with self._lock:
+            over, self._saving = (self._trained if self._saving is None else self._saving), None
+            gone = set(map(id, over))
+            self._trained = [step for step in self._trained if id(step) not in gone]
+        for step in over:
+            step.batch.release()
+
+    def failed(self, step: Step, error: BaseException) -> None:
+        """Notes that a step failed: its groups come again with the next `take`, or are set aside.
+
+        Blocks for the disk. Raises `error` with set_aside_after=0, if memory ran out (a smaller step is the
+        trainer's to make), and if several groups were set aside in a row without a step that trains: then
+        they are not at fault.
+        """
+        self._end(step)
+        self._take_apart(step)
+        self.counts["steps_failed"] += 1
+        spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
+        no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        with self._lock:
+            if spared or no_memory or self._failures is None or not self._failures.failed(step.keys):
+                known = {_key(group): group for group in step.groups}
+                parts = [list(known)] if self._failures is None else self._failures.apart(list(known))
+                self._again.extendleft([known[key] for key in part] for part in reversed(parts))
+            else:
+                self._set_aside(step.groups[0], error)
+        if no_memory:
+            row = int(step.batch.lengths.argmax())
+            meta = step.batch.meta[row]
+            error.add_note(
+                f"the longest row of the step has {step.batch.lengths[row]} tokens: group {meta.group_id} of "
+                f"environment {meta.env_name!r}"
+            )
+        if self._aside_in_a_row >= _MOST_ASIDE:
+            error.add_note(
+                f"{self._aside_in_a_row} groups in a row were set aside and no step was trained between: the "
+                "groups are not at fault"
+            )
+        if no_memory or self._failures is None or self._aside_in_a_row >= _MOST_ASIDE:
+            raise error
+
+    def give_back(self, step: Step) -> None:
+        """Returns an unread step: it comes again before all others, and nothing is counted. Any thread."""
+        self._end(step)
+        self._take_apart(step)
+        with self._lock:
+            self._again.appendleft(step.groups)
+
+    def _end(self, step: Step) -> None:
+        with self._lock:
+            if self._steps.pop(id(step), None) is None:
+                raise ValueError(f"{step!r} is over, or another feed's")
+            if self._failures is not None:
+                self._failures.over(step.keys)
+
+    def _set_aside(self, group: Group, why: object) -> None:
+        assert self._failures is not None
+        try:
+            self._failures.set_aside(_key(group), group.records)
+        except BaseException:
+            self._again.appendleft([group])
+            raise
+        for record in group.records:
+            record.release()
+        self._aside_in_a_row += 1
+        self.counts["groups_set_aside"] += 1
+        log.error(
+            "group %s of %s is set aside in %s after %d failures of its step: %s",
+            group.group_id,
+            group.producer_id,
+            self._failures.folder,
+            self._after,
+            repr(why) if isinstance(why, BaseException) else why,
+        )
+
+    # -- what a checkpoint contains
+
+    def _is_new(self, group: Group) -> bool:
+        """The consumer's screen: keeps out groups that the loaded state contains."""
+        for record in group.records:
+            meta = record.meta
+            if not (meta.redelivered and meta.sequence in self._known.get(meta.producer_id, ())):
+                return True
+        self.counts["groups_in_checkpoint"] += 1
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the records that are trained and not released, for a checkpoint. Never blocks.
+
+        They are few: the steps since the last checkpoint, and those of the loaded state that may come again.
+        """
+        with self._lock:
+            self._saving = list(self._trained)
+            held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
+            mounts = {name: self._mounts[name] for name in held if name in self._mounts}
+            here = mount_id()
+            for group in (group for step in self._saving for group in step.groups):
+                for record in group.records:
+                    held.setdefault(record.meta.producer_id, set()).add(record.meta.sequence)
+                    if here:
+                        mounts[record.meta.producer_id] = here
+        return {"format": _FORMAT, "held": {k: sorted(v) for k, v in held.items()}, "mounts": mounts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
+
+        Call it before the first `take`. Raises ValueError: it is no such state.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
+            raise ValueError(f"this is no state of a Feed of format {_FORMAT}: {str(state)[:80]}")
+        self._known = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
+        self._mounts = dict(state["mounts"])
+
+    # -- counters and the end
+
+    def stats(self) -> dict[str, float]:
+        """Returns the feed's counters, `feed_..._total`, what it holds, and the consumer's. Never blocks."""
+        with self._lock:
+            held = {
+                "feed_steps_out": float(len(self._steps)),
+                "feed_steps_trained_held": float(len(self._trained)),
+            }
+        mine = {f"feed_{name}_total": float(count) for name, count in self.counts.items()}
+        return {**self.consumer.stats(), **mine, **held}
+
+    def drain(self) -> None:
+        """Takes no new records; `take` raises Drained after those already there."""
+        self.consumer.drain()
+
+    def close(self) -> None:
+        """Closes the bridge. What is not released comes to the next consumer. Idempotent.
+
+        Blocks for a `take` under way in another thread, at most a second or two.
+        """
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.shutdown()
+        with self._taking, self._lock:
+            self._batches = None
+            for groups in self._again:
+                for group in groups:
+                    group.abandon()
+            self._again.clear()
+            for step in (*self._steps.values(), *self._trained):
+                abandon(step.batch.records)
+                step.batch.records = []
+            self._steps.clear()
+            self._trained.clear()
+        if self._failures is not None:
+            self._failures.close()
+        self.consumer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; an exception counts as a failure of the steps that are not over, as `failed` does."""
+        if error is not None and self._failures is not None and isinstance(error, Exception):
+            with self._lock:
+                keys = [key for step in self._steps.values() for key in step.keys]
+            if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
+                self._failures.failed(keys)
+        self.close()
+
+
+def _key(group: Group) -> str:
+    """Returns what names a group for ever, in every process."""
+    return f"{group.producer_id} {group.records[0]._sequence}"

@@ -1,0 +1,325 @@
+"""A feed: what it hands out, when it releases, and what becomes of a step that fails or that nobody ends."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import shmbridge
+from shmbridge.archive.reading import read_archive
+from shmbridge.consumers.feed import Drained, Feed, UnfitRow
+from shmbridge.producers.replay import replay
+
+STEP = """
+import os, signal, sys
+from shmbridge import ConsumerEmpty
+from shmbridge.consumers import Feed
+
+bridge, folder, way, poison = sys.argv[1:5]
+with Feed(bridge, groups=8, run_dir=folder) as feed:
+    while True:
+        try:
+            step = feed.take(10 if not feed.counts else 0)
+        except ConsumerEmpty:
+            break
+        numbers = [int(row.tokens[0]) for row in step.rows[::2]]
+        if int(poison) in numbers:
+            print("failing", numbers, flush=True)
+            if way == "exception":
+                raise FloatingPointError("nan loss")
+            os.kill(os.getpid(), getattr(signal, way)) if way == "SIGKILL" else os.abort()
+        feed.trained(step)
+        print("trained", numbers, flush=True)
+"""
+
+
+@pytest.fixture
+def producer(bridge):
+    with shmbridge.Producer(bridge, env_name="sums", lane_bytes="2M") as producer:
+        yield producer
+
+
+def put(producer, numbers, **more) -> None:
+    for number in numbers:
+        group = {"tokens": [[number, 1]] * 2, "loss_mask": [[0, 1]] * 2, "score": [0.0, 1.0]}
+        producer.put(group | more, group_id=f"g{number}")
+
+
+def numbers_of(step) -> list[int]:
+    return [int(row.tokens[0]) for row in step.rows[::2]]
+
+
+def left_over(bridge) -> list[tuple[int, bool]]:
+    with shmbridge.Consumer(bridge) as consumer:
+        return [(record.meta.sequence, record.meta.redelivered) for record in consumer.poll(1000)]
+
+
+def test_steps_come_in_order_and_are_released_when_trained(bridge, producer, tmp_path) -> None:
+    put(producer, range(6))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        first, second = feed.take(5), feed.take(5)
+        assert (numbers_of(first), numbers_of(second)) == ([0, 1], [2, 3])
+        assert first.metrics["groups_fallback"] == 2
+        feed.trained(first, version=3)
+        assert (producer.policy_version, feed.stats()["released_total"]) == (3, 2)
+        with pytest.raises(ValueError, match="is over"):
+            feed.trained(first)
+    assert left_over(bridge) == [(2, True), (3, True), (4, False), (5, False)]
+
+
+def test_steps_are_held_until_the_checkpoint_that_lists_them(bridge, producer, tmp_path) -> None:
+    put(producer, range(8))
+    run = shmbridge.Run(save_checkpoint_interval=2)
+    with Feed(bridge, groups=2, run=run, run_dir=tmp_path) as feed:
+        assert feed.release_at == "checkpoint"
+        for _ in range(2):
+            feed.trained(feed.take(5))
+        state = json.loads(json.dumps(feed.state_dict()))
+        feed.trained(feed.take(5))  # while the checkpoint is written
+        feed.checkpointed()
+        assert feed.stats()["released_total"] == 4
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        assert numbers_of(feed.take(5)) == [4, 5]
+    assert list(state["held"].values()) == [[0, 1, 2, 3]]
+
+
+def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
+    bridge, producer, tmp_path
+) -> None:
+    put(producer, range(6))
+    feed = Feed(bridge, groups=2, release_at="checkpoint", run_dir=tmp_path)
+    feed.trained(feed.take(5))
+    feed.trained(feed.take(5))
+    state = json.loads(json.dumps(feed.state_dict()))
+    feed.close()  # releases nothing: as after a kill
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        feed.load_state_dict(state)
+        assert numbers_of(feed.take(5)) == [4, 5]
+        assert (feed.stats()["feed_groups_in_checkpoint_total"], feed.stats()["released_total"]) == (4, 4)
+        assert feed.state_dict()["held"] == {}
+    with pytest.raises(ValueError, match="no state of a Feed"):
+        Feed.load_state_dict(feed, {"format": 7})
+
+
+def test_a_failed_step_is_tried_in_halves_until_the_group_at_fault_is_found(
+    bridge, producer, tmp_path
+) -> None:
+    put(producer, range(16))
+    tried, trained = [], []
+    with Feed(bridge, groups=8, run_dir=tmp_path) as feed:
+        while len(trained) < 15:
+            step = feed.take(5)
+            numbers = numbers_of(step)
+            tried.append(numbers)
+            if 5 in numbers:
+                feed.failed(step, FloatingPointError("nan loss"))
+            else:
+                feed.trained(step)
+                trained += numbers
+        stats = feed.stats()
+        assert (stats["feed_groups_set_aside_total"], stats["held"], stats["released_total"]) == (1, 0, 16)
+    whole = [*range(8)]
+    assert tried == [whole, whole, [0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7], [*range(8, 16)]]
+    (aside,) = read_archive(tmp_path / "set_aside")
+    assert (aside.group_id, left_over(bridge)) == ("g5", [])
+    assert replay(tmp_path / "set_aside", bridge).records == 1
+    assert [sequence for sequence, _ in left_over(bridge)] == [0]
+
+
+@pytest.mark.parametrize("way", ["exception", "SIGABRT"])
+def test_a_group_that_ends_the_process_at_every_resume_is_set_aside(bridge, producer, tmp_path, way) -> None:
+    put(producer, range(40))
+    run = [sys.executable, "-c", STEP, bridge, str(tmp_path), way, "2"]
+    trained: list[int] = []
+    for _ in range(12):
+        ended = subprocess.run(run, capture_output=True, text=True, timeout=60)
+        lines = ended.stdout.splitlines()
+        trained += [n for line in lines if line.startswith("trained") for n in json.loads(line[8:])]
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == (1 if way == "exception" else -signal.SIGABRT), ended.stderr
+    assert len(trained) == len(set(trained)) >= 32
+    assert {*range(8)} - {2} <= {*trained} <= {*range(40)} - {2}
+    assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g2"]
+    assert len(left_over(bridge)) == 39 - len(trained)
+
+
+def test_kills_from_outside_are_not_counted(bridge, producer, tmp_path) -> None:
+    put(producer, range(8))
+    run = [sys.executable, "-c", STEP, bridge, str(tmp_path), "SIGKILL", "2"]
+    for _ in range(4):
+        ended = subprocess.run(run, capture_output=True, text=True, timeout=60)
+        assert ended.stdout.startswith("failing [0, 1, 2, 3, 4, 5, 6, 7]"), ended
+    assert json.loads((tmp_path / "set_aside/failures.json").read_text())["counts"] == {}
+
+
+def test_interrupts_count_nothing_and_the_groups_come_again(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=2, run_dir=tmp_path, set_aside_after=1) as feed:
+        for error in (KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()):
+            feed.failed(feed.take(5), error)
+        step = feed.take(5)
+        feed.give_back(step)
+        assert numbers_of(feed.take(5)) == [0, 1]
+        assert feed.stats()["batches_total"] == 1
+
+
+def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path) -> None:
+    put(producer, [1])
+    producer.put({"tokens": [[7] * 50], "loss_mask": [[1] * 50], "score": [1.0]}, group_id="long")
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        for _ in range(3):
+            with pytest.raises(MemoryError) as raised:
+                feed.failed(feed.take(5), MemoryError("alloc"))
+            assert "50 tokens: group long of environment 'sums'" in raised.value.__notes__[0]
+        assert len(feed.take(5).groups) == 2
+
+
+def test_failures_that_no_group_explains_end_the_run(bridge, producer, tmp_path) -> None:
+    put(producer, range(8))
+    with Feed(bridge, groups=1, run_dir=tmp_path) as feed, pytest.raises(RuntimeError) as raised:
+        while True:
+            feed.failed(feed.take(5), RuntimeError("bug in the loss"))
+    assert "3 groups in a row were set aside" in raised.value.__notes__[0]
+    assert len(list(read_archive(tmp_path / "set_aside"))) == 3
+    assert [sequence for sequence, _ in left_over(bridge)] == [3, 4, 5, 6, 7]
+
+
+def test_a_failure_is_raised_where_nothing_is_set_aside(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=2, set_aside_after=0, run_dir=tmp_path / "run") as feed:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="bug"):
+                feed.failed(feed.take(5), RuntimeError("bug"))
+        assert numbers_of(feed.take(5)) == [0, 1]
+    assert not (tmp_path / "run").exists()
+
+
+UNFIT = {
+    "too_long": (
+        {"tokens": [[9, 1], [9] * 40], "loss_mask": [[0, 1], [1] * 40]},
+        "row 1 .* has 40 tokens, and .* takes 32",
+    ),
+    "unknown_token": ({"tokens": [[9, 1], [9, 99]]}, "row 1 .* has token 99, and the model knows 50"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+@pytest.mark.parametrize("unfit", ["refuse", "leave_out"])
+def test_rows_that_cannot_be_trained_are_named_or_left_out(bridge, producer, tmp_path, kind, unfit) -> None:
+    columns, said = UNFIT[kind]
+    put(producer, [3])
+    put(producer, [9], **columns)
+    options = {"run_dir": tmp_path, "unfit": unfit, "longest_row": 32, "vocabulary": 50}
+    with Feed(bridge, groups=2, **options) as feed:
+        if unfit == "leave_out":
+            step = feed.take(5)
+            assert [int(row.tokens[0]) for row in step.rows] == [3, 3, 9]
+            assert feed.stats()[f"feed_rows_left_out_{kind}_total"] == 1
+            return
+        for _ in range(2):  # the second time it is set aside
+            with pytest.raises(UnfitRow, match=f"{said}.*leave_out") as raised:
+                feed.take(5)
+            assert "of group g9 of environment 'sums'" in str(raised.value)
+        assert numbers_of(feed.take(5)) == [3]
+    assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g9"]
+
+
+def test_waits_end_with_numbers_and_drained_bridges_with_one_error(bridge, producer, tmp_path) -> None:
+    put(producer, range(3))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        feed.take(5)
+        with pytest.raises(
+            shmbridge.ConsumerEmpty, match="1 groups are there for a step of 2 groups; 1 of 1"
+        ):
+            feed.take(0.1)
+        assert numbers_of(feed.take(5, groups=1)) == [2]
+        feed.drain()
+        with pytest.raises(Drained, match="0 groups are there"):
+            feed.take()
+
+
+def test_stale_groups_are_cut_also_when_they_come_again(bridge, producer, tmp_path) -> None:
+    with Feed(bridge, groups=2, run_dir=tmp_path, max_staleness=1) as feed:
+        feed.consumer.publish_policy_version(0)
+        put(producer, range(2))
+        step = feed.take(5)
+        feed.consumer.publish_policy_version(1)
+        feed.failed(step, RuntimeError("flaky"))
+        step = feed.take(5)
+        assert step.metrics["staleness_max"] == 1
+        feed.consumer.publish_policy_version(2)
+        feed.failed(step, RuntimeError("flaky"))
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            feed.take(0.1)
+        assert feed.stats()["discarded_total{stale}"] == 2
+
+
+def test_an_event_loop_goes_on_and_cancelled_calls_lose_nothing(bridge, producer, tmp_path) -> None:
+    async def main() -> list[int]:
+        with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+            call = asyncio.create_task(feed.take_async())
+            await asyncio.sleep(0.05)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            put(producer, range(2))
+            return numbers_of(await feed.take_async(10))
+
+    assert asyncio.run(main()) == [0, 1]
+
+
+def test_closing_ends_a_wait_in_another_thread(bridge, tmp_path) -> None:
+    feed, ended = Feed(bridge, run_dir=tmp_path), []
+
+    def wait() -> None:
+        try:
+            feed.take()
+        except Drained as over:
+            ended.append(str(over))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    feed.close()
+    thread.join(10)
+    assert ended == [f"the feed of bridge {bridge!r} is closed"]
+
+
+@pytest.mark.parametrize("wrong", [{"release_at": "never"}, {"unfit": "drop"}, {"set_aside_after": -1}])
+def test_arguments_that_cannot_be_are_named(bridge, wrong) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Feed(bridge, **wrong)
+    assert not any(each.name == bridge for each in shmbridge.list_bridges())
+
+
+def test_a_mark_of_another_process_or_a_damaged_file_is_no_failure(
+    bridge, producer, tmp_path, caplog
+) -> None:
+    put(producer, range(1))
+    folder = tmp_path / "set_aside"
+    folder.mkdir()
+    (folder / "failures.json").write_text('{"counts": 3}')
+    (folder / "crash").write_bytes(bytes([signal.SIGABRT]))
+    with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
+        child = os.fork()
+        if child == 0:
+            faulthandler.disable()
+            os.abort()
+        os.waitpid(child, 0)
+        feed.trained(feed.take(5))
+        child = os.fork()
+        if child == 0:
+            faulthandler.disable()
+            os.abort()  # a child of fork marks nothing
+        os.waitpid(child, 0)
+        assert (folder / "crash").read_bytes() == b""
+    assert list(tmp_path.iterdir()) == []  # nothing failed
+    assert "is not readable and begins anew" in caplog.text
