@@ -863,6 +863,43 @@ MUTATIONS = (
         "        if False and index_check(<const uint8_t*>entry,",
         "tests/transport/put/test_relayed.py",
     ),
+    # 8: what is handed out for training is training data
+    Mutation(
+        "evaluations-handed-out",
+        8,
+        "a batch for training has groups of evaluation",
+        "shmbridge/batching/former.py",
+        "        elif request.split is not None and group.split != request.split:\n",
+        "        elif request.split is not None and False:\n",
+        "tests/transport/batching/test_splits.py -k each_door",
+    ),
+    Mutation(
+        "queued-split-kept",
+        8,
+        "groups queued for one split are in a batch of the other",
+        "shmbridge/batching/former.py",
+        "            if any(group.split != self._split for group in groups):\n",
+        "            if False:\n",
+        "tests/transport/batching/test_splits.py -k queued_for_one_split",
+    ),
+    Mutation(
+        "fault-not-found",
+        8,
+        "a group at which steps fail is never tried alone",
+        "shmbridge/archive/set_aside.py",
+        "        if over and len(keys) > 1:\n",
+        "        if False:\n",
+        "tests/adapters/feed/test_feed.py -k in_halves",
+    ),
+    Mutation(
+        "crash-not-marked",
+        8,
+        "a group that crashes the process is tried again at every start",
+        "shmbridge/_ext/c/crash_mark.h",
+        "    if (getpid() == crash_process)\n",
+        "    if (0)\n",
+        "tests/adapters/feed/test_feed.py -k ends_the_process",
+    ),
     # 9: a learner is not thrown back in silence
     Mutation(
         "thrown-back",
@@ -918,6 +955,24 @@ MUTATIONS = (
         "_MODE = 0o600",
         "_MODE = 0o666",
         "tests/faults/limits/test_owner.py",
+    ),
+    Mutation(
+        "released-while-saving",
+        9,
+        "a step trained while a checkpoint is written is released with it",
+        "consumers/feed.py",
+        "            over, self._saving = (self._trained if self._saving is None else self._saving), None\n",
+        "            over, self._saving = self._trained, None\n",
+        "tests/adapters/feed/test_feed.py -k checkpoint_that_lists",
+    ),
+    Mutation(
+        "trained-again",
+        9,
+        "a group that the checkpoint contains is trained again",
+        "consumers/feed.py",
+        "        self.counts[\"groups_in_checkpoint\"] += 1\n        return False\n",
+        "        return True\n",
+        "tests/adapters/feed/test_feed.py -k between_save_and_release",
     ),
     # 11: bytes from outside are bounded and checked before use
     Mutation(

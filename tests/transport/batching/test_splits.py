@@ -94,9 +94,11 @@ def test_groups_queued_for_one_split_are_left_out_of_batches_of_the_other(produc
     groups = consumer.take_groups(groups=3, split=None)
     assert groups is not None
     assert [group.split for group in groups] == ["train", "eval", "eval"]
+    with next(consumer.batches(groups=1, prefetch=0)) as batch:
+        assert numbers_of([batch]) == [3]
     consumer.put_back(groups)
-    with next(consumer.batches(groups=7, prefetch=0)) as batch:
-        assert numbers_of([batch]) == TRAIN
+    with next(consumer.batches(groups=6, prefetch=0)) as batch:
+        assert numbers_of([batch]) == [number for number in TRAIN if number != 3]
     assert consumer.stats()["left_out_total{eval}"] == len(EVAL)
 
 
