@@ -56,6 +56,8 @@ class ObjectiveConfig:
     ignore_images: train trajectories with images as text alone, instead of ending with an error
     leave_out_unknown_tokens: train nothing of trajectories with a token id that the model does not have,
         instead of ending with an error
+    leave_out_long_rows: train nothing of trajectories that are longer than the model's positions or
+        --max-token-len, instead of ending with an error
     sft_normalization: with --loss sft: normalise advantages over the trained tokens of this rank's batch, or
         of all ranks [batch]
     """
@@ -79,6 +81,7 @@ class ObjectiveConfig:
     train_whole_rows: bool = False
     ignore_images: bool = False
     leave_out_unknown_tokens: bool = False
+    leave_out_long_rows: bool = False
     sft_normalization: Literal["none", "batch", "global"] | None = None
 
 

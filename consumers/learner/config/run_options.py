@@ -355,7 +355,8 @@ _ON_RESUME: Mapping[OnResume, str] = {
         bridge steps seed groups group_size accumulate max_staleness max_off_policy_steps policy loss
         clip_low clip_high clip_dual mask_ratio mask_ratio_sequence max_answer_tokens tis_cap tis_level
         max_token_staleness truncated kl_coef kl_estimator entropy temperature train_whole_rows ignore_images
-        leave_out_unknown_tokens sft_normalization advantages use_advantages fallback_to_grpo clip_advantages
+        leave_out_unknown_tokens leave_out_long_rows sft_normalization advantages use_advantages
+        fallback_to_grpo clip_advantages
         process_rewards process_over process_discount process_weight token_rewards token_discount
         token_weight overlong_length overlong_buffer lr warmup schedule schedule_option weight_decay
         max_grad_norm precision no_weights publish_every pause max_token_len

@@ -48,6 +48,10 @@ _SAID = {
         "{count} trajectories have a token id that the model does not have, and train nothing -> start the "
         "environment with the learner's tokenizer"
     ),
+    "trajectories_too_long": (
+        "{count} trajectories are longer than the model's positions or --max-token-len, and train nothing -> "
+        "have the environment end its episodes earlier"
+    ),
     "trajectories_odd_versions": (
         "{count} trajectories say a policy version above the one that is trained, or a token version below "
         "-1; their age is unknown -> write the version that sampled each token, -1 where none did"
@@ -93,6 +97,7 @@ def left_out(
     whole_rows: bool,
     with_reference: bool,
     unknown_tokens: Bools | None = None,
+    too_long: Bools | None = None,
     odd_versions: Bools | None = None,
 ) -> Metrics:
     """Returns the counters of a batch, in total and per environment. Never blocks.
@@ -103,12 +108,14 @@ def left_out(
         heat: the batch's temperatures.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole.
         with_reference: whether the reference's log-probabilities are read.
-        unknown_tokens: bool (B,), rows left out for a token outside the vocabulary; None: no such row.
+        unknown_tokens, too_long: bool (B,), rows left out for a token outside the vocabulary, or for their
+            length; None: no such row.
         odd_versions: bool (B,), rows with impossible policy versions; None: no such row.
     """
     none = np.zeros(len(batch.meta), bool)
     rows = {
         "trajectories_unknown_tokens": none if unknown_tokens is None else unknown_tokens,
+        "trajectories_too_long": none if too_long is None else too_long,
         "trajectories_odd_versions": none if odd_versions is None else odd_versions,
         "trajectories_without_mask": without_mask(batch, whole_rows),
         "trajectories_binary_mask": _binary_masks(batch),

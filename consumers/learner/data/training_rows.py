@@ -42,6 +42,7 @@ def prepare(
     whole_rows: bool = False,
     truncated: Literal["keep", "mask", "drop"] = "keep",
     unknown_tokens: npt.NDArray[np.bool_] | None = None,
+    too_long: npt.NDArray[np.bool_] | None = None,
     answers: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[TrainingRows, Metrics]:
     """Returns a packed batch's training arrays, and its metrics. Blocks as long as `reduce` does.
@@ -58,7 +59,8 @@ def prepare(
             nothing. A mask that does not fit its tokens trains nothing either way.
         truncated: treatment of truncated completions: "mask" does not train them, "drop" also ignores their
             scores.
-        unknown_tokens: bool (B,), rows left out for a token outside the vocabulary; None: no such row.
+        unknown_tokens, too_long: bool (B,), rows left out for a token outside the vocabulary, or for their
+            length; None: no such row.
         answers: the result of `checked_answers` for this batch; None: it is called here.
 
     Raises:
@@ -66,7 +68,10 @@ def prepare(
     """
     if answers is None:
         answers = checked_answers(batch, credit, whole_rows)
-    known = answers if unknown_tokens is None else answers & ~np.repeat(unknown_tokens, batch.lengths)
+    known = answers
+    for unfit in (unknown_tokens, too_long):
+        if unfit is not None:
+            known = known & ~np.repeat(unfit, batch.lengths)
     staleness = None if policy_version is None else token_staleness(batch, policy_version)
     young = (
         known
@@ -102,6 +107,7 @@ def prepare(
             whole_rows=whole_rows,
             with_reference=with_reference,
             unknown_tokens=unknown_tokens,
+            too_long=too_long,
             odd_versions=None if policy_version is None else odd_versions(batch, policy_version),
         ),
         "trajectories_odd_temperature": int(np.count_nonzero(heat.odd)),

@@ -66,6 +66,10 @@ class UnknownTokens(Untrainable):
     """A token id is not in the model's vocabulary; the message names it and its environment."""
 
 
+class LongRow(Untrainable):
+    """A row has more tokens than may be trained; the message names it, its group and environment."""
+
+
 class Learner:
     """A model, its optimizer and the count of steps done; turns batches into updates.
 
@@ -147,13 +151,14 @@ class Learner:
             UnreadImages: a row has images, and the objective does not ignore images.
             UnknownTokens: a token id outside the model's vocabulary, and the objective does not leave such
                 rows out.
+            LongRow: a row longer than the model's positions, or than the objective allows, likewise.
             NoAdvantages: a group needs the fallback that the objective does not allow.
             NoReference: a KL term, no reference, and no record of the batch has ref_logprobs.
         """
         goal, world = self.objective, self.world
         # checks that may fail on one rank alone come before the first collective
         with world.together():
-            unknown_tokens = self._unknown_tokens(batch)
+            unknown_tokens, too_long = self._unknown_tokens(batch), self._too_long(batch)
             if not goal.ignore_images:
                 refuse_images(batch)
             answers = checked_answers(batch, goal.credit, goal.whole_rows)
@@ -168,6 +173,7 @@ class Learner:
             whole_rows=goal.whole_rows,
             truncated=goal.truncated,
             unknown_tokens=unknown_tokens,
+            too_long=too_long,
             answers=answers,
         )
         counts = Counts.of(rows, world.all_reduce_sum)
@@ -282,6 +288,29 @@ class Learner:
             f"tokenizer than the learner, in {int(rows.sum())} trajectories, first in group "
             f"{meta.group_id}, record {meta.sequence} of producer {meta.producer_id} -> start it with the "
             "learner's; what it has put waits, and trains nothing under --leave-out-unknown-tokens"
+        )
+
+    def _too_long(self, batch: shmbridge.Batch) -> npt.NDArray[np.bool_] | None:
+        """Returns bool (B,): rows longer than may be trained; None if no row is.
+
+        Raises `LongRow` unless the objective leaves such rows out.
+        """
+        about = getattr(self.model, "config", None)
+        about = about.get_text_config() if hasattr(about, "get_text_config") else about
+        positions = getattr(about, "max_position_embeddings", None)
+        most = min(each for each in (positions, self.objective.longest_row, math.inf) if each)
+        if not (rows := np.asarray(batch.lengths) > most).any():
+            return None
+        if self.objective.leave_out_long_rows:
+            return rows
+        first = int(rows.argmax())
+        meta = batch.meta[first]
+        limit = f"the model has {most} positions" if most == positions else f"--max-token-len is {most}"
+        raise LongRow(
+            f"a trajectory of {batch.lengths[first]} tokens, and {limit}: environment {meta.env_name!r}, "
+            f"group {meta.group_id}, record {meta.sequence} of producer {meta.producer_id}; {int(rows.sum())} in this "
+            "batch -> have it end its episodes earlier; what it has put trains nothing under "
+            "--leave-out-long-rows"
         )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:

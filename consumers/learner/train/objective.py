@@ -61,6 +61,8 @@ class Objective:
     whole_rows: bool = False  # those with neither a mask nor prompt_length
     ignore_images: bool = False
     leave_out_unknown_tokens: bool = False
+    leave_out_long_rows: bool = False
+    longest_row: int | None = None  # tokens; None: as many as the model has positions
     micro_tokens: int = 8192  # of one forward pass, padding included
     layout: Layout = "padded"  # "packed" needs a model that keeps rows apart: see attention.py
     chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all of a forward pass
@@ -156,6 +158,8 @@ class Objective:
             whole_rows=goal.train_whole_rows,
             ignore_images=goal.ignore_images,
             leave_out_unknown_tokens=goal.leave_out_unknown_tokens,
+            leave_out_long_rows=goal.leave_out_long_rows,
+            longest_row=config.registration.max_token_len,
             micro_tokens=config.compute.micro_tokens,
             precision=getattr(torch, config.compute.precision),
             credit=Credit(

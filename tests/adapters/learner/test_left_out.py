@@ -17,7 +17,7 @@ from shmbridge.consumers.learner.data.left_out import (
 )
 from shmbridge.consumers.learner.data.token_staleness import token_staleness
 from shmbridge.consumers.learner.data.training_rows import prepare
-from shmbridge.consumers.learner.train.grpo_update import Learner, UnknownTokens
+from shmbridge.consumers.learner.train.grpo_update import Learner, LongRow, UnknownTokens
 from shmbridge.consumers.learner.train.objective import Objective
 
 
@@ -179,6 +179,31 @@ def test_a_token_that_the_model_does_not_have_is_named_or_its_row_left_out(
     assert unmasked.accumulate(batch)["loss"] == metrics["loss"]
     for one, other in zip(learner.model.parameters(), unmasked.model.parameters(), strict=True):
         np.testing.assert_array_equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "said"), [(0, None, "the model has {} positions"), (9, 8, "--max-token-len is 8")]
+)
+def test_a_row_longer_than_may_be_trained_is_named_or_left_out(batch_of, tiny_model, length, longest, said):
+    positions = tiny_model(0).config.max_position_embeddings
+    length = positions + 6 if longest is None else length
+    odd = {
+        **SOUND,
+        "tokens": [[1, 2, 3, 4], [5] * length],
+        "masks": [[-100, -100, 3, 4], [-100, *[5] * (length - 1)]],
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25], [-1.0] * length],
+    }
+    batch = batch_of(("good", [SOUND]), ("odd", [odd]))
+    named = (
+        f"a trajectory of {length} tokens, and {said.format(positions)}: environment 'odd', group .*long-rows"
+    )
+    with pytest.raises(LongRow, match=named):
+        Learner(tiny_model(0), Objective(longest_row=longest), lambda step: 1e-3).accumulate(batch)
+    goal = Objective(longest_row=longest, leave_out_long_rows=True)
+    metrics = Learner(tiny_model(0), goal, lambda step: 1e-3).accumulate(batch)
+    assert metrics["trajectories_too_long"] == metrics["atropos/odd/trajectories_too_long"] == 1
+    assert metrics["trained_tokens"] == 6
+    assert any("1 trajectories are longer than" in each for each in SaidOnce().sentences(metrics))
 
 
 def test_token_versions_that_cannot_be_are_of_unknown_age_and_said(packed_batch):
