@@ -295,7 +295,7 @@ class Learner:
 
         Raises `LongRow` unless the objective leaves such rows out.
         """
-        about = getattr(self.model, "config", None)
+        about: Any = getattr(self.model, "config", None)
         about = about.get_text_config() if hasattr(about, "get_text_config") else about
         positions = getattr(about, "max_position_embeddings", None)
         most = min(each for each in (positions, self.objective.longest_row, math.inf) if each)
@@ -308,8 +308,8 @@ class Learner:
         limit = f"the model has {most} positions" if most == positions else f"--max-token-len is {most}"
         raise LongRow(
             f"a trajectory of {batch.lengths[first]} tokens, and {limit}: environment {meta.env_name!r}, "
-            f"group {meta.group_id}, record {meta.sequence} of producer {meta.producer_id}; {int(rows.sum())} in this "
-            "batch -> have it end its episodes earlier; what it has put trains nothing under "
+            f"group {meta.group_id}, record {meta.sequence} of producer {meta.producer_id}; "
+            f"{int(rows.sum())} in this batch -> have it end its episodes earlier; what it has put trains nothing under "
             "--leave-out-long-rows"
         )
 
