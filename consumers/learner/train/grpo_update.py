@@ -309,8 +309,8 @@ class Learner:
         raise LongRow(
             f"a trajectory of {batch.lengths[first]} tokens, and {limit}: environment {meta.env_name!r}, "
             f"group {meta.group_id}, record {meta.sequence} of producer {meta.producer_id}; "
-            f"{int(rows.sum())} in this batch -> have it end its episodes earlier; what it has put trains nothing under "
-            "--leave-out-long-rows"
+            f"{int(rows.sum())} in this batch -> have it end its episodes earlier; what it has put trains "
+            "nothing under --leave-out-long-rows"
         )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
