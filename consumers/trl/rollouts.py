@@ -13,11 +13,13 @@ import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any, Literal, Self, get_args
 
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
+from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.trl.rows import Rows, rows_of
 from shmbridge.consumers.trl.screening import Screen
@@ -82,6 +84,7 @@ class ShmRollouts:
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
         self._whole_rows, self._options = whole_rows, consumer
         self._trainer: Any = None
+        self._mask_truncated = False
         self._consumer: shmbridge.Consumer | None = None
         self._rank: shmbridge.Rank | None = None
         self._batches: Iterator[Batch] | None = None
@@ -96,7 +99,9 @@ class ShmRollouts:
 
     # -- opening
 
-    def join(self, trainer: Any, *, rank: int, world_size: int, groups: int) -> None:
+    def join(
+        self, trainer: Any, *, rank: int, world_size: int, groups: int, mask_truncated: bool = False
+    ) -> None:
         """Opens the bridge for a trainer's process. Does not wait for other processes.
 
         Rank 0 of several is the consumer, and deals the shares out.
@@ -106,6 +111,7 @@ class ShmRollouts:
             rank: 0 to world_size - 1.
             world_size: processes of the trainer.
             groups: groups in a generation batch of one process.
+            mask_truncated: rows that ended for another reason than "stop" train nothing.
 
         Raises:
             ConsumerTaken, RankTaken: the place is taken. ValueError: joined already.
@@ -128,7 +134,7 @@ class ShmRollouts:
                     prefetch=max(self._prefetch, 1),  # the next one may begin before the step of the last
                 )
             self._rank = shmbridge.Rank(self.bridge, rank, world_size)
-        self._trainer, self._groups = trainer, groups
+        self._trainer, self._groups, self._mask_truncated = trainer, groups, mask_truncated
         embedding = trainer.model.get_input_embeddings()
         self._vocabulary: int | None = getattr(embedding, "num_embeddings", None)
 
@@ -189,6 +195,7 @@ class ShmRollouts:
             temperature=trainer.temperature,
             fill=self.uneven == "fill",
             whole_rows=self._whole_rows,
+            mask_truncated=self._mask_truncated,
             vocabulary=self._vocabulary,
         )
         every = trainer.args.steps_per_generation * trainer.num_iterations
@@ -264,8 +271,14 @@ class ShmRollouts:
         scores = [float(score) for score in rows.columns.get("score", ()) if score is not None]
         if scores:
             self._fresh["score"] = sum(scores) / len(scores)
-        if self._consumer is not None and (lags := _lags(batch, self._consumer.training_version)):
-            self._fresh |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
+        if self._consumer is None or not (lags := _lags(batch, self._consumer.training_version)):
+            return
+        self._fresh |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
+        version, own = self._consumer.training_version, compress(batch.meta, rows.unscored)
+        stale = sum(0 <= meta.min_policy_version < version for meta in own)
+        if stale and not self._counts["rows_stale_as_fresh"]:
+            warn_of_stale_rows(self.bridge, stale, "have environments record inference_logprobs")
+        self._counts["rows_stale_as_fresh"] += stale
 
     def stats(self) -> dict[str, float]:
         """Returns flat counters of this process, and those of the bridge in the hub's. Never blocks.
@@ -281,7 +294,10 @@ class ShmRollouts:
     def metrics(self) -> dict[str, float]:
         """Returns what is new since the last call, as `bridge/...` for the trainer's log. Never blocks."""
         fresh, self._fresh = self._fresh, {}
-        names = ("rows_filled", "rows_untrained", "rows_without_logprobs", "groups_fallback")
+        names = [
+            *("rows_filled", "rows_untrained", "rows_without_logprobs", "groups_fallback"),
+            *(("rows_truncated", "rows_without_finish_reason") if self._mask_truncated else ()),
+        ]
         totals = {f"bridge/{name}_total": float(self._counts[name]) for name in names}
         return {f"bridge/{name}": value for name, value in fresh.items()} | totals
 
