@@ -32,6 +32,12 @@ REFUSED = (
         "ROLL would drop as many groups, uncounted",
         "train_env_manager.group_size_redundancy: 0",
     ),
+    Refused(
+        "critic_warmup",
+        "no critic is trained, and these first steps would release their groups untrained",
+        "critic_warmup: 0",
+        lambda value, config: bool(value) and setting(config, "adv_estimator") != "gae",
+    ),
     replace(_KL, when=_by_worker),
     *(
         Refused(key, _NOT_APPLIED, _PIPELINE, _by_worker)

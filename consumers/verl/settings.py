@@ -39,6 +39,7 @@ def _bypassed(value: Any, config: Any) -> bool:
     return bool(value and setting(config, "algorithm.rollout_correction.bypass_mode"))
 
 
+_OURS = "shmbridge's rewards score groups before they are put"
 _NO_CORRECTION = (
     "verl's v1 trainer leaves it out where bypass_mode makes the sampler's log-probabilities the old ones"
 )
@@ -75,12 +76,17 @@ REFUSED = (
     Refused(
         "reward.reward_model.enable",
         "verl's reward model would overwrite what environments scored",
-        "reward.reward_model.enable=False; shmbridge's rewards score groups before they are put",
+        f"reward.reward_model.enable=False; {_OURS}",
+    ),
+    *(
+        Refused(key, "verl would never call it, as environments score", f"{key}=null; {_OURS}")
+        for key in ("reward.custom_reward_function.path", "reward.reward_manager.module.path")
     ),
     Refused(
-        "reward.custom_reward_function.path",
-        "verl would never call it, as environments score",
-        "reward.custom_reward_function.path=null; shmbridge's rewards score groups before they are put",
+        "trainer.critic_warmup",
+        "no critic is trained, and these first steps would release their groups untrained",
+        "trainer.critic_warmup=0",
+        lambda value, config: value and _passes_advantages(config),
     ),
     Refused(
         "distillation.enabled",
