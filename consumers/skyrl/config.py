@@ -45,63 +45,35 @@ class ShmTrainConfig(SkyRLTrainConfig):  # type: ignore[misc, unused-ignore]
 
 
 _BY_SUM = "SkyRL would judge groups by the sum of their advantages"
-_GENERATOR = "it is for SkyRL's own generator, which is not asked here"
+_ALGORITHM = "trainer.algorithm"
 REFUSED = (
-    Refused(
-        "trainer.algorithm.advantage_estimator",
-        "it makes advantages of the sum of what it takes for rewards",
-        f"trainer.algorithm.advantage_estimator={NAME}",
-        lambda value, cfg: value != NAME,
-    ),
-    Refused(
-        "trainer.algorithm.advantage_batch_normalize",
-        "it would shift and scale the bridge's advantages, by a mean that counts padding",
-        "trainer.algorithm.advantage_batch_normalize=false",
-    ),
-    Refused(
-        "trainer.algorithm.dynamic_sampling.type",
-        _BY_SUM,
-        "trainer.algorithm.dynamic_sampling.type=null; environments drop such groups",
-    ),
+    Refused(f"{_ALGORITHM}.advantage_estimator",
+            "it makes advantages of the sum of what it takes for rewards",
+            f"{_ALGORITHM}.advantage_estimator={NAME}", lambda value, cfg: value != NAME),
+    Refused(f"{_ALGORITHM}.advantage_batch_normalize",
+            "it would shift and scale the bridge's advantages, by a mean that counts padding",
+            f"{_ALGORITHM}.advantage_batch_normalize=false"),
+    Refused(f"{_ALGORITHM}.dynamic_sampling.type", _BY_SUM,
+            f"{_ALGORITHM}.dynamic_sampling.type=null; environments drop such groups"),
     Refused("trainer.fully_async.sample_full_batch", _BY_SUM, "trainer.fully_async.sample_full_batch=false"),
-    Refused(
-        "trainer.algorithm.zero_variance_filter",
-        "SkyRL leaves it out where rewards are per token, as the bridge's are",
-        "trainer.algorithm.zero_variance_filter=false; environments drop such groups",
-    ),
-    Refused(
-        "trainer.algorithm.use_kl_in_reward",
-        "it subtracts from rewards, which are advantages here",
-        "trainer.algorithm.use_kl_in_reward=false trainer.algorithm.use_kl_loss=true",
-    ),
-    Refused(
-        "trainer.placement.colocate_all",
-        "it shares the GPUs with engines of SkyRL's own, and there are none",
-        "trainer.placement.colocate_all=false",
-    ),
-    Refused(
-        "trainer.eval_interval",
-        "an evaluation needs engines of SkyRL's own",
-        "trainer.eval_interval=-1",
-        lambda value, cfg: value > 0,
-    ),
-    Refused(
-        "trainer.policy.model.lora.rank",
-        "with fsdp SkyRL sends adapters to engines of its own",
-        "trainer.policy.model.lora.rank=0",
-        lambda value, cfg: value > 0 and cfg.trainer.strategy == "fsdp",
-    ),
-    Refused(
-        "generator.merge_stepwise_output",
-        "it joins rows after they were counted",
-        "generator.merge_stepwise_output=false",
-    ),
-    Refused(
-        "generator.zero_reward_on_non_stop",
-        _GENERATOR,
-        "generator.zero_reward_on_non_stop=false; environments score",
-    ),
-)
+    Refused(f"{_ALGORITHM}.zero_variance_filter",
+            "SkyRL leaves it out where rewards are per token, as the bridge's are",
+            f"{_ALGORITHM}.zero_variance_filter=false; environments drop such groups"),
+    Refused(f"{_ALGORITHM}.use_kl_in_reward", "it subtracts from rewards, which are advantages here",
+            f"{_ALGORITHM}.use_kl_in_reward=false {_ALGORITHM}.use_kl_loss=true"),
+    Refused("trainer.placement.colocate_all",
+            "it shares the GPUs with engines of SkyRL's own; there are none",
+            "trainer.placement.colocate_all=false"),
+    Refused("trainer.eval_interval", "an evaluation needs engines of SkyRL's own", "trainer.eval_interval=-1",
+            lambda value, cfg: value > 0),
+    Refused("trainer.policy.model.lora.rank", "with fsdp SkyRL sends adapters to engines of its own",
+            "trainer.policy.model.lora.rank=0",
+            lambda value, cfg: value > 0 and cfg.trainer.strategy == "fsdp"),
+    Refused("generator.merge_stepwise_output", "it joins rows after they were counted",
+            "generator.merge_stepwise_output=false"),
+    Refused("generator.zero_reward_on_non_stop", "it is for SkyRL's own generator, which is not asked here",
+            "generator.zero_reward_on_non_stop=false; environments score"),
+)  # fmt: skip
 
 
 def check(cfg: Any) -> None:

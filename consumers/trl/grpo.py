@@ -33,13 +33,9 @@ TESTED = ("trl", "1.16", "1.17")
 _ROUNDS = 1024  # generation batches in an epoch of the placeholder data set, at least
 REFUSED = (
     Refused("use_vllm", "it makes TRL sample, and here the environments do", "use_vllm=False"),
-    Refused(
-        "eval_strategy",
-        "an evaluation would need rollouts of its own prompts",
-        "eval_strategy='no'",
-        lambda value, args: value != "no",
-    ),
-)
+    Refused("eval_strategy", "an evaluation would need rollouts of its own prompts", "eval_strategy='no'",
+            lambda value, args: value != "no"),
+)  # fmt: skip
 
 
 class Unsupported(ValueError):
@@ -125,14 +121,10 @@ class ShmGRPOTrainer(GRPOTrainer):
         self.rollouts, self.weights, self.publish_every = rollout_func, weights, max(publish_every, 1)
         self._lift = 0  # added to TRL's step to make the policy version
         processes = self.accelerator
-        # TRL judges by a row's last token, which may be a tool's or of a chat template; `finish_reason` knows
-        cut, self.mask_truncated_completions = self.mask_truncated_completions, False
+        # TRL judges by a row's last token, which may be a tool's or of a chat template; the rollouts mask
+        self.mask_truncated_completions = False
         rollout_func.join(
-            self,
-            rank=processes.process_index,
-            world_size=processes.num_processes,
-            groups=groups,
-            mask_truncated=cut,
+            self, rank=processes.process_index, world_size=processes.num_processes, groups=groups
         )
         self.add_callback(_BridgeSteps(self))
 

@@ -84,7 +84,6 @@ class ShmRollouts:
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
         self._whole_rows, self._options = whole_rows, consumer
         self._trainer: Any = None
-        self._mask_truncated = False
         self._consumer: shmbridge.Consumer | None = None
         self._rank: shmbridge.Rank | None = None
         self._batches: Iterator[Batch] | None = None
@@ -99,9 +98,7 @@ class ShmRollouts:
 
     # -- opening
 
-    def join(
-        self, trainer: Any, *, rank: int, world_size: int, groups: int, mask_truncated: bool = False
-    ) -> None:
+    def join(self, trainer: Any, *, rank: int, world_size: int, groups: int) -> None:
         """Opens the bridge for a trainer's process. Does not wait for other processes.
 
         Rank 0 of several is the consumer, and deals the shares out.
@@ -111,7 +108,6 @@ class ShmRollouts:
             rank: 0 to world_size - 1.
             world_size: processes of the trainer.
             groups: groups in a generation batch of one process.
-            mask_truncated: rows that ended for another reason than "stop" train nothing.
 
         Raises:
             ConsumerTaken, RankTaken: the place is taken. ValueError: joined already.
@@ -134,7 +130,7 @@ class ShmRollouts:
                     prefetch=max(self._prefetch, 1),  # the next one may begin before the step of the last
                 )
             self._rank = shmbridge.Rank(self.bridge, rank, world_size)
-        self._trainer, self._groups, self._mask_truncated = trainer, groups, mask_truncated
+        self._trainer, self._groups = trainer, groups
         embedding = trainer.model.get_input_embeddings()
         self._vocabulary: int | None = getattr(embedding, "num_embeddings", None)
 
@@ -195,7 +191,7 @@ class ShmRollouts:
             temperature=trainer.temperature,
             fill=self.uneven == "fill",
             whole_rows=self._whole_rows,
-            mask_truncated=self._mask_truncated,
+            mask_truncated=trainer.args.mask_truncated_completions,
             vocabulary=self._vocabulary,
         )
         every = trainer.args.steps_per_generation * trainer.num_iterations
@@ -294,10 +290,8 @@ class ShmRollouts:
     def metrics(self) -> dict[str, float]:
         """Returns what is new since the last call, as `bridge/...` for the trainer's log. Never blocks."""
         fresh, self._fresh = self._fresh, {}
-        names = [
-            *("rows_filled", "rows_untrained", "rows_without_logprobs", "groups_fallback"),
-            *(("rows_truncated", "rows_without_finish_reason") if self._mask_truncated else ()),
-        ]
+        rows = ("filled", "untrained", "truncated", "without_logprobs")
+        names = [*(f"rows_{name}" for name in rows), "groups_fallback"]
         totals = {f"bridge/{name}_total": float(self._counts[name]) for name in names}
         return {f"bridge/{name}": value for name, value in fresh.items()} | totals
 

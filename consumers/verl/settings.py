@@ -39,61 +39,35 @@ def _bypassed(value: Any, config: Any) -> bool:
     return bool(value and setting(config, "algorithm.rollout_correction.bypass_mode"))
 
 
+def _sums_advantages(metric: Any, config: Any) -> bool:
+    filters = setting(config, "algorithm.filter_groups.enable")
+    return bool(filters and metric == "reward" and _passes_advantages(config))
+
+
 _OURS = "shmbridge's rewards score groups before they are put"
-_NO_CORRECTION = (
-    "verl's v1 trainer leaves it out where bypass_mode makes the sampler's log-probabilities the old ones"
-)
 # What verl's own settings would do wrongly to rows of a bridge.
 REFUSED = (
-    Refused(
-        "algorithm.use_kl_in_reward",
-        "it changes the advantages that rm_scores carry",
-        "algorithm.use_kl_in_reward=False actor_rollout_ref.actor.use_kl_loss=True",
-        lambda value, config: value and _passes_advantages(config),
-    ),
-    Refused(
-        "algorithm.filter_groups.metric",
-        "verl would judge groups by the sums of their advantages, which rm_scores carry",
-        "algorithm.filter_groups.metric=score, or a name of reward_components",
-        lambda value, config: (
-            value == "reward"
-            and _passes_advantages(config)
-            and bool(setting(config, "algorithm.filter_groups.enable"))
-        ),
-    ),
-    Refused(
-        "algorithm.rollout_correction.rollout_is",
-        _NO_CORRECTION,
-        "algorithm.rollout_correction.bypass_mode=False",
-        _bypassed,
-    ),
-    Refused(
-        "algorithm.rollout_correction.rollout_rs",
-        _NO_CORRECTION,
-        "algorithm.rollout_correction.bypass_mode=False",
-        _bypassed,
-    ),
-    Refused(
-        "reward.reward_model.enable",
-        "verl's reward model would overwrite what environments scored",
-        f"reward.reward_model.enable=False; {_OURS}",
-    ),
-    *(
-        Refused(key, "verl would never call it, as environments score", f"{key}=null; {_OURS}")
-        for key in ("reward.custom_reward_function.path", "reward.reward_manager.module.path")
-    ),
-    Refused(
-        "trainer.critic_warmup",
-        "no critic is trained, and these first steps would release their groups untrained",
-        "trainer.critic_warmup=0",
-        lambda value, config: value and _passes_advantages(config),
-    ),
-    Refused(
-        "distillation.enabled",
-        "verl's teachers score what verl sampled, and environments sample here",
-        "distillation.enabled=False",
-    ),
-)
+    Refused("algorithm.use_kl_in_reward", "it changes the advantages that rm_scores carry",
+            "algorithm.use_kl_in_reward=False actor_rollout_ref.actor.use_kl_loss=True",
+            lambda value, config: value and _passes_advantages(config)),
+    Refused("algorithm.filter_groups.metric",
+            "verl would judge groups by the sums of their advantages, which rm_scores carry",
+            "algorithm.filter_groups.metric=score, or a name of reward_components", _sums_advantages),
+    *(Refused(f"algorithm.rollout_correction.{key}",
+              "verl's v1 trainer leaves it out where bypass_mode takes the sampler's log-probabilities",
+              "algorithm.rollout_correction.bypass_mode=False", _bypassed)
+      for key in ("rollout_is", "rollout_rs")),
+    Refused("reward.reward_model.enable", "verl's reward model would overwrite what environments scored",
+            f"reward.reward_model.enable=False; {_OURS}"),
+    *(Refused(f"reward.{key}.path", "verl would never call it, as environments score",
+              f"reward.{key}.path=null; {_OURS}")
+      for key in ("custom_reward_function", "reward_manager.module")),
+    Refused("trainer.critic_warmup",
+            "no critic is trained, and these first steps would release their groups untrained",
+            "trainer.critic_warmup=0", lambda value, config: value and _passes_advantages(config)),
+    Refused("distillation.enabled", "verl's teachers score what verl sampled, and environments sample here",
+            "distillation.enabled=False"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

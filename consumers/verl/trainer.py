@@ -70,8 +70,8 @@ class BridgePPOTrainer(PPOTrainer):
         """Trains one step of verl's, and notes its rows."""
         batch = super().step(metrics, timing_raw)
         self._trained = list(batch.keys)
-        weights = self.global_steps - 1
-        late = sum(tag.get("min_global_steps", weights) < weights for tag in batch.tags)
+        weights, rows = self.global_steps - 1, [tag for tag in batch.tags if not tag.get("is_padding")]
+        late = sum(tag.get("min_global_steps", weights) < weights for tag in rows)
         if late and self._warns:
             self._warns = False
             how = "algorithm.rollout_correction.bypass_mode=True"
