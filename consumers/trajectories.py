@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from shmbridge import Batch
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
+from shmbridge.consumers.advantages.row_settings import truncated_rows
 from shmbridge.consumers.advantages.trained_tokens import trained_tokens
 from shmbridge.record.record import RecordMeta
 from shmbridge.schema import FINISH_REASONS, STANDARD
@@ -86,7 +87,7 @@ class Trajectory:
 
 
 def trajectories(
-    batch: Batch, credit: Credit = _DEFAULT, *, whole_rows: bool = False
+    batch: Batch, credit: Credit = _DEFAULT, *, whole_rows: bool = False, mask_truncated: bool = False
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Returns the rows of a packed batch, and metrics on where their advantages come from. Never blocks.
 
@@ -97,6 +98,8 @@ def trajectories(
         batch: a packed `shmbridge.Batch`; its release ends no view.
         credit: how advantages are computed; `Credit(fallback=False)` refuses groups without their own.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        mask_truncated: nothing is trained of rows whose `finish_reason` is known and not "stop"; their scores
+            still count in their group. The metrics then count these rows, and those without a reason.
 
     Raises:
         ValueError: the batch is padded.
@@ -104,13 +107,18 @@ def trajectories(
     """
     if batch.layout != "packed":
         raise ValueError(f"a {batch.layout} batch -> ask for layout='packed': every trainer pads for itself")
-    trained = trained_tokens(batch, whole_rows)
-    require_advantages(batch, trained, credit)
-    advantages, metrics = credited(batch, trained, credit)
+    answers = trained = trained_tokens(batch, whole_rows)
+    ends: dict[str, float] = {}
+    if mask_truncated:
+        cut, unnamed = truncated_rows(batch)
+        trained = answers & ~np.repeat(cut, batch.lengths)
+        ends = {"trajectories_truncated": cut.sum(), "trajectories_without_finish_reason": unnamed.sum()}
+    require_advantages(batch, answers, credit)
+    advantages, metrics = credited(batch, trained, credit, answers=answers)
     logprobs, recorded = _logprobs(batch, trained)
     own = batch.has("advantages") & credit.use_own
     starts, group_of = batch.cu_seqlens.tolist(), batch.group_index.tolist()
-    lengths = _prompt_lengths(batch, trained)
+    lengths = _prompt_lengths(batch, answers)
     found: list[Trajectory] = []
     for row, (start, end) in enumerate(pairwise(starts)):
         follows = row and group_of[row] == group_of[row - 1]
@@ -127,7 +135,7 @@ def trajectories(
                 bool(own[row]),
             )
         )
-    return found, metrics
+    return found, metrics | ends
 
 
 def columns_ignored(batch: Batch, read: Container[str]) -> dict[str, int]:

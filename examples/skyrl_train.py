@@ -48,7 +48,11 @@ def without_cuda() -> None:
 
 
 def config(model: Path, bridge: str, groups: int, *more: str) -> Any:
-    """Returns SkyRL's config for a run without GPUs: `groups` prompts of ROWS rows a step."""
+    """Returns SkyRL's config for a run without GPUs: `groups` prompts of ROWS rows a step.
+
+    The loss is SkyRL's default: no policy samples the rows of this file, and `rollout_is`, of the page's
+    command, leaves out what the policy would not sample.
+    """
     from shmbridge.consumers.skyrl.config import ShmTrainConfig
 
     return ShmTrainConfig.from_cli_overrides(

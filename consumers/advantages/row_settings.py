@@ -1,4 +1,4 @@
-"""Per-row settings in an environment's JSON: sampling parameters, and rows that must not be trained.
+"""What rows say of themselves: how they were sampled, why they ended, and whether they may be trained.
 
 Pure numpy.
 
@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbridge
+from shmbridge.schema import FINISH_REASONS
 
+_STOP = FINISH_REASONS.index("stop")
 _GREEDY = 1e-5  # below this temperature samplers take the likeliest token
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -29,6 +31,19 @@ def silenced_rows(batch: shmbridge.Batch) -> npt.NDArray[np.bool_]:
     for row, wanted in _settings(batch.overrides, "set_advantage_to_zero"):
         silenced[row] = bool(wanted)
     return silenced
+
+
+def truncated_rows(batch: shmbridge.Batch) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Returns bool (B,) twice: rows whose `finish_reason` is not "stop", rows without a known one.
+
+    Never blocks.
+    """
+    said = getattr(batch, "finish_reason", None)
+    if said is None:
+        nothing = np.zeros(len(batch.meta), bool)
+        return nothing, ~nothing
+    known: npt.NDArray[np.bool_] = batch.has("finish_reason") & (np.asarray(said) < len(FINISH_REASONS))
+    return known & (np.asarray(said) != _STOP), ~known
 
 
 @dataclass(frozen=True)

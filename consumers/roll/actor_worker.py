@@ -4,7 +4,7 @@
       worker_cls: shmbridge.consumers.roll.actor_worker.ShmActorWorker
 
 Nothing of ROLL is replaced. ROLL still computes advantages of its own, and shows those as
-`critic/advantages/*`; its whitening and clipping do not touch the bridge's.
+`critic/advantages/*`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from roll.pipeline.agentic.agentic_actor_worker import ActorWorker
 
+from shmbridge.consumers.roll.precomputed import samplers_logprobs
 from shmbridge.consumers.roll.rows import ADVANTAGES
 
 
@@ -31,3 +32,9 @@ class ShmActorWorker(ActorWorker):
             data.batch["advantages"] = own * data.batch["response_mask"][:, 1:]
         loss: tuple[Any, dict[str, Any]] = super().loss_func(data, output_tensor)
         return loss
+
+    def get_old_log_probs_with_cache(self, data: Any, log_probs: Any) -> Any:
+        """Returns the sampler's log-probabilities where a batch of the bridge has them, else ROLL's own."""
+        if (sampled := samplers_logprobs(data.batch, self.pipeline_config)) is not None:
+            return sampled
+        return super().get_old_log_probs_with_cache(data, log_probs)

@@ -26,8 +26,9 @@ from roll.pipeline.agentic.env_manager.base_env_manager import BaseEnvManager
 from shmbridge import BadArgument, Run
 from shmbridge.consumers.roll.bridge_reader import BridgeReader, Taken
 from shmbridge.consumers.roll.rows import READ, STEP, RollRows, objects, roll_rows
-from shmbridge.consumers.roll.settings import Settings
+from shmbridge.consumers.roll.settings import REFUSED, Settings
 from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.trainer_settings import refuse, warn_of_stale_rows
 from shmbridge.consumers.trajectories import columns_ignored, trajectories
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ class ShmEnvManager(BaseEnvManager):
     ROLL's `TrajEnvManager`; `env_config["config"]` has the keys of `Settings`.
 
     Raises:
-        BadArgument: `group_size` is not 1, several workers name the bridge, or a key of `env_config` is
-            wrong. The bridge is opened in `run_rollout_loop`, not here.
+        BadArgument: `group_size` is not 1, several workers name the bridge, a key of `env_config` is wrong,
+            or a setting of the pipeline is refused. The bridge is opened in `run_rollout_loop`, not here.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class ShmEnvManager(BaseEnvManager):
                 hint="group_size: 1; rollout_batch_size then counts groups",
             )
         _check_one_worker(worker_config, self.settings.bridge)
+        refuse(REFUSED, pipeline_config, BadArgument)
+        self._warns = not self.settings.infer_logprobs
 
     def run_rollout_loop(self, data: DataProto) -> None:
         """Puts groups until ROLL has no more episodes or calls `stop`. Blocks; in a thread of ROLL's.
@@ -144,6 +147,10 @@ class ShmEnvManager(BaseEnvManager):
             rollout, columns = self.rollout_of(taken)
             began = self.current_step if taken.step is None else min(taken.step, self.current_step)
             self._name(rollout, name, began)
+            if began < self.current_step and self._warns:
+                self._warns = False
+                how = "env_config.infer_logprobs: true, and environments that record inference_logprobs"
+                warn_of_stale_rows(reader.bridge, len(rollout), how)
             reader.put(taken)  # first: ROLL may train it before this thread goes on
             rollout.meta_info = {"metrics": self._metrics(taken, columns, reader)}
             group_id, env_id = self.env_config["group_id"], self.env_config["env_id"]

@@ -13,8 +13,11 @@ from typing import Any
 
 from roll.pipeline.agentic import agentic_pipeline
 
+from shmbridge import BadArgument
 from shmbridge.consumers.roll.precomputed import NAME, check_signature, installed
+from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE
 from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.trainer_settings import refuse
 
 
 class ShmAgenticPipeline(agentic_pipeline.AgenticPipeline):
@@ -24,12 +27,14 @@ class ShmAgenticPipeline(agentic_pipeline.AgenticPipeline):
         pipeline_config: ROLL's `AgenticConfig`.
 
     Raises:
-        BadArgument: ROLL computes advantages in another way than the tested one; nothing was started.
+        BadArgument: ROLL computes advantages in another way than the tested one, or a setting is refused;
+            nothing was started.
     """
 
     def __init__(self, pipeline_config: Any) -> None:
         warn_if_untested("roll", "0.3", "0.4")
         check_signature(getattr(agentic_pipeline, NAME))
+        refuse((*REFUSED, *REFUSED_BY_PIPELINE), pipeline_config, BadArgument)
         super().__init__(pipeline_config)
 
     def run(self) -> None:

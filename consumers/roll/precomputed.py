@@ -16,6 +16,7 @@ from typing import Any
 
 from shmbridge import BadArgument
 from shmbridge.consumers.roll.rows import ADVANTAGES, STEP
+from shmbridge.consumers.trainer_settings import setting
 
 NAME = "agentic_compute_advantage"
 PARAMETERS = (
@@ -48,11 +49,11 @@ def with_precomputed(compute: Compute) -> Compute:
 
     The column goes through ROLL's own code as token rewards of estimator "grpo" without discount, which
     returns them unchanged; so its whitening, clipping and distillation terms apply to them as configured.
-    `token_level_rewards` stay ROLL's. A batch without the column is ROLL's alone.
+    `token_level_rewards` stay ROLL's; `old_log_probs` become what `samplers_logprobs` returns. A batch
+    without the column is ROLL's alone.
 
     Raises:
-        BadArgument: the signature is another. The function it returns raises it for estimator "gae", whose
-            critic would learn from returns that are not rewards.
+        BadArgument: the signature is another.
     """
     check_signature(compute)
     signature = inspect.signature(compute)
@@ -63,20 +64,37 @@ def with_precomputed(compute: Compute) -> Compute:
         data = call.arguments["data"]
         if ADVANTAGES not in data.batch:
             return compute(*args, **kwargs)
-        if call.arguments["adv_estimator"] == "gae":
-            raise BadArgument(
-                "adv_estimator is gae, and the batch has advantages of its own: its critic has no returns",
-                hint="adv_estimator: grpo",
-            )
         rewards = data.batch["token_level_rewards"]
         data.batch["token_level_rewards"] = data.batch[ADVANTAGES].clone()
         call.arguments.update(adv_estimator="grpo", gamma=0.0, whiten_rewards=False)
         done = compute(**call.arguments)
         done.batch["token_level_rewards"] = rewards * done.batch["response_mask"][:, 1:]
+        config = call.arguments.get("pipeline_config")
+        if (sampled := samplers_logprobs(done.batch, config)) is not None:
+            done.batch["old_log_probs"] = sampled.clone()
+            done.non_tensor_batch.pop("sample_uuid", None)  # by it ROLL's actor would take its own first ones
         done.meta_info.setdefault("metrics", {}).update(_metrics(done))
         return done
 
     return computed
+
+
+def samplers_logprobs(batch: Any, config: Any) -> Any:
+    """Returns what the ratio's old log-probabilities are to be, of a batch of the bridge. Never blocks.
+
+    Args:
+        batch: its tensors.
+        config: ROLL's AgenticConfig; None: its defaults.
+
+    Returns:
+        `infer_logprobs`, (B, S - 1) nats. None if the batch has none, or is not of a bridge, or if ROLL's own
+        `train_infer_correction` compares with them.
+    """
+    weighted = setting(config, "train_infer_correction.is_weight.enabled")
+    filters = setting(config, "train_infer_correction.filters") or ()
+    if ADVANTAGES not in batch or weighted or any(each.enabled for each in filters):
+        return None
+    return batch.get("infer_logprobs", None)
 
 
 @contextmanager

@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shmbridge import BadArgument
 from shmbridge.config import check_bridge_name
+from shmbridge.consumers.trainer_settings import Refused, setting
 from shmbridge.consumers.trajectories import Credit
+
+_WORKER = "shmbridge.consumers.roll.actor_worker.ShmActorWorker"
+
+
+def _by_worker(value: Any, config: Any) -> bool:
+    return bool(value) and setting(config, "actor_train.worker_cls") == _WORKER
+
+
+_KL = Refused("add_token_level_kl",
+              "ROLL would subtract it from rewards, and what is trained are the bridge's advantages",
+              "add_token_level_kl: false, use_kl_loss: true")  # fmt: skip
+# What ROLL's own settings would do wrongly to rows of a bridge: with any of the ways to train,
+REFUSED = (
+    Refused("train_env_manager.group_size_redundancy", "ROLL would drop as many groups, uncounted",
+            "train_env_manager.group_size_redundancy: 0"),
+    Refused("critic_warmup",
+            "no critic is trained, and these first steps would release their groups untrained",
+            "critic_warmup: 0",
+            lambda value, config: bool(value) and setting(config, "adv_estimator") != "gae"),
+    replace(_KL, when=_by_worker),
+    *(Refused(key, "ROLL would apply it to advantages of its own, which ShmActorWorker replaces",
+              "pipeline_cls: shmbridge.consumers.roll.pipeline.ShmAgenticPipeline, without that worker_cls",
+              _by_worker)
+      for key in ("whiten_advantages", "advantage_clip", "use_opd", "is_pure_opd")),
+)  # fmt: skip
+# and with ShmAgenticPipeline.
+REFUSED_BY_PIPELINE = (
+    Refused("adv_estimator", "its critic would learn from returns that are not rewards",
+            "adv_estimator: grpo", lambda value, config: value == "gae"),
+    _KL,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
 from shmbridge.config import check_bridge_name, check_timeout
 from shmbridge.consumers.skyrl.arrange import LongGroups
 from shmbridge.consumers.skyrl.estimator import NAME
+from shmbridge.consumers.trainer_settings import Refused, refuse
 from shmbridge.errors import BadArgument, BadBridgeName
 
 Match = Literal["arrival", "instance"]
@@ -43,53 +44,46 @@ class ShmTrainConfig(SkyRLTrainConfig):  # type: ignore[misc, unused-ignore]
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
 
 
+_BY_SUM = "SkyRL would judge groups by the sum of their advantages"
+_ALGORITHM = "trainer.algorithm"
+REFUSED = (
+    Refused(f"{_ALGORITHM}.advantage_estimator",
+            "it makes advantages of the sum of what it takes for rewards",
+            f"{_ALGORITHM}.advantage_estimator={NAME}", lambda value, cfg: value != NAME),
+    Refused(f"{_ALGORITHM}.advantage_batch_normalize",
+            "it would shift and scale the bridge's advantages, by a mean that counts padding",
+            f"{_ALGORITHM}.advantage_batch_normalize=false"),
+    Refused(f"{_ALGORITHM}.dynamic_sampling.type", _BY_SUM,
+            f"{_ALGORITHM}.dynamic_sampling.type=null; environments drop such groups"),
+    Refused("trainer.fully_async.sample_full_batch", _BY_SUM, "trainer.fully_async.sample_full_batch=false"),
+    Refused(f"{_ALGORITHM}.zero_variance_filter",
+            "SkyRL leaves it out where rewards are per token, as the bridge's are",
+            f"{_ALGORITHM}.zero_variance_filter=false; environments drop such groups"),
+    Refused(f"{_ALGORITHM}.use_kl_in_reward", "it subtracts from rewards, which are advantages here",
+            f"{_ALGORITHM}.use_kl_in_reward=false {_ALGORITHM}.use_kl_loss=true"),
+    Refused("trainer.placement.colocate_all",
+            "it shares the GPUs with engines of SkyRL's own; there are none",
+            "trainer.placement.colocate_all=false"),
+    Refused("trainer.eval_interval", "an evaluation needs engines of SkyRL's own", "trainer.eval_interval=-1",
+            lambda value, cfg: value > 0),
+    Refused("trainer.policy.model.lora.rank", "with fsdp SkyRL sends adapters to engines of its own",
+            "trainer.policy.model.lora.rank=0",
+            lambda value, cfg: value > 0 and cfg.trainer.strategy == "fsdp"),
+    Refused("generator.merge_stepwise_output", "it joins rows after they were counted",
+            "generator.merge_stepwise_output=false"),
+    Refused("generator.zero_reward_on_non_stop", "it is for SkyRL's own generator, which is not asked here",
+            "generator.zero_reward_on_non_stop=false; environments score"),
+)  # fmt: skip
+
+
 def check(cfg: Any) -> None:
     """Raises ConfigDoesNotFit, with one setting to change, if SkyRL would train on other advantages, or if
     the section `bridge` has a value that means nothing.
 
     Never blocks.
     """
-    trainer, generator = cfg.trainer, cfg.generator
-    algorithm = trainer.algorithm
     _check_bridge(cfg.bridge)
-    if algorithm.advantage_estimator != NAME:
-        _refuse(
-            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} makes advantages "
-            "of the sum of what it takes for rewards",
-            f"trainer.algorithm.advantage_estimator={NAME}",
-        )
-    if algorithm.dynamic_sampling.type is not None:
-        _refuse(
-            "trainer.algorithm.dynamic_sampling judges groups by the sum of their advantages",
-            "trainer.algorithm.dynamic_sampling.type=null; environments drop such groups",
-        )
-    if trainer.fully_async.sample_full_batch:
-        _refuse(
-            "trainer.fully_async.sample_full_batch judges groups by the sum of their advantages",
-            "trainer.fully_async.sample_full_batch=false",
-        )
-    if algorithm.use_kl_in_reward:
-        _refuse(
-            "trainer.algorithm.use_kl_in_reward subtracts from rewards, which are advantages here",
-            "trainer.algorithm.use_kl_loss=true",
-        )
-    if trainer.placement.colocate_all:
-        _refuse(
-            "trainer.placement.colocate_all shares the GPUs with engines of SkyRL's own, and there are none",
-            "trainer.placement.colocate_all=false",
-        )
-    if trainer.eval_interval > 0:
-        _refuse("trainer.eval_interval > 0 needs engines of SkyRL's own", "trainer.eval_interval=-1")
-    if trainer.policy.model.lora.rank > 0 and trainer.strategy == "fsdp":
-        _refuse(
-            "trainer.policy.model.lora.rank > 0: with fsdp SkyRL sends adapters to engines of its own",
-            "trainer.policy.model.lora.rank=0",
-        )
-    if generator.merge_stepwise_output:
-        _refuse(
-            "generator.merge_stepwise_output joins rows after they were counted",
-            "generator.merge_stepwise_output=false",
-        )
+    refuse(REFUSED, cfg, ConfigDoesNotFit)
 
 
 def max_staleness(cfg: Any) -> int | None:
@@ -99,14 +93,18 @@ def max_staleness(cfg: Any) -> int | None:
     return None if cfg.bridge.max_staleness is None else int(cfg.bridge.max_staleness)
 
 
-def needs_logprobs(cfg: Any) -> bool:
-    """Returns whether the loss compares with the sampler's log-probabilities."""
+def compares_with_sampler(cfg: Any) -> bool:
+    """Returns whether the loss compares the weights with those that sampled."""
     algorithm = cfg.trainer.algorithm
     return bool(
-        cfg.trainer.fully_async.enabled
-        or algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS
+        algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS
         or off_policy_correction_enabled(algorithm.off_policy_correction)
     )
+
+
+def needs_logprobs(cfg: Any) -> bool:
+    """Returns whether a row without the sampler's log-probabilities is an error."""
+    return bool(cfg.trainer.fully_async.enabled) or compares_with_sampler(cfg)
 
 
 def _check_bridge(bridge: Any) -> None:

@@ -90,6 +90,7 @@ class ShmExp(BasePPOExp):
             match=cfg.bridge.match,
             max_staleness=max_staleness(cfg),
             logprobs="all" if needs_logprobs(cfg) else "any",
+            mask_truncated=cfg.generator.apply_overlong_filtering,
             timeout_s=cfg.bridge.timeout_s,
             prompts_per_step=cfg.trainer.policy_mini_batch_size
             if cfg.trainer.fully_async.enabled

@@ -79,6 +79,8 @@ class ShmGenerator(GeneratorInterface):
         logprobs: "all" refuses rows without log-probabilities; "any" hands out none for a whole batch if one
             row has none.
         credit: how advantages are made where a group has none of its own.
+        mask_truncated: rows that ended for another reason than "stop" train nothing, SkyRL's
+            `generator.apply_overlong_filtering`.
         timeout_s: longest wait of `generate`; None: for ever.
         prompts_per_step: prompts that the trainer must have before it trains and releases any; None: not
             known. With fewer handed out, lanes that are full are an error (BatchTooBig), and no wait.
@@ -97,6 +99,7 @@ class ShmGenerator(GeneratorInterface):
         max_staleness: int | None = None,
         logprobs: Literal["all", "any"] = "any",
         credit: Credit | None = None,
+        mask_truncated: bool = False,
         timeout_s: float | None = None,
         prompts_per_step: int | None = None,
         evaluator: GeneratorInterface | None = None,
@@ -106,6 +109,7 @@ class ShmGenerator(GeneratorInterface):
         self.consumer, self.repetitions, self.step_wise = consumer, repetitions, step_wise
         self._long_groups, self._match, self._most_early = long_groups, match, most_early
         self._logprobs, self._credit, self._evaluator = logprobs, credit or Credit(), evaluator
+        self._mask_truncated = mask_truncated
         self._held, self._per_step = HeldGroups(), prompts_per_step or 1
         self._taker = GroupTaker(
             consumer, max_staleness=max_staleness, timeout_s=timeout_s, is_to_release=self._is_to_release
@@ -162,6 +166,7 @@ class ShmGenerator(GeneratorInterface):
         if not behind:
             return {}
         return {
+            "shmbridge/rows_stale": float(sum(each > 0 for each in behind)),
             "shmbridge/staleness_trained_mean": sum(behind) / len(behind),
             "shmbridge/staleness_trained_max": float(max(behind)),
         }
@@ -236,7 +241,7 @@ class ShmGenerator(GeneratorInterface):
 
     def _groups_of(self, batch: Batch) -> list[_Group]:
         """Makes the lists; in the taker's thread."""
-        rows, credit_metrics = trajectories(batch, self._credit)
+        rows, credit_metrics = trajectories(batch, self._credit, mask_truncated=self._mask_truncated)
         made = [
             self._group(list(each)) for _, each in groupby(rows, key=lambda row: batch.group_index[row.row])
         ]

@@ -13,10 +13,12 @@ from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
 from skyrl.train.generators.base import GeneratorOutput
 from skyrl.train.trainer import RayPPOTrainer
 
+from shmbridge.consumers.skyrl.config import compares_with_sampler
 from shmbridge.consumers.skyrl.estimator import NAME
 from shmbridge.consumers.skyrl.generator import ShmGenerator
 from shmbridge.consumers.skyrl.inference_client import ShmInferenceClient
 from shmbridge.consumers.skyrl.weights import policy_worker
+from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 
 
 class BridgeSteps:
@@ -27,6 +29,7 @@ class BridgeSteps:
     inference_engine_client: Any
     all_metrics: dict[str, Any]
     _in_training: frozenset[str] = frozenset()
+    _warned = False  # of stale rows that are trained as if fresh
 
     def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
         """Builds SkyRL's models; the policy's worker writes its weights into the bridge. Blocks."""
@@ -59,10 +62,19 @@ class BridgeSteps:
 
     def train_critic_and_policy(self, data: TrainingInputBatch) -> Any:
         """Takes SkyRL's optimizer steps, then releases the groups of the batch. Blocks for the steps."""
-        self.all_metrics.update(self.generator.staleness(self._in_training))
+        self._note_staleness()
         status = super().train_critic_and_policy(data)  # type: ignore[misc]
         self.generator.trained(self._in_training)
         return status
+
+    def _note_staleness(self) -> None:
+        found = self.generator.staleness(self._in_training)
+        self.all_metrics.update(found)
+        stale = int(found.get("shmbridge/rows_stale", 0))
+        if stale and not self._warned and not compares_with_sampler(self.cfg):
+            self._warned = True
+            how = "trainer.algorithm.policy_loss_type=rollout_is"
+            warn_of_stale_rows(self.generator.consumer.bridge, stale, how)
 
 
 class ShmTrainer(BridgeSteps, RayPPOTrainer):
@@ -77,7 +89,7 @@ class ShmTrainerSim(BridgeSteps, FullyAsyncTrainerSim):
     """SkyRL's simulation of it: no model, its steps are pauses. They count as training here."""
 
     async def _run_training(self, training_input: TrainingInputBatch) -> Any:
-        self.all_metrics.update(self.generator.staleness(self._in_training))
+        self._note_staleness()
         status = await super()._run_training(training_input)
         self.generator.trained(self._in_training)
         return status

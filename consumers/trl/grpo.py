@@ -25,11 +25,17 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.trainer_settings import Refused, refuse
 from shmbridge.consumers.trl.rollouts import ShmRollouts
 from shmbridge.consumers.weight_sync import WeightSync
 
 TESTED = ("trl", "1.16", "1.17")
 _ROUNDS = 1024  # generation batches in an epoch of the placeholder data set, at least
+REFUSED = (
+    Refused("use_vllm", "it makes TRL sample, and here the environments do", "use_vllm=False"),
+    Refused("eval_strategy", "an evaluation would need rollouts of its own prompts", "eval_strategy='no'",
+            lambda value, args: value != "no"),
+)  # fmt: skip
 
 
 class Unsupported(ValueError):
@@ -115,6 +121,8 @@ class ShmGRPOTrainer(GRPOTrainer):
         self.rollouts, self.weights, self.publish_every = rollout_func, weights, max(publish_every, 1)
         self._lift = 0  # added to TRL's step to make the policy version
         processes = self.accelerator
+        # TRL judges by a row's last token, which may be a tool's or of a chat template; the rollouts mask
+        self.mask_truncated_completions = False
         rollout_func.join(
             self, rank=processes.process_index, world_size=processes.num_processes, groups=groups
         )
@@ -225,13 +233,10 @@ def _groups_of(args: GRPOConfig, rollouts: Any, options: dict[str, Any]) -> int:
         raise Unsupported(
             "rollout_func= is closed -> make the trainer in the block of `with shm_rollout_func`"
         )
-    if args.use_vllm:
-        raise Unsupported("use_vllm=True makes TRL sample; here the environments do -> use_vllm=False")
-    for name in ("tools", "environment_factory"):
-        if options.get(name):
+    refuse(REFUSED, args, Unsupported)
+    for name in ("tools", "environment_factory", "eval_dataset"):
+        if options.get(name) not in (None, []):
             raise Unsupported(f"{name}= is for rollouts of TRL's own -> leave it out")
-    if args.eval_strategy != "no" or options.get("eval_dataset") is not None:
-        raise Unsupported("evaluation would need rollouts of its own prompts -> eval_strategy='no'")
     rows: int = args.per_device_train_batch_size * args.steps_per_generation
     if rows % args.num_generations:
         raise Unsupported(

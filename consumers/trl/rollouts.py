@@ -13,11 +13,13 @@ import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any, Literal, Self, get_args
 
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
+from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.trl.rows import Rows, rows_of
 from shmbridge.record.leases import abandon
@@ -186,6 +188,7 @@ class ShmRollouts:
             temperature=trainer.temperature,
             fill=self.uneven == "fill",
             whole_rows=self._whole_rows,
+            mask_truncated=trainer.args.mask_truncated_completions,
             vocabulary=self._vocabulary,
         )
         every = trainer.args.steps_per_generation * trainer.num_iterations
@@ -261,8 +264,14 @@ class ShmRollouts:
         scores = [float(score) for score in rows.columns.get("score", ()) if score is not None]
         if scores:
             self._fresh["score"] = sum(scores) / len(scores)
-        if self._consumer is not None and (lags := _lags(batch, self._consumer.training_version)):
-            self._fresh |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
+        if self._consumer is None or not (lags := _lags(batch, self._consumer.training_version)):
+            return
+        self._fresh |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
+        version, own = self._consumer.training_version, compress(batch.meta, rows.unscored)
+        stale = sum(0 <= meta.min_policy_version < version for meta in own)
+        if stale and not self._counts["rows_stale_as_fresh"]:
+            warn_of_stale_rows(self.bridge, stale, "have environments record inference_logprobs")
+        self._counts["rows_stale_as_fresh"] += stale
 
     def stats(self) -> dict[str, float]:
         """Returns flat counters of this process, and those of the bridge in the hub's. Never blocks.
@@ -277,7 +286,8 @@ class ShmRollouts:
     def metrics(self) -> dict[str, float]:
         """Returns what is new since the last call, as `bridge/...` for the trainer's log. Never blocks."""
         fresh, self._fresh = self._fresh, {}
-        names = ("rows_filled", "rows_untrained", "rows_without_logprobs", "groups_fallback")
+        rows = ("filled", "untrained", "truncated", "without_logprobs")
+        names = [*(f"rows_{name}" for name in rows), "groups_fallback"]
         totals = {f"bridge/{name}_total": float(self._counts[name]) for name in names}
         return {f"bridge/{name}": value for name, value in fresh.items()} | totals
 

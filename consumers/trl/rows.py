@@ -103,6 +103,7 @@ def rows_of(
     temperature: float = 1.0,
     fill: bool = False,
     whole_rows: bool = False,
+    mask_truncated: bool = False,
     vocabulary: int | None = None,
 ) -> Rows:
     """Returns the rows of a packed batch. Never blocks, releases nothing.
@@ -118,7 +119,7 @@ def rows_of(
         credit: how advantages are computed where a record has none.
         temperature: the trainer's; rows sampled at another one are counted.
         fill: adds fully masked rows where the batch has fewer.
-        whole_rows: as in `trajectories`.
+        whole_rows, mask_truncated: as in `trajectories`.
         vocabulary: tokens that the model knows; None: not checked.
 
     Raises:
@@ -126,7 +127,7 @@ def rows_of(
         UnknownTokens: a token is not one of the vocabulary.
         NoAdvantages: as in `trajectories`.
     """
-    found, metrics = trajectories(batch, credit, whole_rows=whole_rows)
+    found, metrics = trajectories(batch, credit, whole_rows=whole_rows, mask_truncated=mask_truncated)
     missing = want - len(found)
     if missing < 0 or (missing and not fill):
         raise UnevenGroups(_uneven(batch, want))
@@ -154,6 +155,8 @@ def rows_of(
         "rows_without_logprobs": float(sum(each.logprobs is None and each.trained.any() for each in found)),
         "rows_other_temperature": float((~np.isclose(heat.values, temperature) | heat.odd).sum()),
         "rows_cut_sampling": float(cut_sampling(batch).sum()),
+        "rows_truncated": metrics.get("trajectories_truncated", 0.0),
+        "rows_without_finish_reason": metrics.get("trajectories_without_finish_reason", 0.0),
         "groups_fallback": metrics["groups_fallback"],
         "rows_no_signal": metrics["trajectories_no_signal"],
     }

@@ -122,16 +122,11 @@ class ShmAgentLoopManager:
         Args:
             config: verl's whole configuration.
             llm_client: not used: environments sample elsewhere.
-            teacher_client: must be None.
+            teacher_client: None, as `distillation.enabled` is refused.
             reward_loop_worker_handles: not used: environments score.
 
         Raises: as the class.
         """
-        if teacher_client:
-            raise ValueError(
-                "distillation.enabled: verl's teachers score what verl sampled, and environments sample here "
-                "-> turn it off"
-            )
         return cls(config)
 
     # -- calls of verl

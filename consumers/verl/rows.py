@@ -36,14 +36,15 @@ class NoLogprobs(ValueError):
 
 
 class NoScore(ValueError):
-    """verl computes advantages itself, and a row has no score."""
+    """verl computes advantages itself, or filters groups by score, and a row has none."""
 
 
 @dataclass(frozen=True)
 class Form:
     """What verl's configuration asks of a row."""
 
-    per_token: bool  # rm_scores carry advantages; else the score, on the last token
+    per_token: bool  # rm_scores carry advantages; else the score, on the last trained token
+    scored: bool  # a score is needed beside advantages
     logprobs: bool  # rollout_log_probs are needed
     temperature: float  # that verl divides logits by
 
@@ -74,7 +75,7 @@ def rows_of(
 
     Raises:
         NoLogprobs: `form.logprobs`, and a row has none.
-        NoScore: not `form.per_token`, and a row has no score.
+        NoScore: `form.scored`, or not `form.per_token`, and a row has no score.
     """
     rows, kept = Rows(), []
     sessions: Counter[tuple[int, int]] = Counter()
@@ -161,16 +162,18 @@ def _jagged(rows: Iterable[npt.NDArray[Any]], kind: type[np.generic]) -> torch.T
 
 
 def _rewards(row: Trajectory, start: int, form: Form) -> npt.NDArray[np.float32]:
-    """Returns rm_scores, (R,)."""
-    if form.per_token:
-        return row.advantages[start:]
-    if (score := row.score) is None:
+    """Returns rm_scores, (R,); verl's estimators carry a score back from the last trained token only."""
+    score = row.score
+    if score is None and (form.scored or not form.per_token):
         raise NoScore(
             f"row {row.number} of group {row.meta.group_id} of {row.meta.env_name!r} has no score, and "
-            "verl's estimator needs one -> algorithm.adv_estimator=shmbridge, or an environment with scores"
+            "verl's estimator or filter_groups needs one -> have the environment score its rows, or "
+            "algorithm.adv_estimator=shmbridge algorithm.filter_groups.enable=False"
         )
-    rewards = np.zeros(len(row.tokens) - start, np.float32)
-    rewards[-1] = score
+    if form.per_token:
+        return row.advantages[start:]
+    rewards, trained = np.zeros(len(row.tokens) - start, np.float32), np.flatnonzero(row.trained[start:])
+    rewards[trained[-1] if trained.size else -1] = score
     return rewards
 
 
@@ -179,7 +182,8 @@ def _logprobs(row: Trajectory) -> npt.NDArray[np.float32]:
         raise NoLogprobs(
             f"row {row.number} of group {row.meta.group_id} of {row.meta.env_name!r} lacks "
             "inference_logprobs, and algorithm.rollout_correction or rollout.calculate_log_probs needs them "
-            "-> turn those off, or let the environment record log-probabilities"
+            "-> have the environment record them, or algorithm.rollout_correction.bypass_mode=False "
+            "actor_rollout_ref.rollout.calculate_log_probs=False"
         )
     return row.logprobs
 
@@ -197,7 +201,8 @@ def _extra(row: Trajectory, versions: tuple[int, int]) -> dict[str, Any]:
     return {
         "min_global_steps": versions[0],
         "max_global_steps": versions[1],
-        "reward_extra_info": dict(row.value("reward_components") or {}),
+        "reward_extra_info": dict(row.value("reward_components") or {})
+        | ({} if row.score is None else {"score": row.score}),
         "origin": {
             "env_name": meta.env_name,
             "producer_id": meta.producer_id,

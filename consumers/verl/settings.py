@@ -15,11 +15,12 @@ from typing import Any, Literal, get_args
 
 from shmbridge.config import check_bridge_name
 from shmbridge.consumers.learner.data.batch_wait import Patience
+from shmbridge.consumers.trainer_settings import Refused, refuse, setting
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.verl import estimator
 from shmbridge.consumers.verl.rows import Form
 
-__all__ = ["Settings", "form_of", "steps_until_taken"]
+__all__ = ["REFUSED", "Settings", "compares_with_sampler", "form_of", "steps_until_taken"]
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,45 @@ Normalise = Literal["none", "batch", "global"]
 _REFUSED = {
     "use_advantage_weighting": "a loss of verl's is -> actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
 }
+
+
+def _passes_advantages(config: Any) -> bool:
+    return str(config.algorithm.adv_estimator) in estimator.NAMES
+
+
+def _bypassed(value: Any, config: Any) -> bool:
+    return bool(value and setting(config, "algorithm.rollout_correction.bypass_mode"))
+
+
+def _sums_advantages(metric: Any, config: Any) -> bool:
+    filters = setting(config, "algorithm.filter_groups.enable")
+    return bool(filters and metric == "reward" and _passes_advantages(config))
+
+
+_OURS = "shmbridge's rewards score groups before they are put"
+# What verl's own settings would do wrongly to rows of a bridge.
+REFUSED = (
+    Refused("algorithm.use_kl_in_reward", "it changes the advantages that rm_scores carry",
+            "algorithm.use_kl_in_reward=False actor_rollout_ref.actor.use_kl_loss=True",
+            lambda value, config: value and _passes_advantages(config)),
+    Refused("algorithm.filter_groups.metric",
+            "verl would judge groups by the sums of their advantages, which rm_scores carry",
+            "algorithm.filter_groups.metric=score, or a name of reward_components", _sums_advantages),
+    *(Refused(f"algorithm.rollout_correction.{key}",
+              "verl's v1 trainer leaves it out where bypass_mode takes the sampler's log-probabilities",
+              "algorithm.rollout_correction.bypass_mode=False", _bypassed)
+      for key in ("rollout_is", "rollout_rs")),
+    Refused("reward.reward_model.enable", "verl's reward model would overwrite what environments scored",
+            f"reward.reward_model.enable=False; {_OURS}"),
+    *(Refused(f"reward.{key}.path", "verl would never call it, as environments score",
+              f"reward.{key}.path=null; {_OURS}")
+      for key in ("custom_reward_function", "reward_manager.module")),
+    Refused("trainer.critic_warmup",
+            "no critic is trained, and these first steps would release their groups untrained",
+            "trainer.critic_warmup=0", lambda value, config: value and _passes_advantages(config)),
+    Refused("distillation.enabled", "verl's teachers score what verl sampled, and environments sample here",
+            "distillation.enabled=False"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,23 +173,22 @@ def steps_until_taken(config: Any, settings: Settings) -> int | None:
     )
 
 
+def compares_with_sampler(config: Any) -> bool:
+    """Returns whether verl's loss compares its weights with those that sampled. Never blocks."""
+    correction = config.algorithm.get("rollout_correction", None) or {}
+    return any(correction.get(key) for key in ("bypass_mode", "rollout_is", "rollout_rs"))
+
+
 def form_of(config: Any) -> Form:
     """Returns what verl's whole configuration asks of rows. Never blocks.
 
-    Raises ValueError for a key that would change what the rows carry.
+    Raises ValueError for a setting of `REFUSED`.
     """
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    per_token = str(algorithm.adv_estimator) in estimator.NAMES
-    if per_token and algorithm.use_kl_in_reward:
-        raise ValueError(
-            "algorithm.use_kl_in_reward changes the advantages that rm_scores carry -> set it to False and "
-            "use actor_rollout_ref.actor.use_kl_loss"
-        )
-    if config.reward.reward_model.enable:
-        raise ValueError(
-            "reward.reward_model.enable: verl's reward model would overwrite what environments scored -> "
-            "turn it off, or score with shmbridge's rewards"
-        )
-    correction = algorithm.get("rollout_correction", None) or {}
-    corrected = any(correction.get(key) for key in ("bypass_mode", "rollout_is", "rollout_rs"))
-    return Form(per_token, bool(corrected or rollout.calculate_log_probs), float(rollout.temperature))
+    refuse(REFUSED, config, ValueError)
+    rollout, filtered = config.actor_rollout_ref.rollout, config.algorithm.get("filter_groups", None) or {}
+    return Form(
+        per_token=_passes_advantages(config),
+        scored=bool(filtered.get("enable") and filtered.get("metric") == "score"),
+        logprobs=bool(compares_with_sampler(config) or rollout.calculate_log_probs),
+        temperature=float(rollout.temperature),
+    )

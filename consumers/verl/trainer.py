@@ -19,8 +19,9 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 import shmbridge
+from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 from shmbridge.consumers.verl.metrics import VERSION
-from shmbridge.consumers.verl.settings import Settings, form_of, steps_until_taken
+from shmbridge.consumers.verl.settings import Settings, compares_with_sampler, form_of, steps_until_taken
 
 __all__ = ["BridgePPOTrainer"]
 
@@ -49,6 +50,7 @@ class BridgePPOTrainer(PPOTrainer):
         _warn_if_taken(config.trainer.atropos.bridge)
         super().__init__(config)
         self._trained: list[str] = []
+        self._warns = not compares_with_sampler(config)
 
     def _load_checkpoint(self) -> None:
         """Loads verl's checkpoint, but not its copy of TransferQueue: the bridge has those groups."""
@@ -68,6 +70,12 @@ class BridgePPOTrainer(PPOTrainer):
         """Trains one step of verl's, and notes its rows."""
         batch = super().step(metrics, timing_raw)
         self._trained = list(batch.keys)
+        weights, rows = self.global_steps - 1, [tag for tag in batch.tags if not tag.get("is_padding")]
+        late = sum(tag.get("min_global_steps", weights) < weights for tag in rows)
+        if late and self._warns:
+            self._warns = False
+            how = "algorithm.rollout_correction.bypass_mode=True"
+            warn_of_stale_rows(self.config.trainer.atropos.bridge, late, how)
         return batch
 
     def on_sample_end(self) -> None:

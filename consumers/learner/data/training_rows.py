@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
-from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge.consumers.advantages.row_settings import temperatures, truncated_rows
 from shmbridge.consumers.advantages.trained_tokens import trained_tokens
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone
 from shmbridge.consumers.learner.data.left_out import left_out
@@ -26,7 +26,6 @@ from shmbridge.consumers.learner.data.token_staleness import (
     says_version,
     token_staleness,
 )
-from shmbridge.consumers.learner.data.truncated_rows import truncated_rows
 from shmbridge.consumers.learner.types import Metrics
 
 

@@ -66,7 +66,7 @@ class Queue:
         self.rollouts.append(rollout)
 
 
-def manager_of(bridge: str, queue, *, length=48, size=1, lag=0, group_size=1, **settings):
+def manager_of(bridge: str, queue, *, length=48, size=1, lag=0, group_size=1, pipeline=None, **settings):
     """Returns a ShmEnvManager over that queue."""
     from shmbridge.consumers.roll.env_manager import ShmEnvManager
 
@@ -78,6 +78,7 @@ def manager_of(bridge: str, queue, *, length=48, size=1, lag=0, group_size=1, **
         rollout_batch_size=size,
         val_batch_size=1,
         max_steps=9,
+        **(pipeline or {}),
     )
     worker = SimpleNamespace(group_size=group_size, env_configs={0: {0: config}})
     tokenizer = SimpleNamespace(pad_token_id=63, eos_token_id=62)

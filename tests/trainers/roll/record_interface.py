@@ -3,6 +3,7 @@
 SHMBRIDGE_ROLL_CHECKOUT=../ROLL .venvs/roll/bin/python tests/trainers/roll/record_interface.py
 """
 
+import dataclasses
 import inspect
 import json
 import os
@@ -18,6 +19,7 @@ FUNCTIONS = (
     "roll.distributed.scheduler.protocol:DataProto.from_dict",
     "roll.distributed.scheduler.rollout_scheduler:GroupQueue.get_episode_id",
     "roll.distributed.scheduler.rollout_scheduler:GroupQueue.put",
+    "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.get_old_log_probs_with_cache",
     "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.loss_func",
     "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.__init__",
     "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.run",
@@ -28,6 +30,17 @@ FUNCTIONS = (
     "roll.pipeline.agentic.env_manager.base_env_manager:BaseEnvManager.update_step",
     "roll.pipeline.agentic.env_manager.traj_env_manager:TrajEnvManager.__init__",
 )
+# Where the options of a run are, as module:name, each with the class whose fields are left out.
+OPTIONS = {
+    "": ("roll.pipeline.agentic.agentic_config:AgenticConfig", "roll.configs.base_config:BaseConfig"),
+    "train_env_manager.": (
+        "roll.pipeline.agentic.agentic_config:EnvManagerConfig",
+        "roll.configs.worker_config:WorkerConfig",
+    ),
+    "reward_normalization.": ("roll.pipeline.agentic.agentic_config:RewardNormalizationConfig", ""),
+    "train_infer_correction.": ("roll.configs.base_config:TrainInferCorrectionConfig", ""),
+    "train_infer_correction.is_weight.": ("roll.configs.base_config:TrainInferISWeightConfig", ""),
+}
 QUEUE = "roll.distributed.scheduler.rollout_scheduler:GroupQueueManager"
 LENGTH = 8
 
@@ -70,6 +83,17 @@ def fields(manager: str) -> dict[str, list]:
     return dict(sorted({**tensors, **objects}.items()))
 
 
+def options() -> list[str]:
+    """Returns the keys of a run's configuration that are ROLL's own for reinforcement learning."""
+    found = []
+    for above, (own, base) in OPTIONS.items():
+        inherited = {each.name for each in dataclasses.fields(named(base))} if base else set()
+        found += [
+            f"{above}{each.name}" for each in dataclasses.fields(named(own)) if each.name not in inherited
+        ]
+    return sorted(found)
+
+
 def interface() -> dict:
     """Returns what interface.json holds, of the ROLL that is importable."""
     queue = named(QUEUE).__ray_metadata__.modified_class
@@ -81,6 +105,7 @@ def interface() -> dict:
         },
         "rows of a trajectory": fields("roll.pipeline.agentic.env_manager.traj_env_manager:TrajEnvManager"),
         "rows of a step": fields("roll.pipeline.agentic.env_manager.step_env_manager:StepEnvManager"),
+        "options": options(),
     }
 
 

@@ -54,6 +54,11 @@ class BaseEnvManager:
 class ActorWorker:
     """An actor whose loss is -mean(advantage * log-probability) over the trained tokens."""
 
+    pipeline_config: Any = None
+
+    def get_old_log_probs_with_cache(self, data, log_probs):
+        return log_probs.detach()
+
     def loss_func(self, data, output_tensor):
         mask = data.batch["response_mask"][:, 1:]
         labels = data.batch["input_ids"][:, 1:, None]

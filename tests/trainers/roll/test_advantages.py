@@ -1,6 +1,7 @@
 """The advantages of the bridge replace ROLL's, in its pipeline or in its loss; bad ones are refused."""
 
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def compute():
     return agentic_compute_advantage
 
 
-def batch_of(advantages: torch.Tensor | None, **meta):
+def batch_of(advantages: torch.Tensor | None, sampled: torch.Tensor | None = None, **meta):
     """Two rows of five tokens, three of them trained, each with a reward on its last token."""
     from roll.distributed.scheduler.protocol import DataProto
 
@@ -28,8 +29,11 @@ def batch_of(advantages: torch.Tensor | None, **meta):
     tensors = {"response_mask": mask, "token_level_rewards": rewards}
     if advantages is not None:
         tensors["shm_advantages"] = advantages
-    steps = np.array([1, 3], dtype=object)
-    return DataProto.from_dict(tensors, non_tensors={"shm_step": steps}, meta_info=meta)
+    if sampled is not None:
+        tensors["infer_logprobs"] = sampled
+    objects = {"shm_step": [1, 3], "sample_uuid": ["a", "b"]}
+    objects = {name: np.array(values, dtype=object) for name, values in objects.items()}
+    return DataProto.from_dict(tensors, non_tensors=objects, meta_info=meta)
 
 
 ARGUMENTS = {"gamma": 1.0, "lambd": 1.0, "adv_estimator": "grpo"}
@@ -82,9 +86,44 @@ def test_whitening_applies_as_configured(compute, needs_checkout):
     assert values.std() == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_critic_is_refused(compute):
-    with pytest.raises(shmbridge.BadArgument, match="adv_estimator is gae"):
-        with_precomputed(compute)(data=batch_of(OWN), gamma=1.0, lambd=1.0, adv_estimator="gae")
+SAMPLED = torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-5.0, -6.0, -7.0, -8.0]])
+
+
+def correction(weighted: bool, *filters: bool):
+    """A part of ROLL's configuration: its own comparison with the sampler."""
+    given = {"is_weight": SimpleNamespace(enabled=weighted)}
+    listed = [SimpleNamespace(enabled=each) for each in filters]
+    return SimpleNamespace(train_infer_correction=SimpleNamespace(**given, filters=listed))
+
+
+@pytest.mark.parametrize(
+    ("own", "sampled", "config", "taken"),
+    [
+        pytest.param(OWN, SAMPLED, None, True, id="a bridge's"),
+        pytest.param(OWN, SAMPLED, correction(False, False), True, id="a correction that is off"),
+        pytest.param(OWN, SAMPLED, correction(True), False, id="ROLL's weights"),
+        pytest.param(OWN, SAMPLED, correction(False, False, True), False, id="ROLL's filters"),
+        pytest.param(OWN, None, None, False, id="none recorded"),
+        pytest.param(None, SAMPLED, None, False, id="not of a bridge"),
+    ],
+)
+def test_the_samplers_log_probabilities_are_the_old_ones(compute, own, sampled, config, taken):
+    from shmbridge.consumers.roll.actor_worker import ShmActorWorker
+
+    given, rolls = batch_of(own, sampled), torch.full((2, 4), -9.0)
+    given.batch["old_log_probs"] = rolls.clone()
+    done = with_precomputed(compute)(data=given, **ARGUMENTS, pipeline_config=config)
+    assert torch.equal(done.batch["old_log_probs"], SAMPLED if taken else rolls)
+    # ROLL's actor takes `old_log_probs` of a batch without this column, and else those of its first pass
+    assert ("sample_uuid" in done.non_tensor_batch) != taken
+
+    worker = ShmActorWorker.__new__(ShmActorWorker)
+    worker.pipeline_config = config or SimpleNamespace(enable_old_logprobs_recompute=False, ppo_epochs=1)
+    worker.pipeline_config.enable_old_logprobs_recompute, worker.pipeline_config.ppo_epochs = False, 1
+    worker._logprobs_cache = {}
+    first = torch.full((2, 4), -0.5)
+    old = worker.get_old_log_probs_with_cache(batch_of(own, sampled), first)
+    assert torch.equal(old, SAMPLED if taken else first)
 
 
 def test_another_signature_is_refused():

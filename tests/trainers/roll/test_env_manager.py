@@ -152,6 +152,15 @@ def test_a_group_older_than_its_episode_is_refused_by_roll_and_counted(known, ma
     assert stale.refused == 1
 
 
+@pytest.mark.parametrize(("logprobs", "step", "warned"), [(False, 5, 1), (False, 4, 0), (True, 5, 0)])
+def test_stale_rows_that_count_as_fresh_are_named_once(known, make_manager, caplog, logprobs, step, warned):
+    """The first two known groups are of version 4."""
+    loop(make_manager(Queue(2), infer_logprobs=logprobs, max_staleness=3), step=step)
+    said = [each.message for each in caplog.records if "as if fresh" in each.message]
+    assert len(said) == warned
+    assert all("4 rows of a step" in each and "-> env_config.infer_logprobs: true" in each for each in said)
+
+
 def test_stale_groups_are_counted_where_they_are_taken(known, make_manager, bridge):
     queue = Queue(4)
     reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())

@@ -13,6 +13,9 @@ OURS = {
     f"{MANAGER}.run_rollout_loop": ShmEnvManager.run_rollout_loop,
     f"{MANAGER}.update_step": ShmEnvManager.update_step,
     "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.loss_func": ShmActorWorker.loss_func,
+    "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.get_old_log_probs_with_cache": (
+        ShmActorWorker.get_old_log_probs_with_cache
+    ),
     "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.__init__": ShmAgenticPipeline.__init__,
     "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.run": ShmAgenticPipeline.run,
 }
@@ -46,6 +49,7 @@ def test_the_recorded_interface_is_that_of_what_runs_here(recorded):
     for path in (
         "roll.distributed.scheduler.protocol:DataProto.from_dict",
         "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.loss_func",
+        "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.get_old_log_probs_with_cache",
         "roll.pipeline.agentic.agentic_pipeline:agentic_compute_advantage",
         *(f"{MANAGER}.{name}" for name in ("formulate_rollouts", "run_rollout_loop", "stop", "update_step")),
     ):

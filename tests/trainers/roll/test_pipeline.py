@@ -92,7 +92,7 @@ def rows_of(groups) -> dict[tuple[int, ...], object]:
 
 def worst_difference(seen: list[dict], rows, shift: int = 0) -> dict[str, float]:
     """Returns the greatest difference of each column of ROLL's loss from what was put."""
-    worst = {"response_mask": 0.0, "advantages": 0.0, "infer_logprobs": 0.0}
+    worst = {"response_mask": 0.0, "advantages": 0.0, "infer_logprobs": 0.0, "old_log_probs": 0.0}
     for batch in seen:
         for at, ids in enumerate(batch["input_ids"]):
             row = rows[tuple(ids[: batch["attention_mask"][at].sum()].tolist())]
@@ -100,6 +100,7 @@ def worst_difference(seen: list[dict], rows, shift: int = 0) -> dict[str, float]
                 "response_mask": row.trained,
                 "advantages": row.advantages,
                 "infer_logprobs": row.logprobs,
+                "old_log_probs": row.logprobs,
             }
             for name in set(worst) & set(batch):
                 full = np.zeros(LENGTH, np.float32)
@@ -121,7 +122,8 @@ def test_the_known_groups_in_rolls_own_loss_and_a_policy_that_learns(start, brid
     seen = run.seen()
     assert [batch["step"] for batch in seen] == [0] * 4 + [1] * 4 + [2] * 4
     rows = rows_of(groups)
-    assert worst_difference(seen, rows) == {"response_mask": 0.0, "advantages": 0.0, "infer_logprobs": 0.0}
+    columns = ("response_mask", "advantages", "infer_logprobs", "old_log_probs")
+    assert worst_difference(seen, rows) == dict.fromkeys(columns, 0.0)
     assert min(worst_difference(seen, rows, shift=1).values()) > 0.1, "one position later they differ"
     wins = [sum(gain(batch) for batch in seen if batch["step"] == step) for step in range(3)]
     assert wins[0] < wins[1] < wins[2], "advantage-weighted log-probability rises"

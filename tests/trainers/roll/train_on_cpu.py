@@ -70,6 +70,9 @@ class SeenInLoss(ShmActorWorker):
         labels = data.batch["input_ids"][:, 1:, None]
         picked = output_tensor[:, :-1].float().log_softmax(-1).gather(-1, labels)
         seen["log_probs"] = picked[..., 0].detach().numpy()
+        if "infer_logprobs" in seen:
+            old = self.get_old_log_probs_with_cache(data, picked[..., 0])
+            seen["old_log_probs"] = old.detach().float().numpy()
         with Path(os.environ["SEEN"]).open("ab") as file:
             pickle.dump({"step": data.meta_info["global_step"], **seen}, file)
         return loss

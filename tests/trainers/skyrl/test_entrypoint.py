@@ -60,27 +60,6 @@ def test_skyrls_program_trains_from_a_bridge_under_ray(example, tiny, bridge, tm
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("trainer.algorithm.advantage_estimator=grpo", "advantage_estimator=shmbridge"),
-        ("trainer.algorithm.dynamic_sampling.type=filter", "dynamic_sampling.type=null"),
-        ("trainer.fully_async.sample_full_batch=true", "sample_full_batch=false"),
-        ("trainer.algorithm.use_kl_in_reward=true", "use_kl_loss=true"),
-        ("trainer.placement.colocate_all=true", "colocate_all=false"),
-        ("trainer.eval_interval=5", "eval_interval=-1"),
-        ("trainer.policy.model.lora.rank=8", "lora.rank=0"),
-        ("generator.merge_stepwise_output=true", "merge_stepwise_output=false"),
-    ],
-)
-def test_settings_that_would_train_something_else(example, tiny, setting, says):
-    from shmbridge.consumers.skyrl.config import ConfigDoesNotFit, check
-
-    check(example.config(tiny, "run1", 2))
-    with pytest.raises(ConfigDoesNotFit, match=f"-> .*{says}"):
-        check(example.config(tiny, "run1", 2, setting))
-
-
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
         ("bridge.match=foo", "none of arrival, instance -> bridge.match=arrival"),
         ("bridge.long_groups=cut", "none of refuse, trim -> bridge.long_groups=refuse"),
         ("bridge.name=a/b", "a/b"),

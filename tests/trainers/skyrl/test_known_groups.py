@@ -144,3 +144,16 @@ def test_that_loss_refuses_rows_without_them_and_they_stay(trained, consumer):
     (again,) = consumer.take_groups(groups=1, timeout_s=5.0)
     assert again.records[0].meta.group_id == groups[0].group_id
     again.records[0].release()
+
+
+@pytest.mark.parametrize(("loss", "warned"), [("regular", True), ("rollout_is", False)])
+def test_stale_rows_that_count_as_fresh_are_named_once(trained, consumer, capfd, loss, warned):
+    groups = [group for group in known_groups(vocabulary=VOCABULARY) if group.name != "no columns"]
+    consumer.publish_policy_version(9)
+    _, logged = trained(groups, f"trainer.algorithm.policy_loss_type={loss}")
+    assert logged["shmbridge/rows_stale"] == 16
+    said = [line for line in capfd.readouterr().err.splitlines() if "as if fresh" in line]
+    assert len(said) == warned, "SkyRL writes what is logged to stderr"
+    if warned:
+        assert "16 rows of a step" in said[0]
+        assert "-> trainer.algorithm.policy_loss_type=rollout_is" in said[0]

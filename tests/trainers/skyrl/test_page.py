@@ -23,13 +23,14 @@ def test_its_python_runs(example):
 
 
 def test_its_command_is_accepted():
-    from shmbridge.consumers.skyrl.config import BridgeConfig, ShmTrainConfig, check
+    from shmbridge.consumers.skyrl.config import BridgeConfig, ShmTrainConfig, check, compares_with_sampler
 
     (command,) = re.findall(r"    (python -m skyrl\.train.*?)\n\n", PAGE.read_text(), re.DOTALL)
     words = shlex.split(command.replace("\\\n", " "))[3:]
     assert words.pop(0) == "trainer.override_entrypoint=shmbridge.consumers.skyrl.entrypoint"
     cfg = ShmTrainConfig.from_cli_overrides(words)
     check(cfg)
+    assert compares_with_sampler(cfg)
     assert isinstance(cfg.bridge, BridgeConfig)
     table = PAGE.read_text().split("| `bridge.` |")[1].split("\n\n")[0]
     named = {word for line in table.splitlines()[2:] for word in re.findall(r"`(\w+)`", line.split("|")[1])}

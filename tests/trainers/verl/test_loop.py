@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from verl_process import Trainer
 
 import shmbridge
 from shmbridge.testing.known_groups import KnownRow, known_groups
@@ -25,15 +25,12 @@ TARGET_STEPS, ROWS, TARGET = 3, 4, 9
 class Run:
     """What one run of verl left behind, killed in the middle of a step."""
 
-    folder: Path
+    trainer: Trainer
     log: str
     steps: list[list[KnownRow]]  # the rows of each step of known groups
     weights: tuple[int | None, dict[str, np.ndarray]]
     again: list[tuple[str, bool]]  # group ids that the next consumer got, and whether as redelivered
     policy_version: int
-
-    def loss(self, step: int) -> dict[str, np.ndarray]:
-        return dict(np.load(self.folder / f"loss-{step}.npz"))
 
 
 def target_group() -> dict[str, Any]:
@@ -65,7 +62,7 @@ def run(start_trainer) -> Iterator[Run]:
             halt_at = len(STEPS) + TARGET_STEPS + 1
             trainer = start_trainer(
                 bridge, 20, "actor_rollout_ref.actor.policy_loss.loss_mode=recorded",
-                "algorithm.rollout_correction.bypass_mode=True", f"actor_rollout_ref.rollout.n={ROWS}",
+                f"actor_rollout_ref.rollout.n={ROWS}",
                 "trainer.atropos.max_off_policy_steps=null",
                 "actor_rollout_ref.actor.optim.lr=0.003",
                 "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
@@ -87,7 +84,7 @@ def run(start_trainer) -> Iterator[Run]:
             version = consumer.policy_version
         assert trained == 12
         rows = [[row for name in step for row in named[name].rows] for step in STEPS]
-        yield Run(trainer.folder, trainer.log(), rows, weights, again, version)
+        yield Run(trainer, trainer.log(), rows, weights, again, version)
     finally:
         shmbridge.clean(bridge, dry_run=False)
 
@@ -121,7 +118,7 @@ def differences(rows: list[KnownRow], loss: dict[str, np.ndarray], shift: int = 
 
 @pytest.mark.parametrize("step", range(len(STEPS)))
 def test_the_loss_gets_the_producers_numbers_at_every_position(run, step):
-    loss = run.loss(step + 1)
+    loss = run.trainer.loss(step + 1)
     assert differences(run.steps[step], loss) == 0.0
     real = [row for row in run.steps[step] if row.prompt_length < len(row.tokens)]
     assert int((loss["mask"].sum(1) > 0).sum()) == len(real), "rows of padding train nothing"
@@ -129,7 +126,7 @@ def test_the_loss_gets_the_producers_numbers_at_every_position(run, step):
 
 
 def test_the_comparison_sees_a_shift_by_one(run):
-    assert differences(run.steps[0], run.loss(1), shift=1) > 0.1
+    assert differences(run.steps[0], run.trainer.loss(1), shift=1) > 0.1
 
 
 def test_weights_of_every_step_came_out_and_the_engines_side_sees_them(run, tiny):
@@ -146,7 +143,7 @@ def test_the_target_tokens_become_likelier(run):
     first, last = len(STEPS) + 1, len(STEPS) + TARGET_STEPS + 1
     means = []
     for step in range(first, last + 1):
-        loss = run.loss(step)
+        loss = run.trainer.loss(step)
         means.append(float((loss["log_probs"] * loss["mask"]).sum() / loss["mask"].sum()))
     assert means == sorted(means), means
     assert means[-1] > means[0] + 0.1, means
@@ -172,3 +169,28 @@ def test_the_recipes_metrics_are_in_verls_log(run):
     assert float(metrics["shmbridge/rows_without_response_total"]) == 1
     assert float(metrics["shmbridge/groups_trained_total"]) == 2
     assert float(metrics["shmbridge/weights_version"]) == 1
+
+
+@pytest.mark.long
+def test_stale_rows_that_count_as_fresh_are_named_once(start_trainer):
+    """Without the `bypass_mode` of the example. Groups of version 0 are fresh in the first step only."""
+    bridge = f"verl-{uuid.uuid4().hex[:12]}"
+    try:
+        with shmbridge.Producer(bridge, env_name="known", lane_bytes="1M") as producer:
+            for number in range(8):
+                producer.put(target_group(), group_id=f"target-{number}", policy_version=0)
+            trainer = start_trainer(
+                bridge, 20, "actor_rollout_ref.actor.policy_loss.loss_mode=recorded",
+                "algorithm.rollout_correction.bypass_mode=False", f"actor_rollout_ref.rollout.n={ROWS}",
+                "trainer.atropos.max_off_policy_steps=null",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8", halt_at=4,
+            )  # fmt: skip
+            trainer.wait_for_loss(4)
+            recomputed = trainer.loss(2)["old_log_probs"] * trainer.loss(2)["mask"]
+            trainer.kill()
+        assert trainer.log().count("8 rows of a step were sampled by older weights") == 1
+        assert "-> algorithm.rollout_correction.bypass_mode=True" in trainer.log()
+        assert np.abs(recomputed + 1.0)[recomputed != 0].max() > 0.1, "not the sampler's, which are -1"
+    finally:
+        shmbridge.clean(bridge, dry_run=False)

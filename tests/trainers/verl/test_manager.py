@@ -21,7 +21,10 @@ from shmbridge.testing.known_groups import KnownGroup, KnownRow, known_groups
 pytestmark = pytest.mark.timeout(400)
 
 NO_LIMIT = ["trainer.atropos.max_off_policy_steps=null"]
-NO_LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
+NO_LOGPROBS = [
+    "actor_rollout_ref.rollout.calculate_log_probs=False",
+    "algorithm.rollout_correction.bypass_mode=False",
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def make_manager(bridge: str, clear: Any, tiny: Any) -> Iterator[Any]:
 
     def make(*more: str) -> Any:
         config = configured(
-            bridge, str(tiny), 10, ["actor_rollout_ref.rollout.n=4", NO_LOGPROBS, *NO_LIMIT, *more]
+            bridge, str(tiny), 10, ["actor_rollout_ref.rollout.n=4", *NO_LOGPROBS, *NO_LIMIT, *more]
         )
         made.append(ShmAgentLoopManager.create(config, llm_client=None, reward_loop_worker_handles=[]))
         made[-1].config = config
@@ -73,8 +76,9 @@ def make_buffer(clear: Any) -> Any:
     def unasked(count: int) -> None:
         pytest.fail(f"{count} prompts failed or were evicted")
 
-    def make(refill: Any = unasked, threshold: int | None = None) -> Any:
-        return ReplayBufferAsync("shmbridge", {}, threshold, "drop", {}, poll_interval=0.05, refill_fn=refill)
+    def make(refill: Any = unasked, threshold: int | None = None, metric: str | None = None) -> Any:
+        given = {"poll_interval": 0.05, "refill_fn": refill, "filter_groups_metric": metric}
+        return ReplayBufferAsync("shmbridge", {}, threshold, "drop", {}, **given)
 
     return make
 
@@ -260,6 +264,26 @@ def test_stale_groups_are_dropped_by_verls_own_rule(make_manager, make_buffer, m
     assert refilled == [1]
     assert metrics["training/off_policy/evicted_samples"] == 1
     assert metrics["training/off_policy/evicted_samples_staleness/max"] == 4  # steps 2 to 5
+
+
+def test_verls_filter_of_groups_judges_scores_and_not_advantages(
+    make_manager, make_buffer, make_producer, queue
+):
+    """Of the two groups, one has equal scores; the other one's advantages sum to 0 in every row."""
+    filtered = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=score"]
+    manager, refilled = make_manager(*filtered), []
+    rows = {"tokens": [[1, 2, 3]] * 4, "prompt_length": [1] * 4, "loss_mask": [[0, 1, 1]] * 4}
+    with make_producer(lane_bytes="1M") as producer:
+        producer.put({**rows, "score": [1.0] * 4, "advantages": [[0, 1, each] for each in range(4)]})
+        producer.put(
+            {**rows, "score": [1.0, 2.0, 3.0, 4.0], "advantages": [[0, each, -each] for each in range(4)]}
+        )
+        _, kept = ask(queue, manager, 2)
+        batch, metrics = make_buffer(refilled.append, metric="score").sample(1, "train", 1)
+    assert {key.split("_")[0] for key in batch.keys} == {kept}
+    assert metrics["training/filter_groups/evicted_samples"] == len(refilled) == 1
+    manager.release_cleared()
+    assert manager.stats()["groups_cleared_total"] == 1
 
 
 def test_groups_of_evaluations_are_not_trained(make_manager, make_buffer, make_producer, queue):

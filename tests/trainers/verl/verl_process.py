@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 
@@ -32,6 +33,10 @@ class Trainer:
 
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
+
+    def loss(self, number: int) -> dict[str, np.ndarray]:
+        """What the loss got at its call of that number, from 1."""
+        return dict(np.load(self.folder / f"loss-{number}.npz"))
 
     def wait_for_loss(self, number: int, within_s: float = 400.0) -> None:
         def there() -> bool:
