@@ -20,17 +20,17 @@ _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 _Float = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 # finite, also where it is written "inf"
 _Score = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-_Ints, _Floats = list[list[_Int]], list[list[_Float]]
+_Ints, _Floats, _Logprobs = list[list[_Int]], list[list[_Float]], list[list[_Float | None]]
 # What the Atropos server knows and hands out, in its order.
 _TYPES: dict[str, Any] = {
     "tokens": _Ints,
     "masks": _Ints,
     "scores": list[_Score],
     "advantages": _Floats | None,
-    "ref_logprobs": _Floats | None,
+    "ref_logprobs": _Logprobs | None,
     "messages": list[list[dict[str, Any]]] | None,
     "generation_params": dict[str, Any] | None,
-    "inference_logprobs": _Floats | None,
+    "inference_logprobs": _Logprobs | None,
     "overrides": list[dict[str, Any]] | None,
     "group_overrides": dict[str, Any] | None,
     "images": Any,
@@ -113,7 +113,7 @@ def _form(name: str) -> str:
     """Returns how a key is written."""
     if name in _EXAMPLES:
         return f'"{name}": {_EXAMPLES[name]}'
-    if _TYPES[name] == (_Floats | None):
+    if _TYPES[name] in (_Floats | None, _Logprobs | None):
         return f'"{name}": [[0.5, 0.5]], one list of numbers a row, one number a token'
     return f"docs/reference/atropos-fields.md has {name}"
 

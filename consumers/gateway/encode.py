@@ -14,6 +14,7 @@ from shmbridge.consumers.gateway.decode import KEYS
 from shmbridge.consumers.gateway.floats import shortest
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
+from shmbridge.record.scored_data import flat_values
 from shmbridge.schema import JSON_COLUMNS
 
 # columns that to_scored_data has words for
@@ -35,7 +36,7 @@ def _part(record: Record, extras: bool) -> dict[str, Any]:
     part = record.to_scored_data()
     for name in _FLOATS:
         if name in record and name in part:
-            part[name] = _filled(part[name], iter(shortest(record[name].values).tolist()))
+            part[name] = _filled(part[name], iter(shortest(flat_values(record, name)).tolist()))
     if extras:
         part |= {name: _plain(record[name]) for name in record.columns if name not in _SAID}
     return part
