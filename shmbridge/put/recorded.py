@@ -1,5 +1,5 @@
-"""A recorded group: columns flat, as a lane held them, which `put` copies back bit by bit. Of log-probabilities
-earlier marks of "not recorded" become NaN.
+"""A recorded group: columns flat, as a lane held them, which `put` copies back bit by bit. Earlier marks of "not
+recorded" among log-probabilities become NaN.
 
 A group that went through a lane once was checked then; the checks across columns are made again.
 """

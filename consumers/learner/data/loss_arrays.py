@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from shmbridge.schema import is_logprob
 
-
 NO_LOGPROB = np.nan  # the mark of "not recorded"
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge.record.row_checks import VARIABLE, check_of
+from shmbridge.record.row_checks import check_of
 from shmbridge.schema import LOGPROBS, is_logprob, recorded_logprobs
 
 HIGHEST = float(np.float32(1e-3))
@@ -129,9 +129,9 @@ def test_long_rows_into_memory_that_is_cold_and_then_warm(make_producer, consume
                 assert bits(record["inference_logprobs"].values) == wanted(values)
 
 
-def test_a_claim_is_marked_before_it_is_committed(producer, consumer, monkeypatch) -> None:
+def test_a_claim_is_marked_before_it_is_committed(producer, consumer) -> None:
     values = np.array([*EDGES, *ODD, -0.25], np.float32)
-    with producer.claim(2, dict.fromkeys(("tokens", *LOGPROBS), [len(values) - 2, 2])) as slot:
+    with producer.claim(2, {name: [len(values) - 2, 2] for name in ("tokens", *LOGPROBS)}) as slot:
         slot["tokens"][:] = 1
         for name in LOGPROBS:
             slot[name][:] = values

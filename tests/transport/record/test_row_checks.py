@@ -2,8 +2,8 @@
 Atropos.
 """
 
-import math
 import asyncio
+import math
 
 import numpy as np
 import pyarrow as pa
