@@ -33,6 +33,7 @@ import shmbridge
 from shmbridge.config import check_bridge_name
 from shmbridge.consumers.advantages.row_settings import temperatures
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
+from shmbridge.schema import ATROPOS_NO_LOGPROB
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 Step = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]
 
 _MULTIPLE = 64
-_UNTRAINED, _NO_LOGPROB = -100, 1.0  # upstream's marks
+_UNTRAINED = -100  # upstream's mark
 _REPLACED = ("get_data", "register_trainer", "check_atropos_api")
 
 
@@ -221,7 +222,7 @@ def _step(rows: list[Trajectory], size: int, with_logprobs: bool) -> Step:
         if not any(row.trained.any() for row in some):  # upstream's loss takes the maximum of its tokens
             continue
         tokens, labels = np.zeros((len(some), width), np.int64), np.full((len(some), width), _UNTRAINED)
-        logprobs = np.full((len(some), width), _NO_LOGPROB, np.float32)
+        logprobs = np.full((len(some), width), ATROPOS_NO_LOGPROB, np.float32)
         for at, row in enumerate(some):
             length = max(len(row.tokens) - 1, 0)
             trained = row.trained[1:]

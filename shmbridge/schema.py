@@ -65,6 +65,8 @@ JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generatio
 # Index in this tuple = code in the column `finish_reason`. Never reordered.
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort", "error")
 
+ATROPOS_NO_LOGPROB = 1.0  # its mark of a log-probability that was not recorded; ours is NaN
+
 # Other names under which `put` takes a column: Atropos' names.
 ALIASES = {"scores": "score", "rewards": "token_rewards"}
 

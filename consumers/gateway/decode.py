@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import msgspec
 
 from shmbridge.httpd.door import Refused
-from shmbridge.schema import LOGPROBS
+from shmbridge.schema import ATROPOS_NO_LOGPROB, LOGPROBS
 from shmbridge.wrong_value import wrong_json
 
-_NO_LOGPROB = 1.0  # Atropos' mark
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 _Float = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
@@ -96,7 +95,7 @@ def _value(name: str, raw: msgspec.Raw, where: str) -> Any:
             raise msgspec.ValidationError("Expected `array`")  # "null" in quotes would be none
         value = _DECODERS[name].decode(raw)
         if value and name in LOGPROBS and b"null" in memoryview(raw).tobytes():
-            return [[_NO_LOGPROB if each is None else each for each in row] for row in value]
+            return [[ATROPOS_NO_LOGPROB if each is None else each for each in row] for row in value]
         return value
     except msgspec.ValidationError as wrong:
         said = wrong_json(str(wrong), bytes(raw), name)

@@ -304,10 +304,13 @@ cdef int64_t settle(PackedColumn column, uint8_t* first, uint8_t* values, Py_ssi
 LOWEST_LOGPROB, HIGHEST_LOGPROB = LOWEST, HIGHEST
 
 
-def recorded_logprobs(values):
-    """A float32 copy of log-probabilities as `put` stores them: NaN where none was recorded, none above 0."""
+def recorded_logprobs(values, none=None):
+    """A float32 copy of log-probabilities as `put` stores them: NaN where none was recorded, or `none`; else 0 or
+    less.
+    """
     made = np.array(values, np.float32, order="C")
-    mark_logprobs(<float*>cnp.PyArray_DATA(made), cnp.PyArray_SIZE(made))
+    if mark_logprobs(<float*>cnp.PyArray_DATA(made), cnp.PyArray_SIZE(made)) and none is not None:
+        made[np.isnan(made)] = none
     return made
 
 

@@ -2,13 +2,9 @@
 
 from typing import Any
 
-import numpy as np
-
 from shmbridge._ext.record import Ragged
 from shmbridge.record.columns import RaggedLists, ReadableRecord
-from shmbridge.schema import LOGPROBS, Tag, recorded_logprobs
-
-_NO_LOGPROB = 1.0  # Atropos' mark
+from shmbridge.schema import ATROPOS_NO_LOGPROB, LOGPROBS, Tag, recorded_logprobs
 
 _LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _STEPS = ("step_rewards", "step_ends")
@@ -45,20 +41,12 @@ def _value(record: ReadableRecord, name: str) -> Any:
         return _empty(record, name)
     column = record[name]
     if name in LOGPROBS:
-        column = Ragged(flat_values(record, name), column.lengths, column.valid)
+        values = recorded_logprobs(column.values, ATROPOS_NO_LOGPROB)
+        column = Ragged(values, column.lengths, column.valid)
     if isinstance(column, (Ragged, RaggedLists)):
         return column.tolist()
     valid = record.valid(name)
     return [value if valid is None or valid[row] else None for row, value in enumerate(column.tolist())]
-
-
-def flat_values(record: ReadableRecord, name: str) -> np.ndarray[Any, Any]:
-    """Returns a list column's values, of all rows; Atropos' mark where a log-probability is not recorded."""
-    values: np.ndarray[Any, Any] = record[name].values
-    if name not in LOGPROBS:
-        return values
-    values = recorded_logprobs(values)
-    return np.where(np.isnan(values), np.float32(_NO_LOGPROB), values)
 
 
 def _masks(record: ReadableRecord) -> Any:
