@@ -35,6 +35,7 @@ from shmbridge.config import check_bridge_name
 from shmbridge.consumers.advantages.row_settings import temperatures
 from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.trajectories import Credit, Trajectory
+from shmbridge.schema import ATROPOS_NO_LOGPROB
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 MicroBatches = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]
 
 _MULTIPLE = 64
-_UNTRAINED, _NO_LOGPROB = -100, 1.0  # upstream's marks
+_UNTRAINED = -100  # upstream's mark
 _REPLACED = ("get_data", "register_trainer", "check_atropos_api")
 
 
@@ -212,7 +213,7 @@ def _step(rows: list[Trajectory], size: int, with_logprobs: bool) -> MicroBatche
         if not any(row.trained.any() for row in some):  # upstream's loss takes the maximum of its tokens
             continue
         tokens, labels = np.zeros((len(some), width), np.int64), np.full((len(some), width), _UNTRAINED)
-        logprobs = np.full((len(some), width), _NO_LOGPROB, np.float32)
+        logprobs = np.full((len(some), width), ATROPOS_NO_LOGPROB, np.float32)
         for at, row in enumerate(some):
             length = max(len(row.tokens) - 1, 0)
             trained = row.trained[1:]

@@ -21,7 +21,7 @@ from shmbridge.consumers.advantages.credit import Credit, credited, require_adva
 from shmbridge.consumers.advantages.row_settings import truncated_rows
 from shmbridge.consumers.advantages.trained_tokens import trained_tokens
 from shmbridge.record.record import RecordMeta
-from shmbridge.schema import FINISH_REASONS, STANDARD
+from shmbridge.schema import FINISH_REASONS, STANDARD, recorded_logprobs
 
 __all__ = ["Credit", "Trajectory", "columns_ignored", "trajectories"]
 
@@ -158,10 +158,10 @@ def _logprobs(
     batch: Batch, trained: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
     """Returns float32 (N,), 0 where nothing is trained, and bool (B,): rows in which every value is known."""
-    recorded = batch.inference_logprobs
-    if recorded is None:
+    if batch.inference_logprobs is None:
         return np.zeros(0, np.float32), np.zeros(len(batch), np.bool_)
-    unknown = trained & ~((recorded <= 0) & np.isfinite(recorded))
+    recorded = recorded_logprobs(batch.inference_logprobs)
+    unknown = trained & np.isnan(recorded)
     rows = np.repeat(np.arange(len(batch)), batch.lengths)
     known = np.bincount(rows[unknown], minlength=len(batch)) == 0
     return np.where(trained, recorded, np.float32(0)), batch.has("inference_logprobs") & known

@@ -70,6 +70,14 @@ COUNTERS = (
         help="tokens in those committed",
     ),
     Counter(
+        "logprobs_unrecorded_total",
+        stats="logprobs_unrecorded_total",
+        kind="counter",
+        per="environment",
+        words="logprobs_unrecorded_total",
+        help="log-probabilities in those committed that were not recorded",
+    ),
+    Counter(
         "bytes_total",
         stats="bytes_total",
         kind="counter",

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from shmbridge._ext.column import LOGPROBS as LOGPROBS
 from shmbridge._ext.column import Form
+from shmbridge._ext.pack import HIGHEST_LOGPROB, LOWEST_LOGPROB
+from shmbridge._ext.pack import recorded_logprobs as recorded_logprobs
 from shmbridge.errors import SchemaMismatch
 from shmbridge.shown import kind_of, shown
 
@@ -65,8 +68,19 @@ JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generatio
 # Index in this tuple = code in the column `finish_reason`. Never reordered.
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort", "error")
 
+ATROPOS_NO_LOGPROB = 1.0  # its mark of a log-probability that was not recorded; ours is NaN
+
 # Other names under which `put` takes a column: Atropos' names.
 ALIASES = {"scores": "score", "rewards": "token_rewards"}
+
+
+def is_logprob(values: Any) -> Any:
+    """Returns bool, shaped as `values`, an array or tensor: where `recorded_logprobs` would not give NaN.
+
+    Never blocks; on the tensor's device.
+    """
+    return (values > LOWEST_LOGPROB) & (values <= HIGHEST_LOGPROB)
+
 
 _PER_RECORD, _TEXT = 1, 2
 _DEFINITION = struct.Struct("<56sBBBBI")

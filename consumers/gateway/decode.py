@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shmbridge.httpd.door import Refused
+from shmbridge.schema import ATROPOS_NO_LOGPROB, LOGPROBS
 from shmbridge.wrong_value import wrong_json
 
 _LARGEST = 3.4028234663852886e38  # float32
@@ -20,17 +21,17 @@ _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 _Float = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 # finite, also where it is written "inf"
 _Score = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-_Ints, _Floats = list[list[_Int]], list[list[_Float]]
+_Ints, _Floats, _Logprobs = list[list[_Int]], list[list[_Float]], list[list[_Float | None]]
 # What the Atropos server knows and hands out, in its order.
 _TYPES: dict[str, Any] = {
     "tokens": _Ints,
     "masks": _Ints,
     "scores": list[_Score],
     "advantages": _Floats | None,
-    "ref_logprobs": _Floats | None,
+    "ref_logprobs": _Logprobs | None,
     "messages": list[list[dict[str, Any]]] | None,
     "generation_params": dict[str, Any] | None,
-    "inference_logprobs": _Floats | None,
+    "inference_logprobs": _Logprobs | None,
     "overrides": list[dict[str, Any]] | None,
     "group_overrides": dict[str, Any] | None,
     "images": Any,
@@ -92,7 +93,10 @@ def _value(name: str, raw: msgspec.Raw, where: str) -> Any:
     try:
         if name in _NUMBERS - {"env_id"} and bytes(memoryview(raw)[:1]) == b'"':
             raise msgspec.ValidationError("Expected `array`")  # "null" in quotes would be none
-        return _DECODERS[name].decode(raw)
+        value = _DECODERS[name].decode(raw)
+        if value and name in LOGPROBS and b"null" in memoryview(raw).tobytes():
+            return [[ATROPOS_NO_LOGPROB if each is None else each for each in row] for row in value]
+        return value
     except msgspec.ValidationError as wrong:
         said = wrong_json(str(wrong), bytes(raw), name)
         raise Refused(422, f"{where}{said} -> {_form(name)}", "malformed") from None
@@ -113,7 +117,7 @@ def _form(name: str) -> str:
     """Returns how a key is written."""
     if name in _EXAMPLES:
         return f'"{name}": {_EXAMPLES[name]}'
-    if _TYPES[name] == (_Floats | None):
+    if _TYPES[name] in (_Floats | None, _Logprobs | None):
         return f'"{name}": [[0.5, 0.5]], one list of numbers a row, one number a token'
     return f"docs/reference/atropos-fields.md has {name}"
 

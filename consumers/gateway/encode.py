@@ -14,7 +14,7 @@ from shmbridge.consumers.gateway.decode import KEYS
 from shmbridge.consumers.gateway.floats import shortest
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
-from shmbridge.schema import JSON_COLUMNS
+from shmbridge.schema import ATROPOS_NO_LOGPROB, JSON_COLUMNS, LOGPROBS, recorded_logprobs
 
 # columns that to_scored_data has words for
 _SAID = frozenset(KEYS) | frozenset(JSON_COLUMNS) | {"score", "loss_mask", "extra"}
@@ -35,7 +35,10 @@ def _part(record: Record, extras: bool) -> dict[str, Any]:
     part = record.to_scored_data()
     for name in _FLOATS:
         if name in record and name in part:
-            part[name] = _filled(part[name], iter(shortest(record[name].values).tolist()))
+            values = record[name].values
+            if name in LOGPROBS:
+                values = recorded_logprobs(values, ATROPOS_NO_LOGPROB)
+            part[name] = _filled(part[name], iter(shortest(values).tolist()))
     if extras:
         part |= {name: _plain(record[name]) for name in record.columns if name not in _SAID}
     return part

@@ -29,8 +29,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimat
         estimator: as above.
 
     Returns:
-        (N,), type of `logprobs`, nats; 0 without gradient where the reference is unknown (positive, not
-            finite).
+        (N,), type of `logprobs`, nats; 0 without gradient where the reference is unknown (`known`).
 
     Raises:
         ValueError: an unknown estimator.
@@ -38,7 +37,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimat
     Source: J. Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html; k3 in a loss:
     GRPO, arXiv 2402.03300.
     """
-    d = torch.where(known(reference_logprobs), reference_logprobs - logprobs, 0.0)
+    d = torch.where(known(reference_logprobs), reference_logprobs.clamp(max=0.0) - logprobs, 0.0)
     if estimator == "k1":
         return -d
     if estimator == "k2":

@@ -64,8 +64,8 @@ class PolicyLoss:
 
         Args:
             logprobs: (N,) float32, nats, under the policy being trained, with gradient.
-            old_logprobs: (N,) float32, nats, under the ratio's reference policy; positive or not finite where
-                unknown: then the ratio is 1.
+            old_logprobs: (N,) float32, nats, under the ratio's reference policy; where unknown (`known`) the
+                ratio is 1.
             advantages: (N,) float32, dimensionless.
             mask: (N,) bool or 0/1, the trained tokens; all others are ignored. The first token of a sequence
                 is never trained, whatever its mask is: the prediction at its position comes from the end of

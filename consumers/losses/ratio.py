@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shmbridge.consumers.losses.aggregation import sequence_counts, sequence_sums, spread
+from shmbridge.schema import is_logprob
 
 # exp(20) is 5e8: far outside any clip range, well within float32. Without the bound one extreme
 # log-probability makes the ratio infinite and the gradient of the whole batch NaN.
@@ -18,15 +19,18 @@ MAX_LOG_RATIO = 20.0
 
 
 def known(logprobs: Tensor) -> Tensor:
-    """Returns bool: where a log-probability was recorded: finite, not positive (Atropos' mark for none)."""
-    return (logprobs <= 0.0) & logprobs.isfinite()
+    """Returns bool: where a log-probability was recorded. NaN, infinities, -9998 and below (vLLM's mark) and
+    what is above 1e-3 (Atropos' 1.0) say that none was.
+    """
+    found: Tensor = is_logprob(logprobs)
+    return found
 
 
 def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
     """Returns pi(token) / pi_sampler(token) for each trained token.
 
-    Where the sampler's log-probability is unknown (marked by a positive one, or not finite) the policy itself
-    replaces the sampler: the ratio is exactly 1 and its gradient that of the plain policy gradient.
+    Where the sampler's log-probability is unknown (see `known`) the policy itself replaces the sampler: the
+    ratio is exactly 1 and its gradient that of the plain policy gradient.
 
     Args:
         logprobs: (n,) float32, under the policy being trained, with gradient.
@@ -37,7 +41,7 @@ def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
 
     Source: PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300.
     """
-    reference = torch.where(known(sampled_logprobs), sampled_logprobs, logprobs.detach())
+    reference = torch.where(known(sampled_logprobs), sampled_logprobs.clamp(max=0.0), logprobs.detach())
     return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -152,4 +156,4 @@ def _ratio_at(
 
 def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
     """Returns logprobs - others, 0 without gradient where the others are unknown."""
-    return torch.where(known(others), logprobs - others, 0.0)
+    return torch.where(known(others), logprobs - others.clamp(max=0.0), 0.0)

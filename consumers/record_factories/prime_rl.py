@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from shmbridge import BadArgument, InvalidRecord
 from shmbridge.consumers.advantages.row_settings import temperatures
 from shmbridge.consumers.trajectories import Trajectory
+from shmbridge.schema import recorded_logprobs
 
 
 def prime_rl_training_sample(row: Trajectory, *, temperature: float = 1.0) -> dict[str, Any]:
@@ -33,6 +36,9 @@ def prime_rl_training_sample(row: Trajectory, *, temperature: float = 1.0) -> di
             row=row.number,
         )
     reference = row.value("ref_logprobs")
+    if reference is not None:  # prime-rl has no mark for a token without one
+        reference = np.where(row.trained, recorded_logprobs(reference), np.float32(0))
+        reference = None if np.isnan(reference).any() else reference
     heat = float(temperatures(row.batch, temperature).values[row.row])
     return {
         "token_ids": row.tokens.tolist(),

@@ -11,6 +11,7 @@ import numpy as np
 
 from shmbridge.consumers.record_factories.group_number import group_number
 from shmbridge.consumers.trajectories import Trajectory
+from shmbridge.schema import recorded_logprobs
 
 
 def torchtitan_training_sample(row: Trajectory) -> dict[str, Any]:
@@ -24,10 +25,7 @@ def torchtitan_training_sample(row: Trajectory) -> dict[str, Any]:
     """
     oldest, newest = _versions(row)
     recorded = row.value("inference_logprobs")
-    if recorded is None:
-        recorded = np.full(len(row.tokens), np.nan, np.float32)
-    known = np.isfinite(recorded) & (recorded <= 0)
-    logprobs = np.where(row.trained, np.where(known, recorded, np.float32(np.nan)), np.float32(0))
+    logprobs = np.where(row.trained, np.nan if recorded is None else recorded_logprobs(recorded), 0)
     return {
         "min_policy_version": oldest,
         "max_policy_version": newest,

@@ -137,21 +137,23 @@ def _token_ids(said: Any, said_prompt: Any, prompt: Sequence[int]) -> list[int]:
     return said
 
 
-def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
+def _checked_logprobs(logprobs: Sequence[Any], tokens: int) -> list[float]:
+    """Returns one number for each token; NaN where the server gave none, and no row is lost by it."""
     if len(logprobs) != tokens:
         raise NoTokens(
             f"the response has {len(logprobs)} log-probabilities for {tokens} tokens", hint=_WITH_LOGPROBS
         )
     for at, each in enumerate(logprobs):
-        if isinstance(each, bool) or not isinstance(each, (int, float)) or not math.isfinite(each):
+        if isinstance(each, bool) or not (each is None or isinstance(each, (int, float))):
             raise NoTokens(f"the log-probability of token {at} is {each!r}", hint=_WITH_LOGPROBS)
+    return [math.nan if each is None else each for each in logprobs]
 
 
 def _sampled(body: Json, tokens: list[int], logprobs: list[float] | None, reason: Any) -> Sampled:
     if reason == "error":
         raise ServerFailed("the server ended the answer with an error", hint="see the server's log")
     if logprobs is not None:
-        _check_logprobs(logprobs, len(tokens))
+        logprobs = _checked_logprobs(logprobs, len(tokens))
     versions = [-1] * len(tokens)
     for completion in completions_in(body)[:1]:
         for version, start, end in completion.spans:

@@ -42,7 +42,8 @@ class Sampled:
 
     Attributes:
         token_ids: what was sampled, end token included.
-        logprobs: the log-probability of each token in nats; None: the server gave none.
+        logprobs: the log-probability of each token in nats, NaN for one that the server could not give;
+            None: it gave none at all.
         versions: the policy version of each token, -1 where the server does not say.
         finish_reason: why it ended.
         text: only from a server without tokens, whose `token_ids` were made from it; else None.

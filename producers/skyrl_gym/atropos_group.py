@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from shmbridge.producers.rollout import Episode, group_of
+from shmbridge.schema import ATROPOS_NO_LOGPROB
 
 _MASKED = -100  # of `masks`
-_NO_LOGPROB = 1.0  # of `inference_logprobs`, where a token was not sampled
 
 # What Atropos has no field for; on a bridge they arrive in columns, or in `extra`.
 _BESIDE = ("step_rewards", "step_ends", "trace_spans", "instance_id", "repetition_id")
@@ -36,7 +37,7 @@ def scored_group(episodes: Sequence[Episode], env_metrics: dict[str, Any]) -> di
     if "inference_logprobs" in columns:
         group["inference_logprobs"] = [
             [
-                logprob if sampled else _NO_LOGPROB
+                logprob if sampled and not math.isnan(logprob) else ATROPOS_NO_LOGPROB
                 for logprob, sampled in zip(each.logprobs or (), each.mask, strict=True)
             ]
             for each in episodes

@@ -9,6 +9,7 @@ cdef enum Role:
     REWARDS_STEPS                    # step_rewards
     COUNTS_PROMPTS                   # prompt_length: within the row's tokens
     IS_MASK                          # loss_mask, masks: with COUNTS_PROMPTS, what says which tokens are trained
+    IS_LOGPROBS                      # inference_logprobs, ref_logprobs: NaN where not recorded
     SAYS_MORE                        # of how it was sampled: something that learners may not train with
 
 

@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 
 CHECKED_COLUMNS: tuple[str, ...]
+LOGPROBS: tuple[str, ...]
 
 class BeyondLayout(OverflowError): ...
 class WrongLengths(ValueError): ...

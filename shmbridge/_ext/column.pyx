@@ -24,6 +24,8 @@ cdef uint64_t MOST_VALUES = <uint64_t>1 << 48  # of a column: times the bytes of
 
 # Whose values a learner trains with: each row's may carry a check.
 CHECKED_COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "ref_logprobs", "advantages")
+# Whose values are log-probabilities of the row's own tokens, or the mark of none.
+LOGPROBS = ("inference_logprobs", "ref_logprobs")
 # By which shmbridge.put.untrainable_notices may have something to say of a group.
 WORTH_A_LOOK = ("temperature", "generation_params", "overrides", "group_overrides", "images")
 
@@ -58,6 +60,8 @@ cdef Role role_of(str name, int kind, dtype):
             return SAYS_VERSIONS
         if name == "step_ends":
             return ENDS_STEPS
+    if name in LOGPROBS and kind == KIND_LIST and dtype == np.float32:
+        return IS_LOGPROBS
     if name == "step_rewards" and kind == KIND_LIST:
         return REWARDS_STEPS
     if name == "prompt_length" and kind == KIND_SCALAR and dtype == np.int32:

@@ -145,6 +145,7 @@ def lane_counters(Mapping lane not None):
         "wait_ns": load_relaxed64(&header.wait_ns_total),
         "blocked_ns": load_relaxed64(&header.blocked_ns),
         "late_wakes": load_relaxed64(&header.late_wakes_total),
+        "logprobs_unrecorded": load_relaxed64(&header.logprobs_unrecorded_total),
         "quarantined": load_relaxed64(&header.quarantined),
         "released": load_relaxed64(&header.released_total),
         "leases_dropped": load_relaxed64(&header.leases_dropped),

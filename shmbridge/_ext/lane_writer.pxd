@@ -41,6 +41,7 @@ cdef class LaneWriter:
     cdef void give_back(self, uint64_t number) noexcept
     cdef uint8_t* claimed(self, uint64_t number) except NULL
     cdef object publish(self, uint64_t number, const slot* stamp)
+    cdef void count_unrecorded(self, uint64_t values) noexcept
     cdef void keep_pace(self, uint64_t size) noexcept
     cdef bint is_blocked(self, int64_t now) noexcept
     cdef int64_t policy_version(self) noexcept

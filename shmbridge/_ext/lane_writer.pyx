@@ -201,6 +201,13 @@ cdef class LaneWriter:
         if reason < DROP_REASONS and self._lane.alive():
             store_relaxed64(&header.dropped_total[reason], load_relaxed64(&header.dropped_total[reason]) + 1)
 
+    cdef void count_unrecorded(self, uint64_t values) noexcept:
+        """Counts log-probabilities that are not recorded, of a record published just now."""
+        cdef lane_header* header = self._writer.header
+        if self._lane.alive():
+            store_relaxed64(&header.logprobs_unrecorded_total,
+                            load_relaxed64(&header.logprobs_unrecorded_total) + values)
+
     @property
     def outstanding(self) -> int:
         """Committed and un-released records. Only looks: any thread."""

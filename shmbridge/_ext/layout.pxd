@@ -99,6 +99,7 @@ cdef extern from "layout.h" nogil:
         shm_u64 wanted_bytes
         shm_u64 blocked_ns
         shm_u64 origin_open
+        shm_u64 logprobs_unrecorded_total
         shm_u64 head
         shm_u64 discarded_total[4]
         shm_u64 quarantined

@@ -14,7 +14,7 @@ from operator import index
 
 import numpy as np
 
-from shmbridge._ext.column cimport IS_TOKENS, PackedColumn
+from shmbridge._ext.column cimport IS_LOGPROBS, IS_TOKENS, PackedColumn
 from shmbridge._ext.layout cimport KIND_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR
 
 cdef extern from "Python.h":
@@ -24,7 +24,7 @@ cdef extern from "Python.h":
 cdef extern from "pylist.h":
     Py_ssize_t pack_int32(object row, Py_ssize_t count, int32_t* to, int64_t least)
     Py_ssize_t pack_uint8(object row, Py_ssize_t count, uint8_t* to)
-    Py_ssize_t pack_float32(object row, Py_ssize_t count, float* to)
+    Py_ssize_t pack_float32(object row, Py_ssize_t count, float* to, bint none_is_nan)
     Py_ssize_t pack_float64(object row, Py_ssize_t count, double* to)
     Py_ssize_t fold_masks(object masks, PyObject* tokens, const int32_t* packed, Py_ssize_t count,
                           uint8_t* to)
@@ -33,6 +33,10 @@ cdef extern from "convert.h" nogil:
     ctypedef enum badness:
         NEGATIVE_IS_BAD
         NON_FINITE_IS_BAD
+        UNUSUAL_LOGPROB
+    const float LOWEST "LOWEST_LOGPROB"
+    const float HIGHEST "HIGHEST_LOGPROB"
+    int64_t mark_logprobs(float* values, int64_t count)
     int64_t first_bad32(const void* values, int64_t count, badness bad)
     int64_t first_non_finite64(const double* values, int64_t count)
     int64_t copy_checked32(void* to, const void* source, int64_t count, badness bad, bint is_cold)
@@ -61,13 +65,17 @@ class LossyMasks(Exception):
     """Atropos masks that are neither -100 nor the token: loss_mask alone cannot carry them."""
 
 
-cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
-    """All values of a column, row after row; `is_cold`: the extent has left the cache. Raises BadValue."""
+cdef int64_t write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
+    """All values of a column, row after row; `is_cold`: the extent has left the cache. Raises BadValue.
+
+    Returns how many log-probabilities are not recorded.
+    """
     cdef uint64_t item = column.form.item_bytes
     cdef uint8_t* first = to
     cdef uint8_t* end = to + column.count * item
     cdef const uint32_t* planned
     cdef Py_ssize_t count, row = 0
+    cdef int64_t none = 0
     if cnp.PyArray_CheckExact(column.rows):  # all values
         count = array_size(column.rows)
         if <uint64_t>count > column.count:
@@ -85,14 +93,14 @@ cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
             raise_resized(column, row, count, planned)
         if count:
             if cnp.PyArray_CheckExact(source):
-                write_array(column, row, <cnp.ndarray>source, first, to, count, is_cold)
+                none += write_array(column, row, <cnp.ndarray>source, first, to, count, is_cold)
             else:
-                write_list(column, row, source, first, to, count)
+                none += write_list(column, row, source, first, to, count)
         to += count * item
         row += 1
     if to != end:
         raise_smaller(column, max(row - 1, 0), end - to)
-    return 0
+    return none
 
 
 cdef inline const uint32_t* planned_lengths(PackedColumn column) noexcept:
@@ -121,14 +129,14 @@ cdef inline Py_ssize_t array_size(object array) noexcept:
     return cnp.PyArray_DIM(array, 0) if cnp.PyArray_NDIM(array) == 1 else cnp.PyArray_SIZE(array)
 
 
-cdef int write_list(PackedColumn column, Py_ssize_t row, source, uint8_t* first, uint8_t* to,
-                    Py_ssize_t count) except -1:
+cdef int64_t write_list(PackedColumn column, Py_ssize_t row, source, uint8_t* first, uint8_t* to,
+                        Py_ssize_t count) except -1:
     cdef int code = column.form.code
     cdef Py_ssize_t bad
     if code == c"i":
         bad = pack_int32(source, count, <int32_t*>to, least_of(column))
     elif code == c"f":
-        bad = pack_float32(source, count, <float*>to)
+        bad = pack_float32(source, count, <float*>to, column.form.role == IS_LOGPROBS)
     elif code == c"B":
         bad = pack_uint8(source, count, to)
     elif code == c"d":
@@ -140,7 +148,7 @@ cdef int write_list(PackedColumn column, Py_ssize_t row, source, uint8_t* first,
             return -1
         value = source[bad] if bad < len(source) else None
         raise_unfit(column, row, bad, value)
-    return check_finite(column, first, to, count)
+    return settle(column, first, to, count)
 
 
 cdef inline int64_t least_of(PackedColumn column) noexcept:
@@ -148,8 +156,8 @@ cdef inline int64_t least_of(PackedColumn column) noexcept:
     return 0 if column.form.role == IS_TOKENS else -(<int64_t>1 << 31)
 
 
-cdef int write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to,
-                     Py_ssize_t count, bint is_cold) except -1:
+cdef int64_t write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to,
+                         Py_ssize_t count, bint is_cold) except -1:
     """A contiguous array: copied if its dtype is the column's, common conversions in C, others in NumPy."""
     cdef int have = cnp.PyArray_TYPE(source), want = column.form.array_type
     cdef void* values = cnp.PyArray_DATA(source)
@@ -162,6 +170,8 @@ cdef int write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, ui
         if bad >= 0:
             raise_unfit(column, row, bad, (<int32_t*>to)[bad])
         return 0
+    elif have == want and column.form.role == IS_LOGPROBS:
+        return copy_checked32(to, values, count, UNUSUAL_LOGPROB, is_cold)
     elif have == want and want == cnp.NPY_FLOAT32 and column.form.finite:
         bad = copy_checked32(to, values, count, NON_FINITE_IS_BAD, is_cold)
         if bad >= 0:
@@ -182,7 +192,7 @@ cdef int write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, ui
         check_negative(column, first, to, count)
     if bad >= 0:
         raise_unfit(column, row, bad, (<int64_t*>values)[bad])
-    return check_finite(column, first, to, count)
+    return settle(column, first, to, count)
 
 
 cdef int fold_values(PackedColumn column, uint8_t* to, const int32_t* tokens) except -1:
@@ -278,10 +288,30 @@ def copy_array(PackedColumn column not None, Py_ssize_t row, source, to):
         raise_bad(column, row, 0, source.dtype, f"cannot become {to.dtype}")
 
 
-cdef int check_column(PackedColumn column, uint8_t* values) except -1:
-    """All values of a column that were written in place. Raises BadValue."""
+cdef int64_t check_column(PackedColumn column, uint8_t* values) except -1:
+    """All values of a column that were written in place: as write_values."""
     check_negative(column, values, values, column.count)
-    return check_finite(column, values, values, column.count)
+    return settle(column, values, values, column.count)
+
+
+cdef int64_t settle(PackedColumn column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
+    """Marks log-probabilities that are none, and returns how many; checks other floats, and returns 0."""
+    if column.form.role == IS_LOGPROBS:
+        return mark_logprobs(<float*>values, count)
+    return check_finite(column, first, values, count)
+
+
+LOWEST_LOGPROB, HIGHEST_LOGPROB = LOWEST, HIGHEST
+
+
+def recorded_logprobs(values, none=None):
+    """A float32 copy of log-probabilities as `put` stores them: NaN where none was recorded, or `none`; else 0 or
+    less.
+    """
+    made = np.array(values, np.float32, order="C")
+    if mark_logprobs(<float*>cnp.PyArray_DATA(made), cnp.PyArray_SIZE(made)) and none is not None:
+        made[np.isnan(made)] = none
+    return made
 
 
 cdef int check_negative(PackedColumn column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:

@@ -55,7 +55,7 @@ cdef class Plan:
     cdef int claim_and_write(self, LaneWriter writer) except -1
     cdef int write_all(self, LaneWriter writer, uint64_t number) except -1
     cdef bint is_per_row(self, PackedColumn column) noexcept
-    cdef int publish(self, LaneWriter writer, uint64_t number, const uint8_t* base) except -1
+    cdef int publish(self, LaneWriter writer, uint64_t number, const uint8_t* base, uint64_t unrecorded) except -1
     cdef int check_steps(self, const uint8_t* base) except -1
     cdef int check_prompts(self, const uint8_t* base) except -1
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1

@@ -205,6 +205,7 @@ cdef class Plan:
         cdef const int32_t* tokens
         cdef PackedColumn column
         cdef Py_ssize_t place
+        cdef uint64_t unrecorded = 0
         self.write_index(base)
         for place in range(PyList_GET_SIZE(self.columns)):
             column = column_at(self.columns, place)
@@ -212,14 +213,17 @@ cdef class Plan:
                 tokens = <int32_t*>(base + column.folds.values_at * ALIGNMENT)
                 fold_values(column, base + column.values_at * ALIGNMENT, tokens)
             elif column.rows is not None and column.count:
-                write_values(column, base + column.values_at * ALIGNMENT, is_cold)
+                unrecorded += write_values(column, base + column.values_at * ALIGNMENT, is_cold)
         if self._check_every:
             self.write_checks(base)
         lane_copies_done(is_cold)
-        return self.publish(writer, number, base)
+        return self.publish(writer, number, base, unrecorded)
 
-    cdef int publish(self, LaneWriter writer, uint64_t number, const uint8_t* base) except -1:
-        """Checks what depends on several columns, then publishes the claim."""
+    cdef int publish(self, LaneWriter writer, uint64_t number, const uint8_t* base,
+                     uint64_t unrecorded) except -1:
+        """Checks what depends on several columns, then publishes the claim; counts log-probabilities that are
+        not recorded.
+        """
         if self._ends is not None:
             self.check_steps(base)
         if self._prompts is not None:
@@ -228,6 +232,8 @@ cdef class Plan:
             self.stamp_by_tokens(base)
         self.sequence = writer.publish(number, &self._slot)
         self.done = True
+        if unrecorded:
+            writer.count_unrecorded(unrecorded)
         return 0
 
     def begin(self, Claim claim not None):
@@ -238,10 +244,11 @@ cdef class Plan:
         """Checks values that were written in place, then publishes the claim. Raises BadValue, ClaimLost."""
         cdef uint8_t* base = claim.memory_here()
         cdef PackedColumn column
+        cdef uint64_t unrecorded = 0
         for column in self.columns:
-            check_column(column, base + column.values_at * ALIGNMENT)
+            unrecorded += check_column(column, base + column.values_at * ALIGNMENT)
         self.write_checks(base)
-        self.publish(claim._writer, claim._number, base)
+        self.publish(claim._writer, claim._number, base, unrecorded)
 
     cdef int write_checks(self, uint8_t* base) except -1:
         """The checks of the rows that carry some, of the values as they lie there now."""

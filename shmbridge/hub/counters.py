@@ -18,7 +18,10 @@ def lane_counters(lanes: LaneSet, waiting: Waiting, memory: MemoryUse) -> dict[s
     reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
     return {
         **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},
-        **{key: total[key] for key in ("tokens_total", "bytes_total", "lane_bytes")},
+        **{
+            key: total[key]
+            for key in ("tokens_total", "logprobs_unrecorded_total", "bytes_total", "lane_bytes")
+        },
         **memory.of(lane.reader.lane for lane in lanes),
         **{key: total[key] for key in ("leases_dropped_total", "leases_returned_total")},
         **reasons,

@@ -118,6 +118,7 @@ class HubLane:
                 "bytes_total": words["bytes"],
                 "producer_wait_ns": words["wait_ns"],
                 "late_wakes_total": words["late_wakes"],
+                "logprobs_unrecorded_total": words["logprobs_unrecorded"],
                 "lane_bytes": self.size,
                 **labelled("dropped_total", Drop, words["dropped"]),
                 **labelled("discarded_total", Discard, discarded),

@@ -14,6 +14,7 @@ def lane_counters(lane: Mapping) -> dict[str, float]:
         "tokens_total": words["tokens"],
         "wait_s": words["wait_ns"] / 1e9,
         "late_wakes_total": words["late_wakes"],
+        "logprobs_unrecorded_total": words["logprobs_unrecorded"],
         "waiting": words["tail"] - words["head"],
         **labelled("dropped_total", Drop, words["dropped"]),
     }

@@ -105,7 +105,7 @@ class RecordPlanner:
         self.notices = None if env_name is None else PutNotices(env_name)
         self.forms = self._forms_of(table, foreign=False)
         # Atropos cannot carry NaN or infinity in any column: nothing of a batch with such a value would
-        # arrive.
+        # arrive. Of log-probabilities they are the mark of "not recorded", which leaves as Atropos' own.
         self._foreign_forms = self._forms_of(
             Columns(replace(column, finite=True) for column in table.order), foreign=True
         )

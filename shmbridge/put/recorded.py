@@ -1,6 +1,7 @@
 """A recorded group: columns flat, as a lane held them, which `put` copies back bit by bit.
 
-A group that went through a lane once was checked then; the checks across columns are made again.
+A group that went through a lane once was checked then; the checks across columns are made again, and
+log-probabilities follow the rule of today.
 """
 
 from collections.abc import Mapping

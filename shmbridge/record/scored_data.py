@@ -4,7 +4,7 @@ from typing import Any
 
 from shmbridge._ext.record import Ragged
 from shmbridge.record.columns import RaggedLists, ReadableRecord
-from shmbridge.schema import Tag
+from shmbridge.schema import ATROPOS_NO_LOGPROB, LOGPROBS, Tag, recorded_logprobs
 
 _LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _STEPS = ("step_rewards", "step_ends")
@@ -40,6 +40,9 @@ def _value(record: ReadableRecord, name: str) -> Any:
     if name not in record:
         return _empty(record, name)
     column = record[name]
+    if name in LOGPROBS:
+        values = recorded_logprobs(column.values, ATROPOS_NO_LOGPROB)
+        column = Ragged(values, column.lengths, column.valid)
     if isinstance(column, (Ragged, RaggedLists)):
         return column.tolist()
     valid = record.valid(name)

@@ -42,6 +42,7 @@ def of_look(now: BridgeLook, before: BridgeLook | None = None) -> dict[str, obje
         "lanes": [
             _row(row)
             | {"tokens": lane.tokens, "records": lane.records, "bytes": lane.bytes}
+            | {"logprobs_unrecorded": lane.logprobs_unrecorded}
             | {"dropped": lane.dropped, "discarded": lane.discarded}
             for row, lane in zip(lanes, now.lanes, strict=True)
         ],

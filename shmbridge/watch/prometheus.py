@@ -150,6 +150,7 @@ def _counters(lane: LaneLook, labels: Labels) -> Iterator[tuple[tuple[str, Label
         ("records_total", lane.records),
         ("released_total", lane.released),
         ("tokens_total", lane.tokens),
+        ("logprobs_unrecorded_total", lane.logprobs_unrecorded),
         ("bytes_total", lane.bytes),
         ("wait_producer_s", lane.wait_s),
     ):

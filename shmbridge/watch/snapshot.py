@@ -52,6 +52,7 @@ class LaneLook:
     quarantined: bool
     origin_node: str = ""  # from which a relay brings its records; "": from none
     untaken: int = 0  # committed records that no consumer has taken yet
+    logprobs_unrecorded: int = 0  # log-probabilities that say "not recorded", also of untrained tokens
 
     @property
     def fill_bytes(self) -> float:
@@ -247,6 +248,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         bool(words["quarantined"]),
         said["origin_node"],
         max(words["tail"] - words["head"], 0),
+        words["logprobs_unrecorded"],
     )
 
 

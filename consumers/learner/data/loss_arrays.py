@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# A log-probability is never positive, so a positive one means "not recorded". Atropos writes 1.0 where no
-# token was sampled; rows of records without log-probabilities get the same value here.
-NO_LOGPROB = 1.0
+from shmbridge.schema import is_logprob
+
+NO_LOGPROB = np.nan  # the mark of "not recorded"
 
 
 def known_count(logprobs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]) -> int:
-    """Returns how many log-probabilities at these places are finite and not positive. Never blocks."""
-    return int(np.count_nonzero(where & (logprobs <= 0.0) & (logprobs > -np.inf)))
+    """Returns how many log-probabilities at these places were recorded. Never blocks."""
+    return int(np.count_nonzero(where & is_logprob(logprobs)))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import shmbridge
 from shmbridge import LeaseReleased
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.row_settings import silenced_rows
-from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows
+from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.data.microbatch import MicroBatch
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rows_by_environment
@@ -161,7 +161,7 @@ class Watch:
             if whole is None:
                 continue
             sampled = micro[name] if micro is not None else self._of(row, whole)
-            if self._has(column, row) or (sampled != NO_LOGPROB).any():
+            if self._has(column, row) or not np.isnan(sampled).all():
                 values[column] = sampled
         if self._has("advantages", row):
             own = self._of(row, batch.advantages)

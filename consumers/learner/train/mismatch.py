@@ -39,8 +39,7 @@ class Mismatch:
 
         Args:
             logprobs: (n,) nats, under the policy about to be updated, without gradient.
-            sampled_logprobs: (n,) nats, recorded when the token was sampled; positive or not finite where
-                unknown.
+            sampled_logprobs: (n,) nats, recorded when the token was sampled; NaN where unknown.
             fresh: (n,) bool, token_versions says that the trained version sampled the token; None: unknown.
         """
         known = losses.known(sampled_logprobs)

@@ -230,8 +230,7 @@ def micro_loss(
         counts: of the whole batch, over all ranks.
         trained_lengths: (b,) int64, trained tokens of each row.
         logprobs: (n,) float32, nats, under the policy being trained, with gradient.
-        sampled_logprobs: (n,) float32, nats, recorded when the token was sampled; positive or not finite
-            where unknown.
+        sampled_logprobs: (n,) float32, nats, recorded when the token was sampled; NaN where unknown.
         advantages: (n,) float32, dimensionless.
         entropy: (n,) float32, nats, with gradient if the objective has an entropy term; None counts as 0.
         reference_logprobs: (n,) float32, nats, under the reference, unknown as above; None: all unknown.

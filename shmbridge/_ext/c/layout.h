@@ -154,7 +154,9 @@ typedef struct {
     /* P: 1: the node of origin may send records again, so a receipt for the last one is left when the lane is
      * removed; 0 when all of them are known there to be committed, and in lanes without an origin */
     shm_u64 origin_open;
-    uint8_t pad3[0x80 - 8 - 56 - 8 * DROP_REASONS];
+    /* P: values of inference_logprobs and ref_logprobs that say "not recorded". Earlier producers leave it 0 */
+    shm_u64 logprobs_unrecorded_total;
+    uint8_t pad3[0x80 - 8 - 64 - 8 * DROP_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */

@@ -110,12 +110,14 @@ static inline Py_ssize_t pack_uint8(PyObject *row, Py_ssize_t count, uint8_t *to
     return -1;
 }
 
-static inline Py_ssize_t pack_float32(PyObject *row, Py_ssize_t count, float *to) {
+/* `none_is_nan`: None is a value, too. */
+static inline Py_ssize_t pack_float32(PyObject *row, Py_ssize_t count, float *to, int none_is_nan) {
     PyObject **items = PySequence_Fast_ITEMS(row);
     double value;
     for (Py_ssize_t i = 0; i < count; i++) {
         prefetch_ahead(items, i, count);
-        if (row_float(row, &items, i, count, &value) != 0) return i;
+        if (none_is_nan && items[i] == Py_None) value = Py_NAN;
+        else if (row_float(row, &items, i, count, &value) != 0) return i;
         to[i] = (float)value;
     }
     return -1;

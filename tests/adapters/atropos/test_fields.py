@@ -40,7 +40,8 @@ KEYED = st.dictionaries(TEXT, JSON, max_size=3)
 MESSAGE = st.fixed_dictionaries(
     {"role": TEXT, "content": JSON}, optional={"reward": FLOAT | st.none(), "tool_calls": JSON}
 )
-PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
+LOGPROBS = ("ref_logprobs", "inference_logprobs")
+PER_TOKEN = ("advantages", *LOGPROBS)
 KEYS = (
     "tokens",
     "masks",
@@ -156,14 +157,21 @@ def float32(value: Any) -> Any:
     return [float32(each) for each in value] if isinstance(value, list) else float(np.float32(value))
 
 
+def recorded(value: Any) -> Any:
+    """Log-probabilities as a lane keeps them, with Atropos' mark for none."""
+    if isinstance(value, list):
+        return [recorded(each) for each in value]
+    return 1.0 if not -9998 < value <= np.float32(1e-3) else 0.0 if value > 0 else value
+
+
 def comparable(group: dict[str, Any], *, rounded: bool) -> dict[str, str]:
     """Every key as text that tells 1 from 1.0 and True, and -0.0 from 0.0."""
     floats = (*PER_TOKEN, "distill_logprobs")
     values = {key: group.get(key) for key in KEYS}
-    return {
-        key: repr(float32(value) if rounded and key in floats and value is not None else value)
-        for key, value in values.items()
-    }
+    if rounded:
+        values |= {key: float32(values[key]) for key in floats if values[key] is not None}
+        values |= {key: recorded(values[key]) for key in LOGPROBS if values[key] is not None}
+    return {key: repr(value) for key, value in values.items()}
 
 
 SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -248,6 +256,9 @@ def test_a_value_that_has_no_json_is_refused_with_its_field_and_row(
     spoil(group[name], bad)
     with pytest.raises(Exception, match="500"):  # there the whole batch is lost, and counted as a step
         upstream.deliver(copy.deepcopy(group))
+    if name in LOGPROBS:  # here such a token has none
+        assert bridged(group)[name][row][0] == 1.0
+        return
     with pytest.raises(shmbridge.InvalidRecord) as refused:
         bridged(group)
     assert (refused.value.column, refused.value.row) == (name, row)
@@ -256,7 +267,7 @@ def test_a_value_that_has_no_json_is_refused_with_its_field_and_row(
 
 
 def test_floats_per_token_beyond_float32_are_refused_and_not_made_infinite(bridged: Any) -> None:
-    for name in (*PER_TOKEN, "distill_logprobs"):
+    for name in ("advantages", "distill_logprobs"):
         group = copy.deepcopy(FULL)
         SPOILED[name][1](group[name], 1e39)
         with pytest.raises(shmbridge.InvalidRecord, match=name):

@@ -244,13 +244,13 @@ async def test_an_environment_whose_every_group_is_refused_ends_and_says_why(
 ) -> None:
     class Broken(script.SeededEnv):
         async def collect_trajectories(self, item: int) -> Any:
-            return {**script.groups_of(10 * item), "ref_logprobs": [[math.nan]] * 4}, []
+            return {**script.groups_of(10 * item), "advantages": [[math.nan]] * 4}, []
 
     env = attached(Broken)
     with shmbridge.Consumer(bridge, run=RUN) as consumer:
         running = asyncio.create_task(env.env_manager())
         await until(lambda: consumer.poll() or running.done())
-        with pytest.raises(GroupsRefused, match=r"20 groups in a row .* column 'ref_logprobs' row 0"):
+        with pytest.raises(GroupsRefused, match=r"20 groups in a row .* column 'advantages' row 0"):
             await running
         assert consumer.stats()["dropped_total{invalid}"] >= 20
         assert consumer.stats()["records_total"] == 0
@@ -261,7 +261,7 @@ async def test_an_environment_is_not_ended_by_refusals_with_good_groups_or_other
 ) -> None:
     env = attached()
     good = script.groups_of(10)
-    one, two = ({**good, name: [[math.inf]] * 4} for name in ("advantages", "ref_logprobs"))
+    one, two = ({**good, name: [[math.inf]] * 4} for name in ("advantages", "distill_logprobs"))
     with shmbridge.Consumer(bridge, run=RUN) as consumer:
         await env.register_env()
         for pair in ((one, good), (one, two)):

@@ -186,7 +186,7 @@ def test_a_group_comes_back_as_it_was_posted(gateway: GatewayProcess):
 def test_rows_of_unequal_length_pass(api: Api):
     """Upstream does not check lengths; unequal rows are carried as they are."""
     api.start(batch_size=4)
-    posted = group(1, 4, advantages=[[0.5], [], [1.0, 2.0], [0.25]], inference_logprobs=[[0.5, 0.5, 0.5]])
+    posted = group(1, 4, advantages=[[0.5], [], [1.0, 2.0], [0.25]], inference_logprobs=[[-0.5, 1.0, -0.5]])
     posted["masks"][0] = [-100]
     api.post("/scored_data", posted)
     (served,) = api.batch()

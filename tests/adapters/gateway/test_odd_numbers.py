@@ -90,3 +90,19 @@ def test_only_the_sender_of_a_senseless_number_is_refused(
         "batch_size": RUN["batch_size"],
         "max_token_len": RUN["max_token_len"],
     }
+
+
+@pytest.mark.parametrize("mode", ["default", "strict"])
+def test_a_log_probability_that_is_none_costs_no_group_and_is_served_as_one(
+    start_gateway: Callable[..., GatewayProcess], mode: str
+):
+    """Null and vLLM's -9999 come as Atropos' mark, rounding above 0 as 0; never null among numbers."""
+    gateway = start_gateway("--compat", mode)
+    gateway.start(batch_size=2)
+    rows = [[None, -0.5, 1e-7], [1.0, -9999.0, -2.0]]
+    for name in ("inference_logprobs", "ref_logprobs"):
+        body = {"tokens": [[1, 2, 3]] * 2, "masks": [[-100, 2, 3]] * 2, "scores": [1.0, 0.0], name: rows}
+        assert gateway.post("/scored_data", body).status_code == 200
+        assert None not in gateway.get("/latest_example").json()[name][0]
+        (served,) = gateway.batch()
+        assert served[name] == [[1.0, -0.5, 0.0], [1.0, 1.0, -2.0]]

@@ -147,7 +147,7 @@ def test_groups_have_only_the_fourteen_keys(upstream: UpstreamProcess, strict: G
         generation_params={"temperature": 0.5, "stop": None},
         images=[None, "x", ["y"], None],
         advantages=[],
-        inference_logprobs=[[0.5, -0.25, 1.0]] * 4,
+        inference_logprobs=[[-0.5, -0.25, 1.0]] * 4,
         distill_token_ids=[[[1, 2]] * 3] * 4,
         distill_logprobs=[[[0.5, -1.5]] * 3] * 4,
     )

@@ -88,10 +88,11 @@ def test_floats_come_back_as_they_were_written(start_gateway: Callable[..., Gate
     rng = random.Random(3)
     rows = [[round(rng.uniform(-20, 1), rng.randint(0, 4)) for _ in range(3)] for _ in range(4)]
     rows[0] = [-0.7, 1.0, 1e-7]
+    logprobs = [[-0.7, 1.0, -1e-7], *([-abs(value) for value in row] for row in rows[1:])]
     more = {
-        "inference_logprobs": rows,
+        "inference_logprobs": logprobs,
         "advantages": rows,
-        "ref_logprobs": rows,
+        "ref_logprobs": logprobs,
         "distill_logprobs": [[row, [0.1], row] for row in rows],
     }
     if mode == "default":

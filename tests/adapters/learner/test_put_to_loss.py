@@ -27,11 +27,12 @@ from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.errors import InvalidRecord
+from shmbridge.schema import LOGPROBS
 
 GROUPS = 4  # of a batch
 ENVIRONMENTS = ("math", "code")
 PER_TOKEN = ("advantages", "inference_logprobs", "ref_logprobs", "token_rewards", "token_versions")
-FINITE = ("advantages", "token_rewards")  # NaN is refused here, and from Atropos anywhere
+FINITE = ("advantages", "token_rewards")  # NaN is refused here, and from Atropos in every column
 
 COUNTERS = (
     "trajectories_uneven",
@@ -151,7 +152,9 @@ class Maker:
             for value in values:
                 if value is not None and len(value):
                     value[draw.integers(len(value))] = draw.choice([np.nan, np.inf, -np.inf])
-                    odd = True
+                    if name in LOGPROBS:
+                        value[draw.integers(len(value))] = draw.choice([1.0, -9999.0, 1e-7])
+                    odd = name not in LOGPROBS
         if mode == "null":
             values[draw.integers(len(rows))] = None
         said = list(values)
@@ -166,6 +169,9 @@ class Maker:
         for row, value, told in zip(
             rows, values, itertools.chain(said, itertools.repeat(None)), strict=False
         ):
+            if value is not None and name in LOGPROBS:
+                known = (value > -9998) & (value <= np.float32(1e-3))
+                value = np.where(known, np.minimum(value, 0), np.float32(np.nan))
             row.columns[name] = value
             if value is None and (told is not None or mode == "rows"):
                 row.faults.append(f"trajectories_uneven{{{name}}}")

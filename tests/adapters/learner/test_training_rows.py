@@ -24,7 +24,7 @@ def test_rows_with_and_without_their_own_columns_mix(packed_batch):
     rows, metrics = prepare(batch, 0.8)
     np.testing.assert_allclose(rows.advantages[:3], [0.0, 1.0, 1.0], rtol=1e-3)
     np.testing.assert_allclose(rows.advantages[3:], [0.0, 0.5, -0.5, 0.0, 0.0, 0.0])
-    np.testing.assert_allclose(rows.sampled_logprobs, [1, -2, -3, 1, 1, 1, 1, -4, -5])
+    np.testing.assert_allclose(rows.sampled_logprobs, [1, -2, -3, *[np.nan] * 3, 1, -4, -5])
     np.testing.assert_allclose(rows.temperature, [0.5, 0.8, 0.8])
     assert metrics["trajectories_own_advantages"] == 1
     assert metrics["trajectories_no_signal"] == 1

@@ -205,3 +205,33 @@ def test_overlong_penalty_without_a_buffer_is_a_step():
 def test_an_overlong_buffer_outside_the_answer_is_refused(buffer):
     with pytest.raises(ValueError, match="buffer"):
         losses.soft_overlong_penalty(torch.tensor([1]), 100, buffer)
+
+
+MARKS = [1.0, 0.5, -9999.0, -9998.0, -1e30, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whatever_says_that_none_was_recorded_has_ratio_one_and_no_divergence(mark, dtype):
+    logprobs = torch.tensor([-0.5, -1.0, -30.0, -0.25], dtype=dtype, requires_grad=True)
+    others = torch.tensor([-0.5, mark, mark, -0.25], dtype=dtype)
+    mask, cuts = torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])
+    assert losses.known(others).tolist() == [True, False, False, True]
+    assert losses.importance_ratio(logprobs, others).tolist() == [1.0] * 4
+    assert losses.sequence_ratio(logprobs, others, mask, cuts).tolist() == [1.0] * 4
+    assert losses.truncated_weights(logprobs, others, mask, cuts, 2.0, "sequence").tolist() == [1.0] * 4
+    assert not losses.outside(logprobs, others, mask, cuts, 0.5, 2.0).any()
+    assert losses.kl_estimate(logprobs, others, "k3").tolist() == [0.0] * 4
+    losses.grpo_loss(logprobs, others, torch.ones(4, dtype=dtype), mask, cuts).backward()
+    assert torch.isfinite(logprobs.grad).all()
+
+
+@pytest.mark.parametrize("above", [1e-7, 1e-3])
+def test_rounding_above_zero_is_zero(above):
+    logprobs, others = torch.tensor([-0.5]), torch.tensor([above])
+    zero, mask, cuts = torch.zeros(1), torch.ones(1), torch.tensor([0, 1])
+    assert losses.importance_ratio(logprobs, others) == losses.importance_ratio(logprobs, zero)
+    assert losses.sequence_ratio(logprobs, others, mask, cuts) == losses.sequence_ratio(
+        logprobs, zero, mask, cuts
+    )
+    assert losses.kl_estimate(logprobs, others, "k1") == losses.kl_estimate(logprobs, zero, "k1")

@@ -74,12 +74,15 @@ def test_a_response_begins_at_its_first_trained_token_at_the_latest(bridge):
 
 def test_a_row_with_an_unknown_log_probability_has_none(bridge):
     with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="1M") as producer:
-        group = {"tokens": [[1, 2, 3]] * 2, "loss_mask": [[0, 1, 1]] * 2}
-        producer.put(group | {"inference_logprobs": [[1.0, -0.5, 1.0], [1.0, -0.5, -0.25]]})
+        group = {"tokens": [[1, 2, 3]] * 4, "loss_mask": [[0, 1, 1]] * 4}
+        logprobs = [[1.0, -0.5, 1.0], [1.0, -0.5, -0.25], [None, 1e-7, -0.25], [-0.5, -0.5, -9999.0]]
+        producer.put(group | {"inference_logprobs": logprobs})
         with next(consumer.batches(groups=1, timeout_s=10)) as batch:
-            first, second = trajectories(batch)[0]
+            first, second, rounded, last = trajectories(batch)[0]
     assert first.logprobs is None
     assert second.logprobs.tolist() == [0.0, -0.5, -0.25]
+    assert rounded.logprobs.tolist() == [0.0, 0.0, -0.25]
+    assert last.logprobs is None
 
 
 def test_a_padded_batch_is_refused(bridge):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from math import nan
 
 import pytest
 
@@ -17,6 +18,7 @@ from shmbridge.producers.rollout import (
     Sampling,
     ServerFailed,
 )
+from shmbridge.schema import recorded_logprobs
 from tests.environments.byte_tokenizer import byte_tokenizer
 from tests.environments.scripted_server import ScriptedServer, serving
 
@@ -106,11 +108,18 @@ async def test_http_server_names_the_model_that_the_server_lists():
         assert served.bodies[0]["model"] == "scripted"
 
 
+async def test_a_log_probability_that_the_server_could_not_give_costs_no_answer():
+    logprobs = [[[{"65": None}], [{"66": float("-inf")}], [{"67": -0.5}]]]
+    answer = {"token_ids": [[65, 66, 67]], "logprobs": logprobs, "finish_reasons": ["stop"]}
+    async with serving(scripted()) as served, HttpServer(served.url, api="generate") as server:
+        served._generate = lambda body: answer
+        sampled = await server.sample(PROMPT, Sampling())
+    assert recorded_logprobs(sampled.logprobs).tolist() == pytest.approx([nan, nan, -0.5], nan_ok=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"logprobs": [[[{"65": float("nan")}], [{"66": -0.5}]]]}, NoTokens, "of token 0 is nan"),
-        ({"logprobs": [[[{"65": -0.5}], [{"66": float("-inf")}]]]}, NoTokens, "of token 1 is -inf"),
         ({"logprobs": [[[{"65": -0.5}], [{"66": "much"}]]]}, NoTokens, "of token 1 is 'much'"),
         ({"logprobs": [[[{"65": -0.5}]]]}, ServerFailed, "not the response of the API"),
         ({"token_ids": [[-65, 66]]}, ServerFailed, "token 0 of the answer is -65"),

@@ -1,7 +1,9 @@
 """A replay puts every producer's records again, in the recorded order, at the recorded pace."""
 
+import math
 import threading
 
+import numpy as np
 import pytest
 
 import shmbridge
@@ -138,3 +140,28 @@ def test_a_timeout_below_zero_is_refused(recording, other_bridge, capsys):
     with pytest.raises(SystemExit, match="2"):
         replay.main([str(folder), "--bridge", other_bridge, "--timeout", "nan"])
     assert "timeout" in capsys.readouterr().err
+
+
+def test_old_marks_of_no_log_probability_become_todays(
+    tmp_path, bridge, make_consumer, make_producer, other_bridge
+):
+    """Recorded from a lane whose producer wrote log-probabilities as they came."""
+    old = [[1.0, -9999.0, -0.5, 1e-7], [math.inf, -math.inf, math.nan, -2.0]]
+    consumer, producer = make_consumer(tap=Recorder(tmp_path)), make_producer()
+    names = ("inference_logprobs", "ref_logprobs", "token_rewards")
+    with producer.claim(2, {name: [4, 4] for name in ("tokens", *names)}) as slot:
+        slot["tokens"][:] = range(8)
+        views = [slot[name] for name in names]
+        views[2][:] = 0.0
+    for view in views[:2]:
+        view[:] = [*old[0], *old[1]]
+    consumer.get(timeout_s=10).release()
+    consumer.close()
+    replay.replay(tmp_path, other_bridge, speed="max")
+    with shmbridge.Consumer(other_bridge) as again:
+        with again.get(timeout_s=20) as record:
+            for name in names[:2]:
+                np.testing.assert_array_equal(
+                    record[name].values, np.array([np.nan, np.nan, -0.5, 0, *[np.nan] * 3, -2], np.float32)
+                )
+        assert again.stats()["logprobs_unrecorded_total"] == 10

@@ -93,10 +93,10 @@ def test_uneven_groups_of_atropos_come_back(through):
 
 def test_nan_payloads_are_kept(through):
     bits = np.array([0x7FC00001, 0x7FC12345, 0xFFC00000, 0x7F800001, 0x80000000], np.uint32)
-    group = {"tokens": [[1, 2, 3, 4, 5]], "inference_logprobs": [bits.view(np.float32)]}
+    group = {"tokens": [[1]] * 5, "temperature": bits.view(np.float32)}
     wanted, found = through([lambda p: p.put(group)])
     assert found == wanted
-    assert np.frombuffer(found[0]["columns"]["inference_logprobs"][1], np.uint32).tolist() == bits.tolist()
+    assert np.frombuffer(found[0]["columns"]["temperature"][1], np.uint32).tolist() == bits.tolist()
 
 
 def test_a_lane_with_more_columns_begins_a_new_part(tmp_path: Path, bridge: str):

@@ -67,10 +67,8 @@ def test_rows_come_out_as_they_went_in(through) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_tensors_of_every_float_type(through, dtype) -> None:
     values = torch.tensor([0.5, -2.0, 1.25], dtype=dtype, requires_grad=True)
-    record = through(
-        {"tokens": [[1, 2, 3]], "advantages": [values], "inference_logprobs": values.reshape(1, 3)}
-    )
-    assert rows(record, "advantages") == rows(record, "inference_logprobs") == [[0.5, -2.0, 1.25]]
+    record = through({"tokens": [[1, 2, 3]], "advantages": [values], "token_rewards": values.reshape(1, 3)})
+    assert rows(record, "advantages") == rows(record, "token_rewards") == [[0.5, -2.0, 1.25]]
 
 
 def test_empty_rows_are_carried(through) -> None:
@@ -160,12 +158,6 @@ def test_the_largest_float32_is_finite(through) -> None:
     assert rows(through({"tokens": [[1, 2]], "advantages": [[largest, -largest]]}), "advantages") == [
         [largest, -largest]
     ]
-
-
-def test_logprobs_may_be_infinite(through) -> None:
-    assert rows(
-        through({"tokens": [[1, 2]], "inference_logprobs": [[float("-inf"), -1.0]]}), "inference_logprobs"
-    ) == [[-np.inf, -1.0]]
 
 
 def test_masks_beyond_a_byte_are_refused(through) -> None:

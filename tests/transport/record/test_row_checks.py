@@ -3,6 +3,7 @@ Atropos.
 """
 
 import asyncio
+import math
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ from shmbridge.record.row_checks import CHECKED_COLUMNS, DEFAULT_EVERY, VARIABLE
 
 TOKENS = [[5, 6, 7], [8, 9]]
 MASK = [[0, 1, 1], [0, 1]]
-LOGPROBS = [[1.0, -0.5, -0.25], [1.0, -2.0]]
+LOGPROBS = [[math.nan, -0.5, -0.25], [math.nan, -2.0]]
 ADVANTAGES = [[0.5, 0.5, -1.5], [0.0, 3.0]]
 LENGTHS = np.array([3, 2])
 PUT = {
@@ -114,7 +115,9 @@ def test_checks_are_no_column(producer, consumer) -> None:
     with consumer.get(timeout_s=10) as record:
         assert record.columns == ["tokens", "inference_logprobs", "advantages", "loss_mask", "score"]
         assert record.to_arrow().schema.names == record.columns
-        assert record.to_scored_data() == masks(LISTS)
+        assert record.to_scored_data() == masks(LISTS) | {
+            "inference_logprobs": [[1.0, -0.5, -0.25], [1.0, -2.0]]
+        }
         producer.put(record.to_arrow())
     with consumer.get(timeout_s=10) as again:
         assert_checked(again)

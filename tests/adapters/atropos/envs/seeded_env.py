@@ -83,7 +83,7 @@ def _ints(rng: random.Random, count: int) -> list[int]:
 
 
 def _floats(rng: random.Random, tokens: list[list[int]]) -> list[list[float]]:
-    return [[rng.gauss(-1, 1) for _ in row] for row in tokens]
+    return [[-abs(rng.gauss(-1, 1)) for _ in row] for row in tokens]
 
 
 class SeededEnv(BaseEnv):
