@@ -105,6 +105,10 @@ def needs_logprobs(cfg: Any) -> bool:
     return bool(
         cfg.trainer.fully_async.enabled
         or algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS
+        or (
+            algorithm.policy_loss_type == "cispo"
+            and getattr(algorithm.cispo, "cispo_anchor", "") == "rollout"
+        )
         or off_policy_correction_enabled(algorithm.off_policy_correction)
     )
 

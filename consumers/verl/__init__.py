@@ -1,1 +1,3 @@
-"""Feeds verl from a bridge."""
+"""Feeds verl from a bridge. Whichever module of it is imported first, verl comes before: its plugins load all."""
+
+import verl  # noqa: F401
