@@ -2,8 +2,8 @@
 
 SkyRL picks its way of transfer in `Worker.init_weight_sync_state`, between those that it has. `BridgeWeights`
 stands in front of that method in the order of bases, behind the worker of FSDP or Megatron: the worker's own
-code runs unchanged, and its `super()` call arrives here. SkyRL 0.3 then sends chunks to a sender, 0.4 a source
-of gathered tensors, which `_sync_weights_to_inference_engines` builds.
+code runs unchanged, and its `super()` call arrives here. Then SkyRL 0.3 sends chunks of tensors to a sender;
+0.4 calls `_sync_weights_to_inference_engines`, which builds a source of gathered tensors.
 """
 
 from __future__ import annotations

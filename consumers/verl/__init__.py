@@ -1,3 +1,3 @@
-"""Feeds verl from a bridge. Whichever module of it is imported first, verl comes before: its plugins load all."""
+"""Feeds verl from a bridge. Any import of it imports verl first, whose plugins then load the modules here."""
 
 import verl  # noqa: F401

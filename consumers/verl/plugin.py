@@ -2,7 +2,8 @@
 
 Loading this module registers, under verl's own registries: the advantage estimators `shmbridge` and
 `grpo_atropos`, the checkpoint engine, the rollout name and the trainer mode `shmbridge`; and TransferQueue's
-storage backend `shmbridge`. It opens no bridge and starts nothing. verl logs a plugin's failure at debug level only, so the failure is logged here as well.
+backend `shmbridge`. It opens no bridge and starts nothing. verl logs a plugin's failure at debug level only,
+so the failure is logged here as well.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""verl's v1 loop, real but for the accelerator: TransferQueue with its values in shared memory, replay buffer,
-FSDP2 actor, policy loss.
+"""verl's v1 loop, real but for the accelerator: TransferQueue over shared memory, replay buffer, FSDP2 actor,
+policy loss.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ for first in sys.argv[1:]:
             from verl.trainer.ppo.core_algos import get_adv_estimator_fn
             from verl.trainer.ppo.v1 import get_trainer_cls
 
-            get_trainer_cls("shmbridge"), get_adv_estimator_fn("shmbridge"), CheckpointEngineRegistry.get("shmbridge")
+            for registered in (get_trainer_cls, get_adv_estimator_fn, CheckpointEngineRegistry.get):
+                registered("shmbridge")
             assert StorageBootstrapProvider.get_provider("shmbridge")
         except BaseException:
             traceback.print_exc()
