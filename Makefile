@@ -34,6 +34,7 @@ FUZZ  := tests/faults/stress
 TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer dataset engines learner losses pinned policy_server rewards vllm)
 
 TRAINERS := trl transferqueue verl skyrl roll
+PYTHON_313 ?= $(HOME)/.pyenv/versions/3.13.0/bin/python
 
 TABLE   := --benchmark-disable-gc --benchmark-columns=min,median,iqr,rounds,iterations
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q $(TABLE) --benchmark-json=build/bench.json
@@ -42,7 +43,7 @@ BASE  ?= HEAD^
 BENCH ?= bench/test_bench_ring.py bench/test_bench_batch.py bench/test_bench_packing.py --quick
 MORE  ?= 10%
 
-.PHONY: help install test-trainers docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray faults lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
+.PHONY: help install test-trainers test-newest test-3.13 docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray faults lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -141,6 +142,25 @@ $(addprefix test-,$(TRAINERS)): test-%: .venvs/%/.installed ## one of them
 
 .venvs/%/.installed: tests/trainers/%/packages.txt | $(VENV)/.ready
 	$(call ON_TOP,.venvs/$*,$<)
+
+# By hand: its environments take some 15 GB. ROLL is one of its rows where SHMBRIDGE_ROLL_CHECKOUT names a checkout.
+test-newest: $(VLLM)/.installed ## the adapters with the newest releases, on Python 3.12 and 3.13 of pyenv: a table, an hour; ROWS="SkyRL TRL"
+	VLLM=$(VLLM) $(RUN) tests/trainers/newest/run.py $(ROWS)
+
+# The transport's own tests on another Python than .venv's, in short: those of some rooms that need no torch.
+SHORT = $$(grep -L 'torch\|polars' tests/transport/ext/test_*.py tests/transport/put/test_*.py tests/transport/record/test_*.py tests/transport/hub/test_collected.py tests/transport/hub/test_threads.py tests/transport/test_[bcep]*.py)
+
+test-3.13: $(VENV)/.ready ## the extensions and a part of the transport's tests on Python 3.13 of pyenv; says so where there is none
+	@test -x $(PYTHON_313) || echo "test-3.13: not run, since $(PYTHON_313) is not there"
+	test ! -x $(PYTHON_313) || $(MAKE) --no-print-directory .venvs/core-3.13/.installed
+	test ! -x $(PYTHON_313) || .venvs/core-3.13/bin/python setup.py --quiet build_ext --inplace
+	test ! -x $(PYTHON_313) || OMP_NUM_THREADS=1 .venvs/core-3.13/bin/python -m pytest -q -m 'not long' $(SHORT)
+
+.venvs/core-3.13/.installed: pyproject.toml | $(VENV)/.ready
+	$(PYTHON_313) -m venv $(@D)
+	$(@D)/bin/pip install --quiet 'setuptools>=77' 'cython>=3.1' 'numpy>=2' 'pyarrow>=15' 'pyzmq>=26' 'posix_ipc>=1.1' 'msgspec>=0.18' psutil hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist pytest-benchmark
+	echo '$(CURDIR)' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shmbridge.pth"
+	touch $@
 
 soak-vllm: $(VLLM)/.installed ## hundreds of versions into a live vLLM under load, memory and descriptors watched: UPDATES=1000
 	PYTHONPATH=. $(VLLM)/bin/python tests/adapters/vllm_live/soak.py --updates $(or $(UPDATES),1000)

@@ -5,15 +5,15 @@ rollout.
     with sync.updated(model) as engine:  # it has the model's weights now, and its memory
         answers = engine.generate(prompts)
 
-The weights travel through the weights segment of a bridge, not through these calls. For single-process
-trainers; the GRPO learner publishes through `learner/train/publishing.py`.
+The weights travel through the weights segment of a bridge, not through these calls. Several ranks that share
+one model call `push_from_ranks` together; the GRPO learner publishes through `learner/train/publishing.py`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, Self
 
 from shmbridge.consumers.engines.engine import PAUSES, EngineFailed, Pause, Update
@@ -22,7 +22,7 @@ from shmbridge.consumers.pinned.weights import PinnedWeights
 from shmbridge.segments.helper_threads import run_to_end
 from shmbridge.weights import WeightsWriter
 
-__all__ = ["EngineFailed", "WeightSync"]
+__all__ = ["EngineFailed", "WeightSync", "push_from_ranks"]
 
 
 class WeightSync:
@@ -188,6 +188,55 @@ class WeightSync:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def push_from_ranks(sync: WeightSync | None, model: Any, version: int) -> None:
+    """Pushes a model that ranks share: rank 0 with its `sync`, the others with None. Every rank calls it.
+
+    Blocks as `WeightSync.push`, and for the other ranks where FSDP shards the model: then each tensor is
+    gathered to rank 0's host as it is written; under FSDP 1 all of them first. Adapters are merged.
+
+    Args:
+        sync: None on all ranks but the first.
+        model: a torch module; of FSDP 1 the outermost wrapper.
+        version: as for `push`.
+
+    Raises:
+        As `push`, on rank 0. WeightsMismatch also for shards of DeepSpeed's ZeRO-3.
+    """
+    wrapped = any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules())
+    if not (wrapped or any(hasattr(each, "full_tensor") for each in model.parameters())):
+        if sync is not None:
+            sync.push(model, version)
+        return
+    tensors = _gathered(model, sync is not None, wrapped)
+    try:
+        if sync is not None:
+            sync.push(tensors, version)
+    finally:
+        for _ in tensors:  # after an error, too: the other ranks wait in the gathering of each
+            pass
+
+
+def _gathered(model: Any, write: bool, wrapped: bool) -> Iterator[tuple[str, Any]]:
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    from shmbridge.consumers.learner.model.lora import published_parameters
+    from shmbridge.consumers.learner.model.sharding import gathered
+    from shmbridge.consumers.learner.model.wrapped_model import public_name, unwrapped
+
+    with ExitStack() as stack:
+        if wrapped:
+            apart = next(model.parameters()).device.type != "cpu"
+            whole = Wrapper.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=apart)
+            stack.enter_context(whole)
+            if not write:  # only rank 0 has them now
+                return
+            model = model.module
+        for name, tensor in published_parameters(unwrapped(model, sharded=True)):
+            full = gathered(tensor, write)
+            if full is not None:
+                yield public_name(name), full.clone() if wrapped else full  # FSDP 1 takes its memory back
 
 
 def _parameters_of(model: Any) -> Iterator[Any]:

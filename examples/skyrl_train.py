@@ -21,10 +21,12 @@ import sys
 import tempfile
 import threading
 import types
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -45,6 +47,15 @@ def without_cuda() -> None:
         padding.pad_input = padding.unpad_input = None  # for rows without padding only
         sys.modules |= {"flash_attn": types.ModuleType("flash_attn"), "flash_attn.bert_padding": padding}
     torch.cuda.current_device = lambda: torch.device("cpu")
+
+
+def vllm_names() -> dict[str, types.ModuleType]:
+    """Returns what SkyRL 0.4 imports of vLLM for its weights, for a machine without vLLM."""
+    base = types.ModuleType("vllm.distributed.weight_transfer.base")
+    base.WeightSource, base.materialize_full_tensor = object, lambda tensor: tensor  # nothing is sharded here
+    base.ParamMeta = namedtuple("ParamMeta", "name dtype shape")
+    parents = ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer")
+    return {name: types.ModuleType(name) for name in parents} | {base.__name__: base}
 
 
 def config(model: Path, bridge: str, groups: int, *more: str) -> Any:
@@ -126,6 +137,10 @@ def cpu_worker_class() -> type:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
             self.scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)
 
+        def _build_weight_source(self, dtype: torch.dtype, backend: str) -> Any:
+            with mock.patch.dict(sys.modules, vllm_names()):  # SkyRL 0.4's source takes three names of vLLM's
+                return super()._build_weight_source(dtype, backend)
+
     return with_bridge_weights(CpuPolicyWorker)
 
 
@@ -157,6 +172,9 @@ def local_dispatch_class() -> type:
             return self.worker.optim_step()
 
         def empty_cache(self, model: str | None = None) -> None:
+            pass
+
+        def finalize_pending_saves(self, model: str) -> None:
             pass
 
         def init_weight_sync_state(self, inference_engine_client: Any) -> None:

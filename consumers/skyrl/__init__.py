@@ -12,5 +12,5 @@
 from shmbridge.consumers.skyrl import python_311
 from shmbridge.consumers.tested_versions import warn_if_untested
 
-warn_if_untested("skyrl", "0.3", "0.4")  # first: another release may fail at its import
+warn_if_untested("skyrl", "0.3", "0.5")  # first: another release may fail at its import
 python_311.prepare()

@@ -98,6 +98,10 @@ def compares_with_sampler(cfg: Any) -> bool:
     algorithm = cfg.trainer.algorithm
     return bool(
         algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS
+        or (
+            algorithm.policy_loss_type == "cispo"
+            and getattr(algorithm.cispo, "cispo_anchor", "") == "rollout"
+        )
         or off_policy_correction_enabled(algorithm.off_policy_correction)
     )
 

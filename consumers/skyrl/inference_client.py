@@ -88,6 +88,8 @@ class ShmInferenceClient(InferenceEngineInterface):
     async def sleep(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing, see `wake_up`."""
 
+    wake_for_weight_sync, sleep_for_weight_sync = wake_up, sleep
+
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Does nothing: an engine empties its cache when it loads a version."""
 
@@ -134,6 +136,10 @@ class ShmInferenceClient(InferenceEngineInterface):
     async def update_named_weights(self, request: Any) -> NoReturn:
         """Raises SampledElsewhere: low-rank adapters that SkyRL writes to disk go to engines of its own."""
         self._refuse("update_named_weights")
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> NoReturn:
+        """Raises SampledElsewhere, see `update_named_weights`."""
+        self._refuse("load_lora_adapter")
 
     def _refuse(self, call: str) -> NoReturn:
         raise SampledElsewhere(

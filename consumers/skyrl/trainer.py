@@ -88,6 +88,11 @@ class ShmAsyncTrainer(BridgeSteps, FullyAsyncRayPPOTrainer):
 class ShmTrainerSim(BridgeSteps, FullyAsyncTrainerSim):
     """SkyRL's simulation of it: no model, its steps are pauses. They count as training here."""
 
+    def init_weight_sync_state(self) -> None:
+        """Makes SkyRL's stub of a dispatch, with two methods that 0.4.0's loop calls and its stub lacks."""
+        super().init_weight_sync_state()
+        self.dispatch.get_timing_metrics, self.dispatch.finalize_pending_saves = dict, lambda model: None
+
     async def _run_training(self, training_input: TrainingInputBatch) -> Any:
         self._note_staleness()
         status = await super()._run_training(training_input)

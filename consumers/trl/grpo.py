@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trainer_settings import Refused, refuse
 from shmbridge.consumers.trl.rollouts import ShmRollouts
-from shmbridge.consumers.weight_sync import WeightSync
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 
 TESTED = ("trl", "1.16", "1.17")
 _ROUNDS = 1024  # generation batches in an epoch of the placeholder data set, at least
@@ -78,8 +78,8 @@ class ShmGRPOTrainer(GRPOTrainer):
         reward_funcs: for metrics only; None: `environment_scores`.
         train_dataset: only paces steps; None: `placeholder_prompts`, which needs `args.max_steps`.
         rollout_func: `shm_rollout_func(...)`; opened here, closed by the caller.
-        weights: where to push the weights of each version before it is published; None: nowhere. Closed by
-            the caller.
+        weights: where to push the weights of each version before it is published; None: nowhere. Given in
+            rank 0's process alone is enough. Closed by the caller.
         publish_every: optimizer steps from one published version to the next; versions count all steps.
 
     Raises:
@@ -119,7 +119,7 @@ class ShmGRPOTrainer(GRPOTrainer):
             **options,
         )
         self.rollouts, self.weights, self.publish_every = rollout_func, weights, max(publish_every, 1)
-        self._lift = 0  # added to TRL's step to make the policy version
+        self._lift, self._pushes = 0, False  # added to TRL's step to make the policy version; any rank pushes
         processes = self.accelerator
         # TRL judges by a row's last token, which may be a tool's or of a chat template; the rollouts mask
         self.mask_truncated_completions = False
@@ -184,29 +184,32 @@ class ShmGRPOTrainer(GRPOTrainer):
 
         A version that this bridge has seen is not given to other weights: versions go on above it.
         """
-        if not self.rollouts.is_hub:
-            return
-        known = self.rollouts.policy_version
-        if self.weights is not None and self.weights.version is not None:
-            known = max(known, self.weights.version)
-        self._lift = max(known + 1 - step, 0)
+        pushes = torch.tensor(float(self.weights is not None), device=self.accelerator.device)
+        self._pushes = bool(self.accelerator.reduce(pushes, reduction="sum"))
+        if self.rollouts.is_hub:
+            known = self.rollouts.policy_version
+            if self.weights is not None and self.weights.version is not None:
+                known = max(known, self.weights.version)
+            self._lift = max(known + 1 - step, 0)
         self._publish(step)
 
     def end_step(self, step: int) -> None:
         """Releases what the step was the last for, and publishes its version. Blocks for `weights`."""
         self.rollouts.step_done()
-        if not self.rollouts.is_hub:
-            return
         if step % self.publish_every == 0:
             self._publish(step)
-        else:
+        elif self.rollouts.is_hub:
             self.rollouts.publish(step + self._lift, to_environments=False)
 
     def _publish(self, step: int) -> None:
+        """Every process calls it: together they gather the weights of a sharded model, and the hub pushes."""
         version = step + self._lift
-        if self.weights is not None:
-            self.weights.push(self.accelerator.unwrap_model(self.model), version)
-        self.rollouts.publish(version)
+        if self._pushes:
+            whole = self.accelerator.unwrap_model(self.model)
+            model = self.model_wrapped if self.is_fsdp_enabled else whole
+            push_from_ranks(self.weights if self.rollouts.is_hub else None, model, version)
+        if self.rollouts.is_hub:
+            self.rollouts.publish(version)
 
 
 class _BridgeSteps(TrainerCallback):

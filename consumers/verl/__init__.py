@@ -1,1 +1,3 @@
-"""Feeds verl from a bridge."""
+"""Feeds verl from a bridge. Any import of it imports verl first, whose plugins then load the modules here."""
+
+import verl  # noqa: F401

@@ -1,13 +1,13 @@
 """What verl loads in each of its processes, through the entry point group `verl.plugins`.
 
 Loading this module registers, under verl's own registries: the advantage estimators `shmbridge` and
-`grpo_atropos`, the checkpoint engine, the rollout name and the trainer mode `shmbridge`. It opens no bridge
-and starts nothing. verl logs a plugin's failure at debug level only, so the failure is logged here as well.
+`grpo_atropos`, the checkpoint engine, the rollout name and the trainer mode `shmbridge`; and TransferQueue's
+backend `shmbridge`. It opens no bridge and starts nothing. verl logs a plugin's failure at debug level only,
+so the failure is logged here as well.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import Any
 
@@ -27,14 +27,13 @@ def register() -> None:
     from verl.trainer.ppo.core_algos import register_adv_est
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    from shmbridge.consumers.verl import estimator
+    from shmbridge.consumers import transfer_queue
+    from shmbridge.consumers.verl import checkpoint_engine, estimator, trainer  # noqa: F401  # their imports register
 
     for name in estimator.NAMES:
         register_adv_est(name)(estimator.passed_through)
     RolloutReplicaRegistry.register("shmbridge", _replica)
-    # These register themselves when made: one of them may be what imported verl, and is then half made.
-    for name in ("checkpoint_engine", "trainer"):
-        importlib.import_module(f"shmbridge.consumers.verl.{name}")
+    transfer_queue.register()
 
 
 def _replica() -> type[Any]:

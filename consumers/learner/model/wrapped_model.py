@@ -9,12 +9,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shmbridge.errors import WeightsMismatch
 
-# prefixes from compiled or checkpointed layers
-_IN_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# prefixes from compiled, checkpointed or sharded layers
+_IN_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
-def unwrapped(model: Module) -> Module:
+def unwrapped(model: Module, *, sharded: bool = False) -> Module:
     """Returns the module, adapters included, inside torch.compile, DDP, DataParallel and peft's PeftModel.
+
+    Args:
+        model: any module.
+        sharded: whether the caller gathers what this process has a part of.
 
     Raises:
         WeightsMismatch: this process has only a shard (FSDP, tensor parallel, DeepSpeed's ZeRO-3), or a
@@ -22,7 +26,7 @@ def unwrapped(model: Module) -> Module:
     """
     while (inner := _inside(model)) is not None:
         model = inner
-    for name, parameter in model.named_parameters():
+    for name, parameter in () if sharded else model.named_parameters():
         if hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") or "_fsdp_wrapped_module" in name:
             raise WeightsMismatch(
                 f"{type(model).__name__} has {name!r}, of which this process has a part",

@@ -34,7 +34,8 @@ ORDER = {
         feed learner policy_server vllm_weights
         grpo weight_sync
         __init__
-        atropos_trainer record_factories roll skyrl transfer_queue trl verl
+        atropos_trainer record_factories roll skyrl transfer_queue trl
+        verl
     """,
     "consumers/learner": """
         __init__ types

@@ -1,4 +1,4 @@
-"""Two processes over gloo: rank 0 is the hub, each reads its own groups, and the model stays one."""
+"""Two processes over gloo: rank 0 is the hub, each reads its own groups, and the model is one, or sharded."""
 
 import contextlib
 import json
@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.trainers.trl.target_groups import group
 
@@ -47,27 +49,85 @@ if rank == 0:
 """
 
 
+SHARDED = """
+import os, sys
+import numpy as np
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper, _init_utils
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from transformers import TrainerCallback
+from trl import GRPOConfig
+from shmbridge.consumers.trl import ShmGRPOTrainer, shm_rollout_func
+from shmbridge.consumers.weight_sync import WeightSync
+from shmbridge.weights import WeightsReader
+
+bridge, tiny, folder, *lora = sys.argv[1:]
+rank = int(os.fork() == 0)
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+args = GRPOConfig(folder, use_cpu=True, bf16=False, report_to=[], save_strategy="no", max_steps=2, seed=3,
+    per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=1, disable_tqdm=True,
+    learning_rate=1e-2, logging_steps=1)
+args.device  # makes the process group
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate shards on no CPU
+_init_utils._get_compute_device = lambda *_: torch.device("cpu")  # FSDP 1 compares it with cpu:0
+more = {}
+if lora:
+    from peft import LoraConfig
+    more["peft_config"] = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+
+class Versions(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if rank == 0 and state.global_step == 0:
+            self.save("before")
+    def save(self, when):
+        with WeightsReader(bridge) as reader:
+            version, tensors = reader.copy()
+        np.savez(f"{folder}/{when}", version=version, **tensors)
+
+with shm_rollout_func(bridge, timeout_s=100) as rollouts:
+    weights = WeightSync(bridge, []) if rank == 0 else None
+    versions = Versions()
+    trainer = ShmGRPOTrainer(
+        tiny, args=args, rollout_func=rollouts, weights=weights, publish_every=2, callbacks=[versions], **more
+    )
+    trainer.train()
+    parts = sum(value.numel() for value in (each.to_local() if hasattr(each, "to_local") else each
+        for each in trainer.model_wrapped.parameters()))
+    model = trainer.model_wrapped
+    if isinstance(model, Wrapper):  # accelerate's own gathering crashes on a CPU
+        with Wrapper.summon_full_params(model, writeback=False):
+            state = {name: value.detach().clone() for name, value in model.named_parameters()}
+    else:
+        state = trainer.accelerator.get_state_dict(model)
+    if rank == 0:
+        versions.save("after")
+        state = {name: value.float().numpy() for name, value in state.items()}
+        np.savez(f"{folder}/state", parts=parts, **state)
+        weights.close()
+if rank == 0:
+    os.wait()
+"""
+
+
 def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
 
 
-@pytest.mark.timeout(300)
-def test_two_processes_train_one_model_on_groups_of_their_own(bridge, tiny, make_producer, tmp_path):
-    producer = make_producer(lane_bytes="1M")
-    for number in range(6):
-        producer.put(group(number), group_id=f"group-{number}")
+def run_ranks(script: str, *words: str, log_into: Path, **environment: str) -> str:
+    """Runs a script that forks a second rank; returns what both logged."""
     together = {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]),
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]), **environment,
     }  # fmt: skip
-    with (tmp_path / "log").open("w+") as log:
-        words = [sys.executable, "-c", RANKS, bridge, tiny, str(tmp_path)]
+    with (log_into / "log").open("w+") as log:
         process = subprocess.Popen(
-            words, stdout=log, stderr=log, env=os.environ | together, start_new_session=True
-        )
+            [sys.executable, "-c", script, *words],
+            stdout=log, stderr=log, env=os.environ | together, start_new_session=True,
+        )  # fmt: skip
         try:
             process.wait(250)
         finally:
@@ -77,6 +137,15 @@ def test_two_processes_train_one_model_on_groups_of_their_own(bridge, tiny, make
         log.seek(0)
         text = log.read()[-3000:]
     assert process.returncode == 0, text
+    return text
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_train_one_model_on_groups_of_their_own(bridge, tiny, make_producer, tmp_path):
+    producer = make_producer(lane_bytes="1M")
+    for number in range(6):
+        producer.put(group(number), group_id=f"group-{number}")
+    text = run_ranks(RANKS, bridge, tiny, str(tmp_path), log_into=tmp_path)
     said = [json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2)]
     assert [each["hub"] for each in said] == [True, False], text
     first, second = said
@@ -85,3 +154,46 @@ def test_two_processes_train_one_model_on_groups_of_their_own(bridge, tiny, make
     assert first["weights"] == second["weights"]  # gradients of both reached both
     assert (first["released"], first["held"]) == (6, 0)
     assert producer.policy_version == 3
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("version", "lora"), [("2", ()), ("1", ()), pytest.param("2", ("lora",), marks=pytest.mark.long)]
+)
+def test_a_sharded_model_is_published_whole(bridge, tiny, make_producer, tmp_path, version, lora):
+    producer = make_producer(lane_bytes="1M")
+    for number in range(4):
+        producer.put(group(number))
+    run_ranks(
+        SHARDED, bridge, tiny, str(tmp_path), *lora, log_into=tmp_path,
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION=version, FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen2DecoderLayer", FSDP_USE_ORIG_PARAMS="true",
+        FSDP_RESHARD_AFTER_FORWARD="true" if version == "2" else "FULL_SHARD",
+    )  # fmt: skip
+    before, after, state = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("before", "after", "state"))
+    assert (int(before.pop("version")), int(after.pop("version"))) == (0, 2)
+    whole = load_file(f"{tiny}/model.safetensors")
+    assert int(state.pop("parts")) < 0.6 * sum(value.size for value in whole.values()), "not sharded"
+    if lora:
+        state = merged(state)
+    else:
+        assert all(np.array_equal(before[name], whole[name]) for name in whole)
+    assert set(before) == set(after) == set(state) == set(whole)
+    for name, tensor in state.items():
+        np.testing.assert_allclose(after[name], tensor, rtol=0, atol=1e-7 if lora else 0)
+    assert any(not np.array_equal(after[name], before[name]) for name in whole)
+
+
+def merged(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What peft's state computes with, under the model's own names: base plus product."""
+    found = {}
+    for name, tensor in state.items():
+        if "lora_" in name:
+            continue
+        if name.endswith(".base_layer.weight"):
+            part = name.removesuffix("base_layer.weight")
+            tensor = (
+                tensor + 2.0 * state[part + "lora_B.default.weight"] @ state[part + "lora_A.default.weight"]
+            )
+        found[name.removeprefix("base_model.model.").replace(".base_layer", "")] = tensor
+    return found

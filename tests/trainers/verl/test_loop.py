@@ -1,4 +1,6 @@
-"""verl's v1 loop, real but for the accelerator: TransferQueue, replay buffer, FSDP2 actor, policy loss."""
+"""verl's v1 loop, real but for the accelerator: TransferQueue over shared memory, replay buffer, FSDP2 actor,
+policy loss.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +66,8 @@ def run(start_trainer) -> Iterator[Run]:
                 bridge, 20, "actor_rollout_ref.actor.policy_loss.loss_mode=recorded",
                 f"actor_rollout_ref.rollout.n={ROWS}",
                 "trainer.atropos.max_off_policy_steps=null",
+                "transfer_queue.backend.storage_backend=shmbridge",
+                f"+transfer_queue.backend.shmbridge.bridge={bridge}",
                 "actor_rollout_ref.actor.optim.lr=0.003",
                 "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8", halt_at=halt_at,

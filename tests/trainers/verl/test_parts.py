@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 from typing import Any
@@ -41,14 +43,50 @@ def test_importing_verl_registers_everything_through_the_entry_point():
         RolloutReplicaRegistry.get("shmbridge")()
 
 
-@pytest.mark.parametrize("first", ["checkpoint_engine", pytest.param("trainer", marks=pytest.mark.long)])
-def test_it_does_not_matter_what_is_imported_first(first):
-    code = (
-        f"import shmbridge.consumers.verl.{first};"
-        "from verl.trainer.ppo.v1 import get_trainer_cls; get_trainer_cls('shmbridge');"
-        "from verl.checkpoint_engine import CheckpointEngineRegistry as engines; engines.get('shmbridge')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+ORDERS = """
+import importlib, importlib.metadata, os, sys, traceback
+import ray, tensordict, torch, transfer_queue, transformers  # once, for all orders
+
+failed = []
+for first in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        try:
+            if first == "entry point":
+                importlib.metadata.entry_points(group="verl.plugins")["shmbridge"].load()
+            else:
+                importlib.import_module(first)
+            from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
+            from verl.checkpoint_engine import CheckpointEngineRegistry
+            from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+            from verl.trainer.ppo.v1 import get_trainer_cls
+
+            for registered in (get_trainer_cls, get_adv_estimator_fn, CheckpointEngineRegistry.get):
+                registered("shmbridge")
+            assert StorageBootstrapProvider.get_provider("shmbridge")
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(first)
+sys.exit(f"not registered if imported first: {failed}" if failed else 0)
+"""
+
+
+def test_it_does_not_matter_what_is_imported_first():
+    room = "shmbridge.consumers.verl"
+    modules = [f"{room}.{each.name}" for each in pkgutil.iter_modules(importlib.import_module(room).__path__)]
+    firsts = [
+        "entry point",
+        "verl",
+        "verl.trainer.main_ppo",
+        "shmbridge.consumers.transfer_queue.backend",
+        room,
+        *modules,
+    ]
+    assert f"{room}.rows" in modules
+    ended = subprocess.run([sys.executable, "-c", ORDERS, *firsts], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 def test_importing_shmbridge_and_its_other_rooms_imports_no_verl():
