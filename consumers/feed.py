@@ -24,6 +24,7 @@ import asyncio
 import functools
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -37,7 +38,7 @@ from typing import Any, Literal, NoReturn, Self, get_args
 import numpy as np
 
 import shmbridge
-from shmbridge import Batch, BatchTooBig, ConsumerEmpty, InvalidRecord, Run
+from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.consumers.dataset_parts.lane_records import may_come_again
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
@@ -169,13 +170,18 @@ class Feed:
         for name, value, known in (("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit)):
             if value is not None and value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
+        for name, value in (("groups", groups), ("rows", rows)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r} is below 1: a step has some")
         if set_aside_after < 0:
             raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
         self.credit, self.whole_rows = credit or Credit(), whole_rows
         self._groups, self._rows = groups or 8, rows
-        self._max_staleness, self._split, self._prefetch = max_staleness, split, prefetch
+        # the consumer's own limit holds for groups that come again, too
+        self._max_staleness = consumer.get("max_off_policy_steps") if max_staleness is None else max_staleness
+        self._split, self._prefetch, self._pid = split, prefetch, os.getpid()
         self._after, self._on_unfit = set_aside_after, unfit
         self._longest_row, self._vocabulary = longest_row, vocabulary
         self.counts: Counter[str] = Counter()
@@ -309,7 +315,14 @@ class Feed:
                 stale = [g for g in groups if most is not None and 0 <= g.oldest_version < version - most]
                 for group in stale:
                     group.discard(Discard.STALE)
-                if groups := [group for group in groups if group not in stale]:
+                if stale and self._failures is not None:
+                    self._failures.trained(map(_key, stale))
+                groups = [group for group in groups if group not in stale]
+                if len(groups) == 1 and self._failures is not None:
+                    if self._failures.is_at_fault(_key(groups[0])):  # there was no room on the disk
+                        self._set_aside(groups[0], "its step failed before")
+                        continue
+                if groups:
                     self.consumer.queue.count_batch()
                     return Batch(groups, "packed")
         return None
@@ -327,9 +340,8 @@ class Feed:
         batch.records = []
         self.consumer.queue.count_batch(-1)
         with self._lock:
+            self._again.extend([by_key[key] for key in part] for part in ([key] for key in at_fault))
             self._again.extend([by_key[key] for key in part] for part in parts)
-            for key in at_fault:
-                self._set_aside(by_key[key], "its step failed before")
         return self._next_again()
 
     def _begin(self, batch: Batch) -> Step:
@@ -407,9 +419,7 @@ class Feed:
             step: of `take`, once.
             version: of the weights that the step made; published to the environments. None: not published.
         """
-        self._end(step)
-        if self._failures is not None:
-            self._failures.trained(step.keys)
+        self._end(step, trained=True)
         self._aside_in_a_row = 0
         self.counts["steps_trained"] += 1
         if self.release_at == "step":
@@ -473,12 +483,14 @@ class Feed:
         with self._lock:
             self._again.appendleft(step.groups)
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: Step, *, trained: bool = False) -> None:
+        if self._pid != os.getpid():
+            raise Closed(f"the feed of bridge {self.consumer.bridge!r} belongs to the process before fork")
         with self._lock:
             if self._steps.pop(id(step), None) is None:
                 raise ValueError(f"{step!r} is over, or another feed's")
             if self._failures is not None:
-                self._failures.over(step.keys)
+                (self._failures.trained if trained else self._failures.over)(step.keys)
 
     def _set_aside(self, group: Group, why: object) -> None:
         assert self._failures is not None
@@ -557,8 +569,11 @@ class Feed:
     def close(self) -> None:
         """Closes the bridge. What is not released comes to the next consumer. Idempotent.
 
-        Blocks for a `take` under way in another thread, at most a second or two.
+        Blocks for a `take` under way in another thread, at most a second or two. Does nothing in a child of
+        fork.
         """
+        if self._pid != os.getpid():
+            return
         self._closing.set()
         if self._thread is not None:
             self._thread.shutdown()
@@ -584,7 +599,7 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes; an exception counts as a failure of the steps that are not over, as `failed` does."""
-        if error is not None and self._failures is not None and isinstance(error, Exception):
+        if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]
             if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):

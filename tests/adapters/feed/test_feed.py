@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
 import signal
@@ -158,7 +157,7 @@ def test_kills_from_outside_are_not_counted(bridge, producer, tmp_path) -> None:
     for _ in range(4):
         ended = subprocess.run(run, capture_output=True, text=True, timeout=60)
         assert ended.stdout.startswith("failing [0, 1, 2, 3, 4, 5, 6, 7]"), ended
-    assert json.loads((tmp_path / "set_aside/failures.json").read_text())["counts"] == {}
+    assert not (tmp_path / "set_aside").exists()
 
 
 def test_interrupts_count_nothing_and_the_groups_come_again(bridge, producer, tmp_path) -> None:
@@ -300,26 +299,134 @@ def test_arguments_that_cannot_be_are_named(bridge, wrong) -> None:
     assert not any(each.name == bridge for each in shmbridge.list_bridges())
 
 
-def test_a_mark_of_another_process_or_a_damaged_file_is_no_failure(
-    bridge, producer, tmp_path, caplog
-) -> None:
-    put(producer, range(1))
+DAMAGED = [
+    b"",
+    b"{",
+    b"\xff",
+    b"7",
+    b"[1]",
+    b"[" * 100_000,
+    b'{"counts": 3}',
+    b'{"counts": {"a": 1e999}, "apart": [], "at_fault": []}',
+    b'{"counts": {"a": null}, "apart": [], "at_fault": []}',
+    b'{"counts": {"KEY": 9}, "apart": ["KEY"], "at_fault": []}',
+    b'{"counts": {"KEY": 9}, "apart": [], "at_fault": {"KEY": 1}}',
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+def test_damaged_files_begin_anew(bridge, producer, tmp_path, damaged, caplog) -> None:
+    put(producer, range(2))
+    with shmbridge.Consumer(bridge) as consumer:
+        key = f"{consumer.poll()[0].meta.producer_id} 0".encode()
     folder = tmp_path / "set_aside"
     folder.mkdir()
-    (folder / "failures.json").write_text('{"counts": 3}')
-    (folder / "crash").write_bytes(bytes([signal.SIGABRT]))
+    for name in ("failures.json", "crash"):
+        (folder / name).write_bytes(damaged.replace(b"KEY", key))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        feed.failed(feed.take(5), RuntimeError("flaky"))
+        step = feed.take(5)
+        assert numbers_of(step) == [0, 1]
+        feed.trained(step)
+    assert list(tmp_path.iterdir()) == []
+    assert "failures.json is not readable and begins anew" in caplog.text
+
+
+def test_groups_named_twice_in_the_file_come_once(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
     with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
-        child = os.fork()
-        if child == 0:
-            faulthandler.disable()
+        keys = [key for step in (feed.take(5), feed.take(5)) for key in step.keys]
+    (tmp_path / "set_aside").mkdir()
+    known = {"counts": dict.fromkeys(keys, 2), "apart": [[keys[0], *keys], [keys[0]]], "at_fault": []}
+    (tmp_path / "set_aside/failures.json").write_text(json.dumps(known))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        assert numbers_of(feed.take(5)) == [0, 1]
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            feed.take(0)
+
+
+CRASH = """
+import ctypes, faulthandler, os, signal, sys
+from shmbridge.consumers import Feed
+
+bridge, folder, when, way = sys.argv[1:5]
+if when == "before":
+    faulthandler.enable()
+with Feed(bridge, groups=2, run_dir=folder) as feed:
+    step = feed.take(10)
+    if when == "after":
+        faulthandler.enable()
+    if when == "trained":
+        feed.trained(step)
+    if when == "child":  # with handlers of its own, which lead back to the first ones
+        faulthandler.enable()
+        if os.fork():
+            sys.exit(-os.waitstatus_to_exitcode(os.wait()[1]))
+        with Feed(bridge + "-2", groups=1, run_dir=folder + "/child"):
             os.abort()
-        os.waitpid(child, 0)
-        feed.trained(feed.take(5))
-        child = os.fork()
-        if child == 0:
-            faulthandler.disable()
-            os.abort()  # a child of fork marks nothing
-        os.waitpid(child, 0)
-        assert (folder / "crash").read_bytes() == b""
-    assert list(tmp_path.iterdir()) == []  # nothing failed
-    assert "is not readable and begins anew" in caplog.text
+    os.abort() if way == "abort" else ctypes.string_at(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "way", "counted"),
+    [
+        ("never", "abort", True),
+        ("before", "fault", True),
+        ("after", "abort", True),
+        ("after", "fault", True),
+        ("trained", "abort", False),
+        ("child", "abort", False),
+    ],
+)
+def test_a_crash_counts_in_the_middle_of_a_step_only(bridge, producer, tmp_path, when, way, counted) -> None:
+    put(producer, range(2))
+    run = [sys.executable, "-c", CRASH, bridge, str(tmp_path), when, way]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    number = signal.SIGABRT if way == "abort" else signal.SIGSEGV
+    assert ended.returncode == (number if when == "child" else -number), ended.stderr
+    assert ended.stderr.count("Fatal Python error") == (when in ("before", "after", "child")), ended.stderr
+    with Feed(bridge, run_dir=tmp_path) as feed:
+        assert len(feed._failures.counts) == (2 if counted else 0)
+    assert not (tmp_path / "set_aside/crash").exists()
+
+
+def test_a_child_of_fork_ends_no_step(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        step = feed.take(5)
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                with feed, pytest.raises(shmbridge.Closed, match="before fork"):
+                    feed.trained(step)
+                with feed:
+                    raise RuntimeError("in the child")
+            except RuntimeError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert list(tmp_path.iterdir()) == []
+        feed.trained(step)
+    assert left_over(bridge) == []
+
+
+def test_a_folder_that_takes_no_file_does_not_end_the_run(bridge, producer, tmp_path, caplog) -> None:
+    put(producer, range(4))
+    (tmp_path / "set_aside").write_text("a file where a folder should be")
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        for _ in range(2):  # counted in memory
+            feed.failed(feed.take(5), RuntimeError("poison"))
+        assert "failures of steps are not written" in caplog.text
+        step = feed.take(5)
+        assert numbers_of(step) == [0]
+        with pytest.raises(shmbridge.ShmBridgeError):
+            feed.failed(step, RuntimeError("poison"))  # nowhere to set it aside: it is kept
+        with pytest.raises(shmbridge.ShmBridgeError):
+            feed.take(5)
+        (tmp_path / "set_aside").unlink()
+        assert numbers_of(feed.take(5)) == [1]
+        assert feed.stats()["feed_groups_set_aside_total"] == 1
+    assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g0"]
+    assert len(left_over(bridge)) == 3
