@@ -195,6 +195,7 @@ class Feed:
         self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
         self._mounts: dict[str, str] = {}
         self._aside_in_a_row = 0
+        self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
@@ -238,6 +239,8 @@ class Feed:
 
         If the task is cancelled, the groups come again, unread.
         """
+        if self._closing.is_set():
+            raise self._is_closed()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shmbridge-{self.consumer.bridge}")
         over = threading.Event()
@@ -262,13 +265,20 @@ class Feed:
                 waited_s = time.monotonic() - began_s
                 left_s = math.inf if timeout_s is None else timeout_s - waited_s
                 look_s = _LOOK_S if waited_s < _LONG_S else _ASK_S
-                with self._taking:
-                    batch = self._next(max(0.0, min(look_s, left_s)), groups)
+                wait_s, batch = max(0.0, min(look_s, left_s)), None
+                if self._taking.acquire(timeout=wait_s):
+                    try:
+                        batch = self._next(wait_s, groups)
+                    finally:
+                        self._taking.release()
                 if batch is not None:
                     return self._begin(batch)
                 if left_s <= look_s:
                     raise ConsumerEmpty(f"no step within {timeout_s:g} s: {self._missing(groups)}")
-        raise Drained(f"the feed of bridge {self.consumer.bridge!r} is closed")
+        raise self._is_closed()
+
+    def _is_closed(self) -> Drained:
+        return Drained(f"the feed of bridge {self.consumer.bridge!r} is closed")
 
     def _next(self, wait_s: float, groups: int | None) -> Batch | None:
         """Returns the next batch; None if there is none in time. Blocks."""
@@ -276,6 +286,7 @@ class Feed:
             return again
         if self._batches is None or self._batches[0] != (wait_s, groups):
             self._batches = None  # ends it: what it gathered ahead comes first
+            self._asked = True
             begun = self.consumer.batches(
                 groups or self._groups,
                 rows=self._rows if groups is None else None,
@@ -315,14 +326,13 @@ class Feed:
                 stale = [g for g in groups if most is not None and 0 <= g.oldest_version < version - most]
                 for group in stale:
                     group.discard(Discard.STALE)
-                if stale and self._failures is not None:
-                    self._failures.trained(map(_key, stale))
+                failures = self._failures
+                if stale and failures is not None:
+                    failures.trained(map(_key, stale))
                 groups = [group for group in groups if group not in stale]
-                if len(groups) == 1 and self._failures is not None:
-                    if self._failures.is_at_fault(_key(groups[0])):  # there was no room on the disk
-                        self._set_aside(groups[0], "its step failed before")
-                        continue
-                if groups:
+                if failures is not None and len(groups) == 1 and failures.is_at_fault(_key(groups[0])):
+                    self._set_aside(groups[0], "its step failed before")
+                elif groups:
                     self.consumer.queue.count_batch()
                     return Batch(groups, "packed")
         return None
@@ -430,13 +440,20 @@ class Feed:
         if version is not None:
             self.consumer.publish_policy_version(version)
 
-    def checkpointed(self) -> None:
-        """Releases what was trained before the last `state_dict()`, or all that is trained if there was none.
+    def checkpointed(self, state: Mapping[str, Any] | None = None) -> None:
+        """Releases what a checkpoint contains. Call it once that is durable. Never blocks; any thread.
 
-        Call it once that checkpoint is durable. Never blocks; any thread.
+        Args:
+            state: the `state_dict()` in it. None: of the last call, or, without any, all that is trained.
+                Give it where the next checkpoint may begin before this one is durable.
         """
         with self._lock:
-            over, self._saving = (self._trained if self._saving is None else self._saving), None
+            if state is not None:
+                contained = {(name, number) for name, numbers in state["held"].items() for number in numbers}
+                over = [step for step in self._trained if contained.issuperset(_records(step))]
+                self._saving = [step for step in self._saving or () if step not in over] or None
+            else:
+                over, self._saving = (self._trained if self._saving is None else self._saving), None
             gone = set(map(id, over))
             self._trained = [step for step in self._trained if id(step) not in gone]
         for step in over:
@@ -533,22 +550,26 @@ class Feed:
             held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
             mounts = {name: self._mounts[name] for name in held if name in self._mounts}
             here = mount_id()
-            for group in (group for step in self._saving for group in step.groups):
-                for record in group.records:
-                    held.setdefault(record.meta.producer_id, set()).add(record.meta.sequence)
-                    if here:
-                        mounts[record.meta.producer_id] = here
+            for producer, sequence in (record for step in self._saving for record in _records(step)):
+                held.setdefault(producer, set()).add(sequence)
+                if here:
+                    mounts[producer] = here
         return {"format": _FORMAT, "held": {k: sorted(v) for k, v in held.items()}, "mounts": mounts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
 
-        Call it before the first `take`. Raises ValueError: it is no such state.
+        Call it before the first `take`. Raises ValueError: it is no such state, or `take` was called.
         """
-        if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
-            raise ValueError(f"this is no state of a Feed of format {_FORMAT}: {str(state)[:80]}")
-        self._known = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
-        self._mounts = dict(state["mounts"])
+        if self._asked:
+            raise ValueError("groups were taken already: load the state before the first take()")
+        try:
+            if state["format"] != _FORMAT:
+                raise ValueError
+            held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
+            self._known, self._mounts = held, dict(state["mounts"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            raise ValueError(f"this is no state of a Feed of format {_FORMAT}: {str(state)[:80]}") from None
 
     # -- counters and the end
 
@@ -610,3 +631,7 @@ class Feed:
 def _key(group: Group) -> str:
     """Returns what names a group for ever, in every process."""
     return f"{group.producer_id} {group.records[0]._sequence}"
+
+
+def _records(step: Step) -> Iterator[tuple[str, int]]:
+    return ((r.meta.producer_id, r.meta.sequence) for group in step.groups for r in group.records)

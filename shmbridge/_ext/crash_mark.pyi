@@ -6,7 +6,7 @@ class CrashNote:
 
     def __init__(self, path: bytes) -> None: ...
     def set(self, text: bytes) -> None:
-        """A crash from now on appends the signal's number, a blank and this text to the file; b"": nothing."""
+        """A crash from now on appends the signal's number, a blank and this text to the file; b"": none."""
 
     def end(self) -> None:
         """Forgets the note. Idempotent."""

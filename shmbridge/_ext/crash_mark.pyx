@@ -23,7 +23,7 @@ cdef class CrashNote:
         self.end()
 
     def set(self, text: bytes):
-        """A crash from now on appends the signal's number, a blank and this text to the file; b"": nothing."""
+        """A crash from now on appends the signal's number, a blank and this text to the file; b"": none."""
         if self.note >= 0 and self.process == getpid():
             crash_note_set(self.note, text)
 

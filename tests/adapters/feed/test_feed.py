@@ -90,6 +90,25 @@ def test_steps_are_held_until_the_checkpoint_that_lists_them(bridge, producer, t
     assert list(state["held"].values()) == [[0, 1, 2, 3]]
 
 
+def test_a_checkpoint_releases_its_own_steps_while_the_next_is_written(bridge, producer, tmp_path) -> None:
+    put(producer, range(6))
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        states = []
+        for number in range(3):
+            feed.trained(feed.take(5))
+            states.append(json.loads(json.dumps(feed.state_dict())))
+            if number:
+                feed.checkpointed(states[number - 1])
+                assert feed.stats()["released_total"] == number
+        feed.checkpointed(states[0])  # again
+        feed.trained(feed.take(5))
+        feed.checkpointed()
+        assert feed.stats()["released_total"] == 3
+    with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
+        feed.load_state_dict(states[2])
+        assert numbers_of(feed.take(5)) == [3]
+
+
 def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
     bridge, producer, tmp_path
 ) -> None:
@@ -104,8 +123,24 @@ def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
         assert numbers_of(feed.take(5)) == [4, 5]
         assert (feed.stats()["feed_groups_in_checkpoint_total"], feed.stats()["released_total"]) == (4, 4)
         assert feed.state_dict()["held"] == {}
-    with pytest.raises(ValueError, match="no state of a Feed"):
-        Feed.load_state_dict(feed, {"format": 7})
+        with pytest.raises(ValueError, match="before the first take"):
+            feed.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {"format": 7},
+        {"format": 1},
+        {"format": 1, "held": [], "mounts": {}},
+        {"format": 1, "held": {"a": [1]}, "mounts": None},
+        {"format": 1, "held": {"a": [float("inf")]}, "mounts": {}},
+    ],
+)
+def test_a_state_of_something_else_is_named(bridge, tmp_path, state) -> None:
+    with Feed(bridge, run_dir=tmp_path) as feed, pytest.raises(ValueError, match="no state of a Feed"):
+        feed.load_state_dict(state)
 
 
 def test_a_failed_step_is_tried_in_halves_until_the_group_at_fault_is_found(
@@ -262,6 +297,20 @@ def test_stale_groups_are_cut_also_when_they_come_again(bridge, producer, tmp_pa
         assert feed.stats()["discarded_total{stale}"] == 2
 
 
+def test_the_consumers_own_limit_holds_for_groups_that_come_again(bridge, producer, tmp_path) -> None:
+    limit = {"policy": "oldest", "max_off_policy_steps": 1, "groups_per_step": 2}
+    with Feed(bridge, groups=2, run_dir=tmp_path, **limit) as feed:
+        feed.consumer.publish_policy_version(0)
+        put(producer, range(2))
+        step = feed.take(5)
+        feed.consumer.publish_policy_version(2)
+        feed.failed(step, RuntimeError("flaky"))
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            feed.take(0.1)
+        assert feed.stats()["discarded_total{stale}"] == 2
+    assert list(tmp_path.iterdir()) == []  # what is discarded is forgotten
+
+
 def test_an_event_loop_goes_on_and_cancelled_calls_lose_nothing(bridge, producer, tmp_path) -> None:
     async def main() -> list[int]:
         with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
@@ -271,7 +320,10 @@ def test_an_event_loop_goes_on_and_cancelled_calls_lose_nothing(bridge, producer
             with pytest.raises(asyncio.CancelledError):
                 await call
             put(producer, range(2))
-            return numbers_of(await feed.take_async(10))
+            numbers = numbers_of(await feed.take_async(10))
+        with pytest.raises(Drained, match="is closed"):
+            await feed.take_async()
+        return numbers
 
     assert asyncio.run(main()) == [0, 1]
 
@@ -292,7 +344,9 @@ def test_closing_ends_a_wait_in_another_thread(bridge, tmp_path) -> None:
     assert ended == [f"the feed of bridge {bridge!r} is closed"]
 
 
-@pytest.mark.parametrize("wrong", [{"release_at": "never"}, {"unfit": "drop"}, {"set_aside_after": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"groups": 0}, {"rows": 0}, {"release_at": "never"}, {"unfit": "drop"}, {"set_aside_after": -1}]
+)
 def test_arguments_that_cannot_be_are_named(bridge, wrong) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Feed(bridge, **wrong)
