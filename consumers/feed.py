@@ -38,8 +38,9 @@ from typing import Any, Literal, NoReturn, Self, get_args
 import numpy as np
 
 import shmbridge
-from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Run
+from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
 from shmbridge.archive.set_aside import Failures
+from shmbridge.batching.former import Held
 from shmbridge.consumers.dataset_parts.lane_records import may_come_again
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 from shmbridge.record.groups import Group
@@ -170,9 +171,9 @@ class Feed:
         for name, value, known in (("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit)):
             if value is not None and value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
-        for name, value in (("groups", groups), ("rows", rows)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value!r} is below 1: a step has some")
+        for name, size in (("groups", groups), ("rows", rows)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size!r} is below 1: a step has some")
         if set_aside_after < 0:
             raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
@@ -190,8 +191,8 @@ class Feed:
         self._batches: tuple[tuple[float, int | None], Iterator[Batch]] | None = None
         self._again: deque[list[Group]] = deque()  # groups that come as steps of their own, before all others
         self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
-        self._trained: list[Step] = []  # and not yet in a durable checkpoint
-        self._saving: list[Step] | None = None  # trained before the last state_dict
+        self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
+        self._saving: list[Held] | None = None  # trained before the last state_dict
         self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
         self._mounts: dict[str, str] = {}
         self._aside_in_a_row = 0
@@ -436,7 +437,7 @@ class Feed:
             step.batch.release()
         else:
             with self._lock:
-                self._trained.append(step)
+                self._trained.append(self.consumer.queue.keep(step.batch))
         if version is not None:
             self.consumer.publish_policy_version(version)
 
@@ -450,14 +451,13 @@ class Feed:
         with self._lock:
             if state is not None:
                 contained = {(name, number) for name, numbers in state["held"].items() for number in numbers}
-                over = [step for step in self._trained if contained.issuperset(_records(step))]
+                over = [step for step in self._trained if contained.issuperset(map(_place, step.records))]
                 self._saving = [step for step in self._saving or () if step not in over] or None
             else:
                 over, self._saving = (self._trained if self._saving is None else self._saving), None
-            gone = set(map(id, over))
-            self._trained = [step for step in self._trained if id(step) not in gone]
-        for step in over:
-            step.batch.release()
+            self._trained = [step for step in self._trained if step not in over]
+        for record in (record for step in over for record in step.records):
+            record.release()
 
     def failed(self, step: Step, error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
@@ -550,7 +550,7 @@ class Feed:
             held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
             mounts = {name: self._mounts[name] for name in held if name in self._mounts}
             here = mount_id()
-            for producer, sequence in (record for step in self._saving for record in _records(step)):
+            for producer, sequence in (_place(record) for step in self._saving for record in step.records):
                 held.setdefault(producer, set()).add(sequence)
                 if here:
                     mounts[producer] = here
@@ -604,9 +604,11 @@ class Feed:
                 for group in groups:
                     group.abandon()
             self._again.clear()
-            for step in (*self._steps.values(), *self._trained):
+            for step in self._steps.values():
                 abandon(step.batch.records)
                 step.batch.records = []
+            for held in self._trained:
+                abandon(held.records)
             self._steps.clear()
             self._trained.clear()
         if self._failures is not None:
@@ -633,5 +635,5 @@ def _key(group: Group) -> str:
     return f"{group.producer_id} {group.records[0]._sequence}"
 
 
-def _records(step: Step) -> Iterator[tuple[str, int]]:
-    return ((r.meta.producer_id, r.meta.sequence) for group in step.groups for r in group.records)
+def _place(record: Record) -> tuple[str, int]:
+    return record.meta.producer_id, record.meta.sequence

@@ -144,9 +144,11 @@ class Failures:
 
     def apart(self, keys: Sequence[Key]) -> list[list[Key]]:
         """Returns the groups of a batch as steps: those without failures first, then sets to try apart."""
-        others = set(keys)
-        sets = [[key for key in kept if key in others and not others.discard(key)] for kept in self._apart]
-        return [kept for kept in ([key for key in keys if key in others], *sets) if kept]
+        others, sets = dict.fromkeys(keys), []
+        for kept in self._apart:
+            sets.append([key for key in dict.fromkeys(kept) if key in others])
+            others = {key: None for key in others if key not in kept}
+        return [each for each in (list(others), *sets) if each]
 
     def _forget(self, keys: set[Key]) -> None:
         for key in keys:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -107,6 +108,23 @@ def test_a_checkpoint_releases_its_own_steps_while_the_next_is_written(bridge, p
     with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
         feed.load_state_dict(states[2])
         assert numbers_of(feed.take(5)) == [3]
+
+
+def test_what_waits_for_a_checkpoint_keeps_its_lanes_and_no_arrays(bridge, producer, tmp_path) -> None:
+    with Feed(bridge, groups=2, release_at="checkpoint", run_dir=tmp_path) as feed:
+        put(producer, range(255))
+        batches = weakref.WeakSet()
+        for _ in range(127):
+            step = feed.take(5)
+            feed.trained(step)
+            batches.add(step.batch)
+        assert len(batches) == 1
+        put(producer, range(1))  # the last slot
+        feed.trained(feed.take(5))
+        with pytest.raises(shmbridge.BatchTooBig, match="128 steps wait for a checkpoint"):
+            feed.take(20)
+        feed.checkpointed()
+        assert feed.stats()["held"] == 0
 
 
 def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
