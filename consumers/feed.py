@@ -293,7 +293,7 @@ class Feed:
                 rows=self._rows if groups is None else None,
                 max_staleness=self._max_staleness,
                 split=self._split,
-                prefetch=self._prefetch,
+                prefetch=self._prefetch if wait_s >= _LOOK_S else 0,  # a thread would find nothing in time
                 hold="caller",
                 timeout_s=wait_s,
             )

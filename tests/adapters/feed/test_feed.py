@@ -119,12 +119,15 @@ def test_what_waits_for_a_checkpoint_keeps_its_lanes_and_no_arrays(bridge, produ
             feed.trained(step)
             batches.add(step.batch)
         assert len(batches) == 1
-        put(producer, range(1))  # the last slot
+        more = threading.Thread(target=put, args=(producer, range(3)))  # the lane has 256 slots
+        more.start()
         feed.trained(feed.take(5))
         with pytest.raises(shmbridge.BatchTooBig, match="128 steps wait for a checkpoint"):
             feed.take(20)
         feed.checkpointed()
-        assert feed.stats()["held"] == 0
+        more.join(20)
+        feed.trained(feed.take(5))
+        assert feed.stats()["held"] == 2
 
 
 def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
@@ -283,6 +286,23 @@ def test_rows_that_cannot_be_trained_are_named_or_left_out(bridge, producer, tmp
             assert "of group g9 of environment 'sums'" in str(raised.value)
         assert numbers_of(feed.take(5)) == [3]
     assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g9"]
+
+
+def test_a_feed_that_is_only_asked_now_and_then_gets_all(bridge, producer, tmp_path) -> None:
+    put(producer, range(40))
+    numbers: list[int] = []
+    with Feed(bridge, groups=2, run_dir=tmp_path, prefetch=2) as feed:
+        while len(numbers) < 40:
+            step = feed.take(0)
+            numbers += numbers_of(step)
+            feed.trained(step)
+    assert numbers == [*range(40)]
+
+
+def test_a_wait_in_one_thread_does_not_hold_up_another(bridge, tmp_path) -> None:
+    with Feed(bridge, run_dir=tmp_path) as feed, feed._taking:  # as while another thread waits
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            feed.take(0.05)
 
 
 def test_waits_end_with_numbers_and_drained_bridges_with_one_error(bridge, producer, tmp_path) -> None:
