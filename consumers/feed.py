@@ -168,7 +168,8 @@ class Feed:
         prefetch: int = 0,
         **consumer: Any,
     ) -> None:
-        for name, value, known in (("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit)):
+        choices = ("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit), ("split", split, Split)
+        for name, value, known in choices:
             if value is not None and value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
         for name, size in (("groups", groups), ("rows", rows)):

@@ -300,9 +300,9 @@ def test_a_feed_that_is_only_asked_now_and_then_gets_all(bridge, producer, tmp_p
 
 
 def test_a_wait_in_one_thread_does_not_hold_up_another(bridge, tmp_path) -> None:
-    with Feed(bridge, run_dir=tmp_path) as feed, feed._taking:  # as while another thread waits
-        with pytest.raises(shmbridge.ConsumerEmpty):
-            feed.take(0.05)
+    raises = pytest.raises(shmbridge.ConsumerEmpty)
+    with Feed(bridge, run_dir=tmp_path) as feed, feed._taking, raises:  # as while another thread waits
+        feed.take(0.05)
 
 
 def test_waits_end_with_numbers_and_drained_bridges_with_one_error(bridge, producer, tmp_path) -> None:
@@ -383,7 +383,15 @@ def test_closing_ends_a_wait_in_another_thread(bridge, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"groups": 0}, {"rows": 0}, {"release_at": "never"}, {"unfit": "drop"}, {"set_aside_after": -1}]
+    "wrong",
+    [
+        {"groups": 0},
+        {"rows": 0},
+        {"split": "evaluation"},
+        {"release_at": "never"},
+        {"unfit": "drop"},
+        {"set_aside_after": -1},
+    ],
 )
 def test_arguments_that_cannot_be_are_named(bridge, wrong) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
