@@ -352,8 +352,8 @@ class Feed:
         batch.records = []
         self.consumer.queue.count_batch(-1)
         with self._lock:
-            self._again.extend([by_key[key] for key in part] for part in ([key] for key in at_fault))
-            self._again.extend([by_key[key] for key in part] for part in parts)
+            alone = ([key] for key in at_fault)
+            self._again.extend([by_key[key] for key in part] for part in (*alone, *parts))
         return self._next_again()
 
     def _begin(self, batch: Batch) -> Step:
