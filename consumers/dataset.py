@@ -116,6 +116,8 @@ class BridgeDataset(IterableDataset[Tensors]):
             )
         if items == "rows" and layout != "packed":
             raise ValueError(f"layout={layout!r} is of batches; rows have no padding")
+        if split not in ("train", "eval", None):
+            raise ValueError(f'split={split!r} is none of "train", "eval" and None')
         self.bridge, self.groups, self.items, self.layout, self.hold = bridge, groups, items, layout, hold
         self.rank, self.world_size = _ranks(rank, world_size)
         if hold == "checkpoint" and self.world_size is not None:

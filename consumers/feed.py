@@ -24,6 +24,7 @@ import asyncio
 import functools
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -37,8 +38,9 @@ from typing import Any, Literal, NoReturn, Self, get_args
 import numpy as np
 
 import shmbridge
-from shmbridge import Batch, BatchTooBig, ConsumerEmpty, InvalidRecord, Run
+from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
 from shmbridge.archive.set_aside import Failures
+from shmbridge.batching.former import Held
 from shmbridge.consumers.dataset_parts.lane_records import may_come_again
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 from shmbridge.record.groups import Group
@@ -166,16 +168,22 @@ class Feed:
         prefetch: int = 0,
         **consumer: Any,
     ) -> None:
-        for name, value, known in (("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit)):
+        choices = ("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit), ("split", split, Split)
+        for name, value, known in choices:
             if value is not None and value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
+        for name, size in (("groups", groups), ("rows", rows)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size!r} is below 1: a step has some")
         if set_aside_after < 0:
             raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
         self.credit, self.whole_rows = credit or Credit(), whole_rows
         self._groups, self._rows = groups or 8, rows
-        self._max_staleness, self._split, self._prefetch = max_staleness, split, prefetch
+        # the consumer's own limit holds for groups that come again, too
+        self._max_staleness = consumer.get("max_off_policy_steps") if max_staleness is None else max_staleness
+        self._split, self._prefetch, self._pid = split, prefetch, os.getpid()
         self._after, self._on_unfit = set_aside_after, unfit
         self._longest_row, self._vocabulary = longest_row, vocabulary
         self.counts: Counter[str] = Counter()
@@ -184,11 +192,12 @@ class Feed:
         self._batches: tuple[tuple[float, int | None], Iterator[Batch]] | None = None
         self._again: deque[list[Group]] = deque()  # groups that come as steps of their own, before all others
         self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
-        self._trained: list[Step] = []  # and not yet in a durable checkpoint
-        self._saving: list[Step] | None = None  # trained before the last state_dict
+        self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
+        self._saving: list[Held] | None = None  # trained before the last state_dict
         self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
         self._mounts: dict[str, str] = {}
         self._aside_in_a_row = 0
+        self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
@@ -232,6 +241,8 @@ class Feed:
 
         If the task is cancelled, the groups come again, unread.
         """
+        if self._closing.is_set():
+            raise self._is_closed()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shmbridge-{self.consumer.bridge}")
         over = threading.Event()
@@ -256,13 +267,20 @@ class Feed:
                 waited_s = time.monotonic() - began_s
                 left_s = math.inf if timeout_s is None else timeout_s - waited_s
                 look_s = _LOOK_S if waited_s < _LONG_S else _ASK_S
-                with self._taking:
-                    batch = self._next(max(0.0, min(look_s, left_s)), groups)
+                wait_s, batch = max(0.0, min(look_s, left_s)), None
+                if self._taking.acquire(timeout=wait_s):
+                    try:
+                        batch = self._next(wait_s, groups)
+                    finally:
+                        self._taking.release()
                 if batch is not None:
                     return self._begin(batch)
                 if left_s <= look_s:
                     raise ConsumerEmpty(f"no step within {timeout_s:g} s: {self._missing(groups)}")
-        raise Drained(f"the feed of bridge {self.consumer.bridge!r} is closed")
+        raise self._is_closed()
+
+    def _is_closed(self) -> Drained:
+        return Drained(f"the feed of bridge {self.consumer.bridge!r} is closed")
 
     def _next(self, wait_s: float, groups: int | None) -> Batch | None:
         """Returns the next batch; None if there is none in time. Blocks."""
@@ -270,12 +288,13 @@ class Feed:
             return again
         if self._batches is None or self._batches[0] != (wait_s, groups):
             self._batches = None  # ends it: what it gathered ahead comes first
+            self._asked = True
             begun = self.consumer.batches(
                 groups or self._groups,
                 rows=self._rows if groups is None else None,
                 max_staleness=self._max_staleness,
                 split=self._split,
-                prefetch=self._prefetch,
+                prefetch=self._prefetch if wait_s >= _LOOK_S else 0,  # a thread would find nothing in time
                 hold="caller",
                 timeout_s=wait_s,
             )
@@ -309,7 +328,13 @@ class Feed:
                 stale = [g for g in groups if most is not None and 0 <= g.oldest_version < version - most]
                 for group in stale:
                     group.discard(Discard.STALE)
-                if groups := [group for group in groups if group not in stale]:
+                failures = self._failures
+                if stale and failures is not None:
+                    failures.trained(map(_key, stale))
+                groups = [group for group in groups if group not in stale]
+                if failures is not None and len(groups) == 1 and failures.is_at_fault(_key(groups[0])):
+                    self._set_aside(groups[0], "its step failed before")
+                elif groups:
                     self.consumer.queue.count_batch()
                     return Batch(groups, "packed")
         return None
@@ -327,9 +352,8 @@ class Feed:
         batch.records = []
         self.consumer.queue.count_batch(-1)
         with self._lock:
-            self._again.extend([by_key[key] for key in part] for part in parts)
-            for key in at_fault:
-                self._set_aside(by_key[key], "its step failed before")
+            alone = ([key] for key in at_fault)
+            self._again.extend([by_key[key] for key in part] for part in (*alone, *parts))
         return self._next_again()
 
     def _begin(self, batch: Batch) -> Step:
@@ -407,30 +431,34 @@ class Feed:
             step: of `take`, once.
             version: of the weights that the step made; published to the environments. None: not published.
         """
-        self._end(step)
-        if self._failures is not None:
-            self._failures.trained(step.keys)
+        self._end(step, trained=True)
         self._aside_in_a_row = 0
         self.counts["steps_trained"] += 1
         if self.release_at == "step":
             step.batch.release()
         else:
             with self._lock:
-                self._trained.append(step)
+                self._trained.append(self.consumer.queue.keep(step.batch))
         if version is not None:
             self.consumer.publish_policy_version(version)
 
-    def checkpointed(self) -> None:
-        """Releases what was trained before the last `state_dict()`, or all that is trained if there was none.
+    def checkpointed(self, state: Mapping[str, Any] | None = None) -> None:
+        """Releases what a checkpoint contains. Call it once that is durable. Never blocks; any thread.
 
-        Call it once that checkpoint is durable. Never blocks; any thread.
+        Args:
+            state: the `state_dict()` in it. None: of the last call, or, without any, all that is trained.
+                Give it where the next checkpoint may begin before this one is durable.
         """
         with self._lock:
-            over, self._saving = (self._trained if self._saving is None else self._saving), None
-            gone = set(map(id, over))
-            self._trained = [step for step in self._trained if id(step) not in gone]
-        for step in over:
-            step.batch.release()
+            if state is not None:
+                contained = {(name, number) for name, numbers in state["held"].items() for number in numbers}
+                over = [step for step in self._trained if contained.issuperset(map(_place, step.records))]
+                self._saving = [step for step in self._saving or () if step not in over] or None
+            else:
+                over, self._saving = (self._trained if self._saving is None else self._saving), None
+            self._trained = [step for step in self._trained if step not in over]
+        for record in (record for step in over for record in step.records):
+            record.release()
 
     def failed(self, step: Step, error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
@@ -473,12 +501,14 @@ class Feed:
         with self._lock:
             self._again.appendleft(step.groups)
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: Step, *, trained: bool = False) -> None:
+        if self._pid != os.getpid():
+            raise Closed(f"the feed of bridge {self.consumer.bridge!r} belongs to the process before fork")
         with self._lock:
             if self._steps.pop(id(step), None) is None:
                 raise ValueError(f"{step!r} is over, or another feed's")
             if self._failures is not None:
-                self._failures.over(step.keys)
+                (self._failures.trained if trained else self._failures.over)(step.keys)
 
     def _set_aside(self, group: Group, why: object) -> None:
         assert self._failures is not None
@@ -521,22 +551,26 @@ class Feed:
             held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
             mounts = {name: self._mounts[name] for name in held if name in self._mounts}
             here = mount_id()
-            for group in (group for step in self._saving for group in step.groups):
-                for record in group.records:
-                    held.setdefault(record.meta.producer_id, set()).add(record.meta.sequence)
-                    if here:
-                        mounts[record.meta.producer_id] = here
+            for producer, sequence in (_place(record) for step in self._saving for record in step.records):
+                held.setdefault(producer, set()).add(sequence)
+                if here:
+                    mounts[producer] = here
         return {"format": _FORMAT, "held": {k: sorted(v) for k, v in held.items()}, "mounts": mounts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
 
-        Call it before the first `take`. Raises ValueError: it is no such state.
+        Call it before the first `take`. Raises ValueError: it is no such state, or `take` was called.
         """
-        if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
-            raise ValueError(f"this is no state of a Feed of format {_FORMAT}: {str(state)[:80]}")
-        self._known = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
-        self._mounts = dict(state["mounts"])
+        if self._asked:
+            raise ValueError("groups were taken already: load the state before the first take()")
+        try:
+            if state["format"] != _FORMAT:
+                raise ValueError
+            held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
+            self._known, self._mounts = held, dict(state["mounts"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            raise ValueError(f"this is no state of a Feed of format {_FORMAT}: {str(state)[:80]}") from None
 
     # -- counters and the end
 
@@ -557,8 +591,11 @@ class Feed:
     def close(self) -> None:
         """Closes the bridge. What is not released comes to the next consumer. Idempotent.
 
-        Blocks for a `take` under way in another thread, at most a second or two.
+        Blocks for a `take` under way in another thread, at most a second or two. Does nothing in a child of
+        fork.
         """
+        if self._pid != os.getpid():
+            return
         self._closing.set()
         if self._thread is not None:
             self._thread.shutdown()
@@ -568,9 +605,11 @@ class Feed:
                 for group in groups:
                     group.abandon()
             self._again.clear()
-            for step in (*self._steps.values(), *self._trained):
+            for step in self._steps.values():
                 abandon(step.batch.records)
                 step.batch.records = []
+            for held in self._trained:
+                abandon(held.records)
             self._steps.clear()
             self._trained.clear()
         if self._failures is not None:
@@ -584,7 +623,7 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes; an exception counts as a failure of the steps that are not over, as `failed` does."""
-        if error is not None and self._failures is not None and isinstance(error, Exception):
+        if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]
             if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
@@ -595,3 +634,7 @@ class Feed:
 def _key(group: Group) -> str:
     """Returns what names a group for ever, in every process."""
     return f"{group.producer_id} {group.records[0]._sequence}"
+
+
+def _place(record: Record) -> tuple[str, int]:
+    return record.meta.producer_id, record.meta.sequence

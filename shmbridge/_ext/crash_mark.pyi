@@ -1,8 +1,12 @@
-def begin(file: int) -> bool:
-    """From now on a crash of this process writes its signal's number, one byte, to the open file.
+class CrashNote:
+    """A note for a file, empty at first; for the process that made it. Never blocks.
 
-    Returns whether there was room for one more. Never blocks.
+    Several notes of one process may have one file: each appends a line. A process has at most 16.
     """
 
-def end(file: int) -> None:
-    """Forgets the file; close it after that. Idempotent."""
+    def __init__(self, path: bytes) -> None: ...
+    def set(self, text: bytes) -> None:
+        """A crash from now on appends the signal's number, a blank and this text to the file; b"": none."""
+
+    def end(self) -> None:
+        """Forgets the note. Idempotent."""

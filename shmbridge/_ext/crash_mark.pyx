@@ -1,18 +1,34 @@
-"""Marks in a file that this process crashed: abort(), a fault, an illegal instruction."""
+"""Notes that are written into files only if this process crashes: abort(), a fault, an illegal instruction."""
+
+from posix.unistd cimport getpid
 
 cdef extern from "crash_mark.h" nogil:
-    int crash_mark_begin(int file)
-    void crash_mark_end(int file)
+    int crash_note_begin(const char *path)
+    int crash_note_set(int note, const char *text)
+    void crash_note_end(int note)
 
 
-def begin(int file):
-    """From now on a crash of this process writes its signal's number, one byte, to the open file.
+cdef class CrashNote:
+    """A note for a file, empty at first; for the process that made it. Never blocks.
 
-    Returns whether there was room for one more. Never blocks.
+    Several notes of one process may have one file: each appends a line. A process has at most 16.
     """
-    return crash_mark_begin(file) == 0
 
+    cdef int note, process
 
-def end(int file):
-    """Forgets the file; close it after that. Idempotent."""
-    crash_mark_end(file)
+    def __cinit__(self, path: bytes):
+        self.note, self.process = crash_note_begin(path), getpid()
+
+    def __dealloc__(self):
+        self.end()
+
+    def set(self, text: bytes):
+        """A crash from now on appends the signal's number, a blank and this text to the file; b"": none."""
+        if self.note >= 0 and self.process == getpid():
+            crash_note_set(self.note, text)
+
+    def end(self):
+        """Forgets the note. Idempotent."""
+        if self.note >= 0 and self.process == getpid():
+            crash_note_end(self.note)
+        self.note = -1

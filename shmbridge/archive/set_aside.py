@@ -1,10 +1,10 @@
 """Groups at which steps failed: counted, tried in halves, and set aside once the one at fault is found.
 
 A step that fails is tried again whole. Once each of its groups has failed often enough, it is tried in
-halves, and these in halves, until a single group fails: that one is set aside. What failed, and what a step
-has begun, stands in a file, so that it outlives the process. Of a process that ended in the middle of a step
-only a crash counts (SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL): a handler marks it. SIGKILL, SIGTERM and
-Ctrl-C do not.
+halves, and these in halves, until a single group fails: that one is set aside. What failed stands in a file,
+so that it outlives the process. Of a process that ended in the middle of a step only a crash counts (SIGABRT,
+SIGSEGV, SIGBUS, SIGFPE, SIGILL): a signal handler writes the step's groups into a second file. SIGKILL,
+SIGTERM and Ctrl-C do not count.
 
 Knows groups by their keys only, and neither leases nor trainers.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from shmbridge._ext import crash_mark
+from shmbridge._ext.crash_mark import CrashNote
 from shmbridge.archive.recorder import Recorder
 from shmbridge.record.record import Record
 
@@ -29,66 +29,78 @@ log = logging.getLogger(__name__)
 _MOST_KNOWN = 4096  # groups whose failures are remembered; the oldest are forgotten first
 
 Key = str
+_UNREADABLE = OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
 
 
 class Failures:
     """The failed attempts at groups, kept in a folder. A context manager; for one thread at a time.
 
     Args:
-        folder: made when something fails or begins; `failures.json` and what was set aside lie in it.
+        folder: made when something fails; `failures.json`, `crash` and what was set aside lie in it.
         after: failures of a group after which it is not tried beside others any more, and then set aside.
     """
 
     def __init__(self, folder: Path, after: int) -> None:
-        self.folder, self.after = folder, after
+        self.folder, self.after = folder.absolute(), after  # a trainer may change its directory
         self.counts: dict[Key, int] = {}  # failures so far
         self._apart: list[list[Key]] = []  # groups to try by themselves, set after set
         self._at_fault: set[Key] = set()  # to be set aside as soon as they are here
         self._begun: dict[Key, None] = {}  # of steps whose end is not known yet
-        self._crash = -1
-        self._made_run_folder = False
+        self._crash: CrashNote | None = None
         self._load()
 
     def _load(self) -> None:
         """Reads what an earlier process left; what it had begun has failed if it crashed."""
         try:
-            said: dict[str, Any] = json.loads((self.folder / "failures.json").read_bytes())
-            self.counts = {str(key): int(count) for key, count in said["counts"].items()}
-            self._apart = [[str(key) for key in keys] for keys in said["apart"]]
-            self._at_fault = set(map(str, said["at_fault"]))
-            begun = [str(key) for key in said["begun"]]
+            read: Any = json.loads((self.folder / "failures.json").read_bytes())
+            counts = {str(key): int(count) for key, count in read["counts"].items()}
+            apart, at_fault = [_keys(each) for each in read["apart"]], _keys(read["at_fault"])
+        except FileNotFoundError:
+            pass
+        except _UNREADABLE as wrong:
+            log.warning("%s is not readable and begins anew: %s", self.folder / "failures.json", wrong)
+        else:
+            self.counts, self._apart, self._at_fault = counts, apart, set(at_fault)
+        crash = self.folder / "crash"
+        try:
+            lines = [line.split(b" ", 1) for line in crash.read_bytes().splitlines()]
+            begun = [(int(how), _keys(json.loads(keys))) for how, keys in lines]
         except FileNotFoundError:
             return
-        except (ValueError, KeyError, TypeError, AttributeError) as wrong:
-            log.warning("%s is not readable and begins anew: %s", self.folder / "failures.json", wrong)
-            return
-        mark = self.folder / "crash"
-        how = mark.read_bytes()[-1:] if mark.exists() else b""
-        if begun and how:
+        except _UNREADABLE as wrong:
+            log.warning("%s is not readable, and its crash is not counted: %s", crash, wrong)
+            begun = []
+        for how, keys in begun:
             log.warning(
                 "the process before ended by %s in the middle of a step of %d groups: counted as a failure",
-                signal.Signals(how[0]).name if how[0] in set(signal.Signals) else f"signal {how[0]}",
-                len(begun),
+                signal.Signals(how).name if how in set(signal.Signals) else f"signal {how}",
+                len(keys),
             )
-            self.failed(begun)
+            self.failed(keys)
+        with contextlib.suppress(OSError):
+            crash.unlink()
 
     def begin(self, keys: Iterable[Key]) -> None:
-        """Notes that a step with these groups begins. Blocks for one small write."""
-        if self._crash < 0:
-            self._made_run_folder = not self.folder.parent.exists()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._crash = os.open(self.folder / "crash", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            crash_mark.begin(self._crash)
+        """Notes that a step with these groups begins. Never blocks."""
+        if self._crash is None:
+            self._crash = CrashNote(os.fsencode(self.folder / "crash"))
         self._begun |= dict.fromkeys(keys)
-        self._save()
+        self._note()
+
+    def _note(self) -> None:
+        if self._crash is not None:
+            self._crash.set(json.dumps(list(self._begun)).encode() if self._begun else b"")
 
     def over(self, keys: Iterable[Key]) -> None:
         """Notes that a step with these groups is trained, or was given back unread."""
         for key in keys:
             self._begun.pop(key, None)
+        self._note()
 
     def trained(self, keys: Iterable[Key]) -> None:
-        """Forgets the failures of groups that are trained. Blocks for one small write if there were any."""
+        """Forgets the failures of groups that are trained, or discarded. Blocks for one small write if there
+        were any.
+        """
         keys = set(keys)
         self.over(keys)
         if self.counts.keys() & keys:
@@ -103,8 +115,7 @@ class Failures:
         self.over(keys)
         for key in keys:
             self.counts[key] = self.counts.pop(key, 0) + 1
-        for key in list(self.counts)[: max(0, len(self.counts) - _MOST_KNOWN)]:
-            del self.counts[key]
+        self._forget(set(list(self.counts)[: max(0, len(self.counts) - max(_MOST_KNOWN, len(keys)))]))
         over = all(self.counts.get(key, 0) >= self.after for key in keys)
         if over and len(keys) > 1:
             half = len(keys) // 2
@@ -133,9 +144,11 @@ class Failures:
 
     def apart(self, keys: Sequence[Key]) -> list[list[Key]]:
         """Returns the groups of a batch as steps: those without failures first, then sets to try apart."""
-        sets = [[key for key in kept if key in keys] for kept in self._apart]
-        tried = {key for kept in sets for key in kept}
-        return [kept for kept in ([key for key in keys if key not in tried], *sets) if kept]
+        others, sets = dict.fromkeys(keys), []
+        for kept in self._apart:
+            sets.append([key for key in dict.fromkeys(kept) if key in others])
+            others = {key: None for key in others if key not in kept}
+        return [each for each in (list(others), *sets) if each]
 
     def _forget(self, keys: set[Key]) -> None:
         for key in keys:
@@ -145,38 +158,35 @@ class Failures:
         self._apart = [each for each in kept if each]
 
     def _save(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-        said = {
-            "counts": self.counts,
-            "apart": self._apart,
-            "at_fault": sorted(self._at_fault),
-            "begun": list(self._begun),
-        }
-        new = self.folder / "failures.json.new"
-        new.write_text(json.dumps(said))
-        new.replace(self.folder / "failures.json")
+        known = {"counts": self.counts, "apart": self._apart, "at_fault": sorted(self._at_fault)}
+        file = self.folder / "failures.json"
+        try:
+            if any(known.values()):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                new = file.with_suffix(".json.new")
+                new.write_text(json.dumps(known))
+                new.replace(file)
+            elif self.folder.is_dir():
+                file.unlink(missing_ok=True)
+                if not any(self.folder.iterdir()):
+                    self.folder.rmdir()
+        except OSError as wrong:  # the run goes on, as it would without a failure
+            log.warning("failures of steps are not written, and end with this process: %s", wrong)
 
     def close(self) -> None:
-        """Ends the marks of crashes; what is begun and not over counts as interrupted. Idempotent.
-
-        Removes its files, and the folders that it made, if nothing has failed.
-        """
-        if self._crash < 0:
-            return
-        crash_mark.end(self._crash)
-        os.close(self._crash)
-        self._crash = -1
-        if not (self.counts or self._at_fault):
-            for name in ("crash", "failures.json"):
-                (self.folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # something else lies there
-                self.folder.rmdir()
-                if self._made_run_folder:
-                    self.folder.parent.rmdir()
+        """Ends the notes for crashes; what is begun and not over counts as interrupted. Idempotent."""
+        if self._crash is not None:
+            self._crash.end()
+        self._crash = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _keys(read: object) -> list[Key]:
+    if not isinstance(read, list):
+        raise TypeError(f"not a list: {str(read)[:80]}")
+    return [str(key) for key in read]

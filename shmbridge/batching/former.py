@@ -26,6 +26,7 @@ from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
+from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
 from shmbridge.schema import Split
 from shmbridge.segments.closing import Closing, then_close
@@ -40,6 +41,15 @@ log = logging.getLogger(__name__)
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
+
+
+class Held:
+    """Records that a caller keeps without their batch; they are counted as held while this object lives."""
+
+    __slots__ = ("__weakref__", "records")
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = records
 
 
 class BatchFormer:
@@ -74,7 +84,7 @@ class BatchFormer:
         # counts.
         self._changing = False
         # Batches handed out under hold="caller", possibly still held. Guarded by the lock.
-        self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()
+        self._handed: weakref.WeakSet[Batch | Held] = weakref.WeakSet()
         # True while a thread waits for the next batch: it releases no earlier batch during the wait.
         self.somebody_waits = False
         self._late: LateReturns | None = None  # after close(): takes groups that are put back
@@ -370,10 +380,10 @@ class BatchFormer:
 
     # -- a batch that can never be filled
 
-    def held_by_caller(self, batch: Batch) -> None:
+    def held_by_caller(self, held: Batch | Held) -> None:
         """Notes a batch handed out under hold="caller", which frees no room while its holder waits."""
         with self._lock:
-            self._handed.add(batch)
+            self._handed.add(held)
 
     def _check_stuck(self, size: Want) -> None:
         """Raises BatchTooBig if this consumer holds every record in the lanes: no more can come."""

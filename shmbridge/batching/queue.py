@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.batching.former import BatchFormer
+from shmbridge.batch import Batch
+from shmbridge.batching.former import BatchFormer, Held
 from shmbridge.errors import BadArgument
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.record.groups import Group, GroupAssembler
@@ -79,6 +80,12 @@ class GroupQueue:
     def count_batch(self, batches: int = 1) -> None:
         """Counts batches handed out other than by `take_groups`; a negative number: batches undone unread."""
         self._former.count_batch(batches)
+
+    def keep(self, batch: Batch) -> Held:
+        """Moves the leases of a batch of hold="caller" out of it, to be kept without its arrays."""
+        held, batch.records = Held(batch.records), []
+        self._former.held_by_caller(held)
+        return held
 
     def take_incomplete(self, fragments: GroupAssembler) -> list[Group]:
         """Removes and returns groups that will never be whole: too late, or their producer has left.

@@ -367,6 +367,7 @@ def test_environments_hear_of_versions(bridge, producer):
     [
         ({"items": "group"}, "items='group'"),
         ({"hold": "gather"}, "hold='gather'"),
+        ({"split": "test"}, "split='test'"),
         ({"items": "rows", "layout": "padded"}, "rows have no padding"),
         ({"rank": 0}, "both or neither"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not within"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -91,6 +91,45 @@ def test_steps_are_held_until_the_checkpoint_that_lists_them(bridge, producer, t
     assert list(state["held"].values()) == [[0, 1, 2, 3]]
 
 
+def test_a_checkpoint_releases_its_own_steps_while_the_next_is_written(bridge, producer, tmp_path) -> None:
+    put(producer, range(6))
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        states = []
+        for number in range(3):
+            feed.trained(feed.take(5))
+            states.append(json.loads(json.dumps(feed.state_dict())))
+            if number:
+                feed.checkpointed(states[number - 1])
+                assert feed.stats()["released_total"] == number
+        feed.checkpointed(states[0])  # again
+        feed.trained(feed.take(5))
+        feed.checkpointed()
+        assert feed.stats()["released_total"] == 3
+    with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
+        feed.load_state_dict(states[2])
+        assert numbers_of(feed.take(5)) == [3]
+
+
+def test_what_waits_for_a_checkpoint_keeps_its_lanes_and_no_arrays(bridge, producer, tmp_path) -> None:
+    with Feed(bridge, groups=2, release_at="checkpoint", run_dir=tmp_path) as feed:
+        put(producer, range(255))
+        batches = weakref.WeakSet()
+        for _ in range(127):
+            step = feed.take(5)
+            feed.trained(step)
+            batches.add(step.batch)
+        assert len(batches) == 1
+        more = threading.Thread(target=put, args=(producer, range(3)))  # the lane has 256 slots
+        more.start()
+        feed.trained(feed.take(5))
+        with pytest.raises(shmbridge.BatchTooBig, match="128 steps wait for a checkpoint"):
+            feed.take(20)
+        feed.checkpointed()
+        more.join(20)
+        feed.trained(feed.take(5))
+        assert feed.stats()["held"] == 2
+
+
 def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
     bridge, producer, tmp_path
 ) -> None:
@@ -105,8 +144,24 @@ def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
         assert numbers_of(feed.take(5)) == [4, 5]
         assert (feed.stats()["feed_groups_in_checkpoint_total"], feed.stats()["released_total"]) == (4, 4)
         assert feed.state_dict()["held"] == {}
-    with pytest.raises(ValueError, match="no state of a Feed"):
-        Feed.load_state_dict(feed, {"format": 7})
+        with pytest.raises(ValueError, match="before the first take"):
+            feed.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {"format": 7},
+        {"format": 1},
+        {"format": 1, "held": [], "mounts": {}},
+        {"format": 1, "held": {"a": [1]}, "mounts": None},
+        {"format": 1, "held": {"a": [float("inf")]}, "mounts": {}},
+    ],
+)
+def test_a_state_of_something_else_is_named(bridge, tmp_path, state) -> None:
+    with Feed(bridge, run_dir=tmp_path) as feed, pytest.raises(ValueError, match="no state of a Feed"):
+        feed.load_state_dict(state)
 
 
 def test_a_failed_step_is_tried_in_halves_until_the_group_at_fault_is_found(
@@ -158,7 +213,7 @@ def test_kills_from_outside_are_not_counted(bridge, producer, tmp_path) -> None:
     for _ in range(4):
         ended = subprocess.run(run, capture_output=True, text=True, timeout=60)
         assert ended.stdout.startswith("failing [0, 1, 2, 3, 4, 5, 6, 7]"), ended
-    assert json.loads((tmp_path / "set_aside/failures.json").read_text())["counts"] == {}
+    assert not (tmp_path / "set_aside").exists()
 
 
 def test_interrupts_count_nothing_and_the_groups_come_again(bridge, producer, tmp_path) -> None:
@@ -233,6 +288,23 @@ def test_rows_that_cannot_be_trained_are_named_or_left_out(bridge, producer, tmp
     assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g9"]
 
 
+def test_a_feed_that_is_only_asked_now_and_then_gets_all(bridge, producer, tmp_path) -> None:
+    put(producer, range(40))
+    numbers: list[int] = []
+    with Feed(bridge, groups=2, run_dir=tmp_path, prefetch=2) as feed:
+        while len(numbers) < 40:
+            step = feed.take(0)
+            numbers += numbers_of(step)
+            feed.trained(step)
+    assert numbers == [*range(40)]
+
+
+def test_a_wait_in_one_thread_does_not_hold_up_another(bridge, tmp_path) -> None:
+    raises = pytest.raises(shmbridge.ConsumerEmpty)
+    with Feed(bridge, run_dir=tmp_path) as feed, feed._taking, raises:  # as while another thread waits
+        feed.take(0.05)
+
+
 def test_waits_end_with_numbers_and_drained_bridges_with_one_error(bridge, producer, tmp_path) -> None:
     put(producer, range(3))
     with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
@@ -263,6 +335,20 @@ def test_stale_groups_are_cut_also_when_they_come_again(bridge, producer, tmp_pa
         assert feed.stats()["discarded_total{stale}"] == 2
 
 
+def test_the_consumers_own_limit_holds_for_groups_that_come_again(bridge, producer, tmp_path) -> None:
+    limit = {"policy": "oldest", "max_off_policy_steps": 1, "groups_per_step": 2}
+    with Feed(bridge, groups=2, run_dir=tmp_path, **limit) as feed:
+        feed.consumer.publish_policy_version(0)
+        put(producer, range(2))
+        step = feed.take(5)
+        feed.consumer.publish_policy_version(2)
+        feed.failed(step, RuntimeError("flaky"))
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            feed.take(0.1)
+        assert feed.stats()["discarded_total{stale}"] == 2
+    assert list(tmp_path.iterdir()) == []  # what is discarded is forgotten
+
+
 def test_an_event_loop_goes_on_and_cancelled_calls_lose_nothing(bridge, producer, tmp_path) -> None:
     async def main() -> list[int]:
         with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
@@ -272,7 +358,10 @@ def test_an_event_loop_goes_on_and_cancelled_calls_lose_nothing(bridge, producer
             with pytest.raises(asyncio.CancelledError):
                 await call
             put(producer, range(2))
-            return numbers_of(await feed.take_async(10))
+            numbers = numbers_of(await feed.take_async(10))
+        with pytest.raises(Drained, match="is closed"):
+            await feed.take_async()
+        return numbers
 
     assert asyncio.run(main()) == [0, 1]
 
@@ -293,33 +382,151 @@ def test_closing_ends_a_wait_in_another_thread(bridge, tmp_path) -> None:
     assert ended == [f"the feed of bridge {bridge!r} is closed"]
 
 
-@pytest.mark.parametrize("wrong", [{"release_at": "never"}, {"unfit": "drop"}, {"set_aside_after": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"groups": 0},
+        {"rows": 0},
+        {"split": "evaluation"},
+        {"release_at": "never"},
+        {"unfit": "drop"},
+        {"set_aside_after": -1},
+    ],
+)
 def test_arguments_that_cannot_be_are_named(bridge, wrong) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Feed(bridge, **wrong)
     assert not any(each.name == bridge for each in shmbridge.list_bridges())
 
 
-def test_a_mark_of_another_process_or_a_damaged_file_is_no_failure(
-    bridge, producer, tmp_path, caplog
-) -> None:
-    put(producer, range(1))
+DAMAGED = [
+    b"",
+    b"{",
+    b"\xff",
+    b"7",
+    b"[1]",
+    b"[" * 100_000,
+    b'{"counts": 3}',
+    b'{"counts": {"a": 1e999}, "apart": [], "at_fault": []}',
+    b'{"counts": {"a": null}, "apart": [], "at_fault": []}',
+    b'{"counts": {"KEY": 9}, "apart": ["KEY"], "at_fault": []}',
+    b'{"counts": {"KEY": 9}, "apart": [], "at_fault": {"KEY": 1}}',
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+def test_damaged_files_begin_anew(bridge, producer, tmp_path, damaged, caplog) -> None:
+    put(producer, range(2))
+    with shmbridge.Consumer(bridge) as consumer:
+        key = f"{consumer.poll()[0].meta.producer_id} 0".encode()
     folder = tmp_path / "set_aside"
     folder.mkdir()
-    (folder / "failures.json").write_text('{"counts": 3}')
-    (folder / "crash").write_bytes(bytes([signal.SIGABRT]))
+    for name in ("failures.json", "crash"):
+        (folder / name).write_bytes(damaged.replace(b"KEY", key))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        feed.failed(feed.take(5), RuntimeError("flaky"))
+        step = feed.take(5)
+        assert numbers_of(step) == [0, 1]
+        feed.trained(step)
+    assert list(tmp_path.iterdir()) == []
+    assert "failures.json is not readable and begins anew" in caplog.text
+
+
+def test_groups_named_twice_in_the_file_come_once(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
     with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
-        child = os.fork()
-        if child == 0:
-            faulthandler.disable()
+        keys = [key for step in (feed.take(5), feed.take(5)) for key in step.keys]
+    (tmp_path / "set_aside").mkdir()
+    known = {"counts": dict.fromkeys(keys, 2), "apart": [[keys[0], *keys], [keys[0]]], "at_fault": []}
+    (tmp_path / "set_aside/failures.json").write_text(json.dumps(known))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        assert numbers_of(feed.take(5)) == [0, 1]
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            feed.take(0)
+
+
+CRASH = """
+import ctypes, faulthandler, os, signal, sys
+from shmbridge.consumers import Feed
+
+bridge, folder, when, way = sys.argv[1:5]
+if when == "before":
+    faulthandler.enable()
+with Feed(bridge, groups=2, run_dir=folder) as feed:
+    step = feed.take(10)
+    if when == "after":
+        faulthandler.enable()
+    if when == "trained":
+        feed.trained(step)
+    if when == "child":  # with handlers of its own, which lead back to the first ones
+        faulthandler.enable()
+        if os.fork():
+            sys.exit(-os.waitstatus_to_exitcode(os.wait()[1]))
+        with Feed(bridge + "-2", groups=1, run_dir=folder + "/child"):
             os.abort()
-        os.waitpid(child, 0)
-        feed.trained(feed.take(5))
-        child = os.fork()
-        if child == 0:
-            faulthandler.disable()
-            os.abort()  # a child of fork marks nothing
-        os.waitpid(child, 0)
-        assert (folder / "crash").read_bytes() == b""
-    assert list(tmp_path.iterdir()) == []  # nothing failed
-    assert "is not readable and begins anew" in caplog.text
+    os.abort() if way == "abort" else ctypes.string_at(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "way", "counted"),
+    [
+        ("never", "abort", True),
+        ("before", "fault", True),
+        ("after", "abort", True),
+        ("after", "fault", True),
+        ("trained", "abort", False),
+        ("child", "abort", False),
+    ],
+)
+def test_a_crash_counts_in_the_middle_of_a_step_only(bridge, producer, tmp_path, when, way, counted) -> None:
+    put(producer, range(2))
+    run = [sys.executable, "-c", CRASH, bridge, str(tmp_path), when, way]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    number = signal.SIGABRT if way == "abort" else signal.SIGSEGV
+    assert ended.returncode == (number if when == "child" else -number), ended.stderr
+    assert ended.stderr.count("Fatal Python error") == (when in ("before", "after", "child")), ended.stderr
+    with Feed(bridge, run_dir=tmp_path) as feed:
+        assert len(feed._failures.counts) == (2 if counted else 0)
+    assert not (tmp_path / "set_aside/crash").exists()
+
+
+def test_a_child_of_fork_ends_no_step(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        step = feed.take(5)
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                with feed, pytest.raises(shmbridge.Closed, match="before fork"):
+                    feed.trained(step)
+                with feed:
+                    raise RuntimeError("in the child")
+            except RuntimeError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert list(tmp_path.iterdir()) == []
+        feed.trained(step)
+    assert left_over(bridge) == []
+
+
+def test_a_folder_that_takes_no_file_does_not_end_the_run(bridge, producer, tmp_path, caplog) -> None:
+    put(producer, range(4))
+    (tmp_path / "set_aside").write_text("a file where a folder should be")
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        for _ in range(2):  # counted in memory
+            feed.failed(feed.take(5), RuntimeError("poison"))
+        assert "failures of steps are not written" in caplog.text
+        step = feed.take(5)
+        assert numbers_of(step) == [0]
+        with pytest.raises(shmbridge.ShmBridgeError):
+            feed.failed(step, RuntimeError("poison"))  # nowhere to set it aside: it is kept
+        with pytest.raises(shmbridge.ShmBridgeError):
+            feed.take(5)
+        (tmp_path / "set_aside").unlink()
+        assert numbers_of(feed.take(5)) == [1]
+        assert feed.stats()["feed_groups_set_aside_total"] == 1
+    assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g0"]
+    assert len(left_over(bridge)) == 3

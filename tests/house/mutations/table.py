@@ -896,8 +896,8 @@ MUTATIONS = (
         8,
         "a group that crashes the process is tried again at every start",
         "shmbridge/_ext/c/crash_mark.h",
-        "    if (getpid() == crash_process)\n",
-        "    if (0)\n",
+        "    if (getpid() == crash_process && !crash_written) {\n",
+        "    if (0) {\n",
         "tests/adapters/feed/test_feed.py -k ends_the_process",
     ),
     # 9: a learner is not thrown back in silence
