@@ -256,7 +256,7 @@ def options(*flags):
 
 
 def test_the_command_lines_defaults_are_the_objectives():
-    assert Objective.of(options()) == Objective(max_tokens=2048)
+    assert Objective.of(options()) == Objective(max_tokens=2048, longest_row=2048)
 
 
 def test_the_command_line_says_all_of_it():
@@ -287,6 +287,7 @@ def test_the_command_line_says_all_of_it():
     assert made == Objective(
         loss="dr_grpo",
         max_tokens=99,
+        longest_row=2048,
         tis_cap=2.0,
         tis_level="sequence",
         max_token_staleness=3,
