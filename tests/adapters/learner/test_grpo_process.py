@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import shmbridge
+from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader
 
 GROUPS = 2  # per step
@@ -126,6 +127,8 @@ def test_generation_waits_for_training_with_a_limit_of_steps(bridge, start_learn
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         flags = ("--max-off-policy-steps", str(limit), "--publish-every", str(every))
         learner = start_learner("--steps", str(steps), *flags, "--save-every", "100")
+        # a group begun before is of no version
+        wait_until(lambda: producer.policy_version >= 0 or learner.poll() is not None, 90)
         while learner.poll() is None:
             try:
                 with producer.begin_group(timeout_s=1.0) as ticket:
