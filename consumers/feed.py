@@ -78,7 +78,7 @@ class Step:
         groups: whole groups, in order.
         batch: all their rows, a packed shmbridge.Batch.
         rows: those that can be trained, as `Trajectory`.
-        metrics: where the advantages come from, how stale the rows are, and rows left out by reason.
+        metrics: where the advantages come from, how stale the rows are, and how many were left out.
     """
 
     def __init__(self, batch: Batch, feed: Feed, unfit: dict[int, tuple[str, str]]) -> None:
@@ -560,7 +560,7 @@ class Feed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
 
-        Call it before the first `take`. Raises ValueError: it is no such state, or `take` was called.
+        Call it before the first `take`. Raises ValueError: not made by `state_dict`, or `take` was called.
         """
         if self._asked:
             raise ValueError("groups were taken already: load the state before the first take()")
@@ -570,7 +570,7 @@ class Feed:
             held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
             self._known, self._mounts = held, dict(state["mounts"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            raise ValueError(f"this is no state of a Feed of format {_FORMAT}: {str(state)[:80]}") from None
+            raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 
     # -- counters and the end
 

@@ -18,7 +18,7 @@ import os
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from shmbridge._ext.crash_mark import CrashNote
 from shmbridge.archive.recorder import Recorder
@@ -33,7 +33,7 @@ _UNREADABLE = OSError, ValueError, KeyError, TypeError, AttributeError, Overflow
 
 
 class Failures:
-    """The failed attempts at groups, kept in a folder. A context manager; for one thread at a time.
+    """The failed attempts at groups, kept in a folder. For one thread at a time.
 
     Args:
         folder: made when something fails; `failures.json`, `crash` and what was set aside lie in it.
@@ -58,7 +58,11 @@ class Failures:
         except FileNotFoundError:
             pass
         except _UNREADABLE as wrong:
-            log.warning("%s is not readable and begins anew: %s", self.folder / "failures.json", wrong)
+            log.warning(
+                "%s cannot be read, so failures are counted from zero: %s",
+                self.folder / "failures.json",
+                wrong,
+            )
         else:
             self.counts, self._apart, self._at_fault = counts, apart, set(at_fault)
         crash = self.folder / "crash"
@@ -68,7 +72,7 @@ class Failures:
         except FileNotFoundError:
             return
         except _UNREADABLE as wrong:
-            log.warning("%s is not readable, and its crash is not counted: %s", crash, wrong)
+            log.warning("%s cannot be read, so its crash is not counted: %s", crash, wrong)
             begun = []
         for how, keys in begun:
             log.warning(
@@ -178,12 +182,6 @@ class Failures:
         if self._crash is not None:
             self._crash.end()
         self._crash = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _keys(read: object) -> list[Key]:

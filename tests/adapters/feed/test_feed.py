@@ -160,7 +160,7 @@ def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
     ],
 )
 def test_a_state_of_something_else_is_named(bridge, tmp_path, state) -> None:
-    with Feed(bridge, run_dir=tmp_path) as feed, pytest.raises(ValueError, match="no state of a Feed"):
+    with Feed(bridge, run_dir=tmp_path) as feed, pytest.raises(ValueError, match="not a Feed state"):
         feed.load_state_dict(state)
 
 
@@ -429,7 +429,7 @@ def test_damaged_files_begin_anew(bridge, producer, tmp_path, damaged, caplog) -
         assert numbers_of(step) == [0, 1]
         feed.trained(step)
     assert list(tmp_path.iterdir()) == []
-    assert "failures.json is not readable and begins anew" in caplog.text
+    assert "failures.json cannot be read, so failures are counted from zero" in caplog.text
 
 
 def test_groups_named_twice_in_the_file_come_once(bridge, producer, tmp_path) -> None:

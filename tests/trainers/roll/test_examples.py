@@ -138,7 +138,7 @@ def test_roll_reads_the_examples(needs_checkout, name, monkeypatch, tmp_path):
     config, pipeline = module.configuration(name, ["max_steps=3"])
     assert config.max_steps == 3
     assert not config.enable_reference, (
-        "the example says so, and ROLL overrules it where init_kl_coef is above 0"
+        "init_kl_coef above 0 makes ROLL enable the reference, whatever the example says"
     )
     (worker,) = {cfg["env_manager_cls"] for cfg in config.train_env_manager.env_configs[0].values()}
     assert worker.endswith("ShmEnvManager" if name == "shm_grpo" else "TrajEnvManager")

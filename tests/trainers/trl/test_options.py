@@ -1,4 +1,4 @@
-"""What each option of TRL's configurations does to a bridge's rows, and what of it is refused or fed anew."""
+"""What each TRL option does to a bridge's rows: refused, replaced by the adapter, or kept."""
 
 from dataclasses import fields
 
