@@ -28,9 +28,10 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, get_args
@@ -78,12 +79,25 @@ class Step:
         groups: whole groups, in order.
         batch: all their rows, a packed shmbridge.Batch.
         rows: those that can be trained, as `Trajectory`.
+        unfit: the others.
         metrics: where the advantages come from, how stale the rows are, and how many were left out.
     """
 
-    def __init__(self, batch: Batch, feed: Feed, unfit: dict[int, tuple[str, str]]) -> None:
-        self.batch, self.groups, self._feed, self._unfit = batch, list(batch.groups), feed, unfit
-        self.keys = [_key(group) for group in self.groups]
+    def __init__(self, groups: list[Group], feed: Feed, held: Held) -> None:
+        self.groups, self._feed, self._held = groups, feed, held
+        self.keys = [_key(group) for group in groups]
+
+    @cached_property
+    def batch(self) -> Batch:
+        """See the class. Its `release()` does nothing: the feed releases."""
+        made = Batch(self.groups, "packed")
+        made.records = []
+        return made
+
+    @cached_property
+    def unfit(self) -> dict[int, tuple[str, str]]:
+        """Rows that cannot be trained, by number: what kind of row, and why."""
+        return self._feed._look_for_unfit(self.batch)
 
     @cached_property
     def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
@@ -91,8 +105,8 @@ class Step:
         rows, metrics = trajectories(self.batch, feed.credit, whole_rows=feed.whole_rows)
         if lags := self.lags(feed.consumer.training_version):
             metrics |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
-        metrics["rows_left_out"] = float(len(self._unfit))
-        return [row for row in rows if row.row not in self._unfit], metrics
+        metrics["rows_left_out"] = float(len(self.unfit))
+        return [row for row in rows if row.row not in self.unfit], metrics
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -132,6 +146,8 @@ class Feed:
             raised.
         run: announced to the environments; None: a run without a last step.
         run_dir: folder of the run; None: `checkpoint_dir` of `run`, else runs/<bridge>.
+        exact: every step has exactly as many groups as asked for: groups that are tried apart are joined by
+            others, one set of them at a time. For trainers whose steps have a fixed size.
         unfit: "refuse" raises UnfitRow at a row that cannot be trained, "leave_out" leaves the row out of
             `step.rows` and counts it.
         longest_row: most tokens of a row; None: any number.
@@ -160,6 +176,7 @@ class Feed:
         set_aside_after: int = 2,
         run: Run | None = None,
         run_dir: str | Path | None = None,
+        exact: bool = False,
         unfit: Unfit = "refuse",
         longest_row: int | None = None,
         vocabulary: int | None = None,
@@ -175,12 +192,18 @@ class Feed:
         for name, size in (("groups", groups), ("rows", rows)):
             if size is not None and size < 1:
                 raise ValueError(f"{name}={size!r} is below 1: a step has some")
+        if exact and rows is not None:
+            raise ValueError("exact=True counts groups, and rows= does not -> groups=")
         if set_aside_after < 0:
             raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
         self.credit, self.whole_rows = credit or Credit(), whole_rows
-        self._groups, self._rows = groups or 8, rows
+        self._groups, self._rows, self._exact = groups or 8, rows, exact
+        limited = consumer.get("max_off_policy_steps") is not None
+        self._at_once = (
+            consumer.get("groups_per_step") if limited else None
+        )  # then nothing else is handed out
         # the consumer's own limit holds for groups that come again, too
         self._max_staleness = consumer.get("max_off_policy_steps") if max_staleness is None else max_staleness
         self._split, self._prefetch, self._pid = split, prefetch, os.getpid()
@@ -191,6 +214,7 @@ class Feed:
         self._lock = threading.RLock()  # around what is held; never for long
         self._batches: tuple[tuple[float, int | None], Iterator[Batch]] | None = None
         self._again: deque[list[Group]] = deque()  # groups that come as steps of their own, before all others
+        self._gathered: list[Group] = []  # of an exact step that is not complete
         self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
         self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
         self._saving: list[Held] | None = None  # trained before the last state_dict
@@ -267,14 +291,14 @@ class Feed:
                 waited_s = time.monotonic() - began_s
                 left_s = math.inf if timeout_s is None else timeout_s - waited_s
                 look_s = _LOOK_S if waited_s < _LONG_S else _ASK_S
-                wait_s, batch = max(0.0, min(look_s, left_s)), None
+                wait_s, step = max(0.0, min(look_s, left_s)), None
                 if self._taking.acquire(timeout=wait_s):
                     try:
-                        batch = self._next(wait_s, groups)
+                        step = self._next(wait_s, groups)
                     finally:
                         self._taking.release()
-                if batch is not None:
-                    return self._begin(batch)
+                if step is not None:
+                    return step
                 if left_s <= look_s:
                     raise ConsumerEmpty(f"no step within {timeout_s:g} s: {self._missing(groups)}")
         raise self._is_closed()
@@ -282,10 +306,41 @@ class Feed:
     def _is_closed(self) -> Drained:
         return Drained(f"the feed of bridge {self.consumer.bridge!r} is closed")
 
-    def _next(self, wait_s: float, groups: int | None) -> Batch | None:
-        """Returns the next batch; None if there is none in time. Blocks."""
-        if (again := self._next_again()) is not None:
-            return again
+    def _next(self, wait_s: float, groups: int | None) -> Step | None:
+        """Returns the next step; None if there is none in time. Blocks."""
+        wanted = groups or self._groups
+        while True:
+            if made := self._gather_again(wanted) if self._exact else self._next_again():
+                return self._step_of(made)
+            missing = (self._at_once or wanted - len(self._gathered)) if self._exact else groups
+            if (batch := self._fresh(wait_s, missing)) is None:
+                return None
+            parts = self._by_failures(batch.groups)
+            whole = not self._exact or (not self._gathered and len(batch.groups) == wanted)
+            if (
+                len(parts) == 1
+                and whole
+                and not (self._is_at_fault(batch.groups) or self._must_wait(batch.groups))
+            ):
+                return self._step_of(batch.groups, batch)
+            batch.records = []
+            with self._lock:
+                self._again.extend(parts)
+
+    def _gather_again(self, wanted: int) -> list[Group] | None:
+        """Returns that many groups of those that come again; None if there are fewer, which are kept."""
+        while len(self._gathered) < wanted and (again := self._next_again()):
+            room = wanted - len(self._gathered)
+            self._gathered += again[:room]
+            if again[room:]:
+                self._again.appendleft(again[room:])
+        if len(self._gathered) < wanted:
+            return None
+        made, self._gathered = self._gathered[:wanted], self._gathered[wanted:]
+        return made
+
+    def _fresh(self, wait_s: float, groups: int | None) -> Batch | None:
+        """Returns the consumer's next batch; None if there is none in time. Blocks."""
         if self._batches is None or self._batches[0] != (wait_s, groups):
             self._batches = None  # ends it: what it gathered ahead comes first
             self._asked = True
@@ -305,11 +360,14 @@ class Feed:
             self._batches = None  # an iteration that raised is over
             if isinstance(wrong, ConsumerEmpty):
                 return None
-            if isinstance(wrong, BatchTooBig) and self._trained:
-                raise BatchTooBig(
-                    f"{wrong.message}; {counted(len(self._trained), 'step')} wait for a checkpoint",
-                    hint='save more often, give environments larger lanes, or release_at="step"',
-                ) from None
+            if isinstance(wrong, BatchTooBig):
+                if self._groups_out() >= self._groups:  # the trainer has a whole step, and releases it
+                    return None
+                if self._trained:
+                    raise BatchTooBig(
+                        f"{wrong.message}; {counted(len(self._trained), 'step')} wait for a checkpoint",
+                        hint='save more often, give environments larger lanes, or release_at="step"',
+                    ) from None
             raise
         if batch is None:
             self._batches = None
@@ -317,59 +375,91 @@ class Feed:
                 f"bridge {self.consumer.bridge!r} is drained: {self._missing(groups)} -> save the model; a "
                 "new run needs a bridge that is not drained"
             )
-        return self._apart(batch)
+        self.consumer.queue.count_batch(-1)  # a step is counted as it is handed out
+        return batch
 
-    def _next_again(self) -> Batch | None:
-        """Returns the first of the steps that come again; their stale groups are discarded."""
-        while self._again:
-            with self._lock:
-                groups, version = self._again.popleft(), self.consumer.training_version
-                most = self._max_staleness
+    def _groups_out(self) -> int:
+        with self._lock:
+            return sum(len(step.groups) for step in self._steps.values())
+
+    def _next_again(self) -> list[Group] | None:
+        """Returns the first groups that come again and may go into a step now; discards the stale ones."""
+        most, failures = self._max_staleness, self._failures
+        with self._lock:
+            waiting, self._again = self._again, deque()
+            while waiting:
+                groups, version = waiting.popleft(), self.consumer.training_version
+                if self._must_wait(groups):
+                    self._again.append(groups)
+                    continue
                 stale = [g for g in groups if most is not None and 0 <= g.oldest_version < version - most]
                 for group in stale:
                     group.discard(Discard.STALE)
-                failures = self._failures
                 if stale and failures is not None:
                     failures.trained(map(_key, stale))
                 groups = [group for group in groups if group not in stale]
-                if failures is not None and len(groups) == 1 and failures.is_at_fault(_key(groups[0])):
-                    self._set_aside(groups[0], "its step failed before")
+                if self._is_at_fault(groups):
+                    try:
+                        self._set_aside(groups[0], "its step failed before")
+                    except BaseException:
+                        self._again.extend(waiting)
+                        raise
                 elif groups:
-                    self.consumer.queue.count_batch()
-                    return Batch(groups, "packed")
+                    self._again.extend(waiting)
+                    return groups
         return None
 
-    def _apart(self, batch: Batch) -> Batch | None:
-        """Returns the batch, or, if some of its groups are to be tried apart or set aside, a part of it."""
-        failures = self._failures
-        if failures is None or not failures.counts:
-            return batch
-        by_key = {_key(group): group for group in batch.groups}
-        at_fault = [key for key in by_key if failures.is_at_fault(key)]
-        parts = failures.apart([key for key in by_key if key not in at_fault])
-        if not at_fault and len(parts) == 1:
-            return batch
-        batch.records = []
-        self.consumer.queue.count_batch(-1)
+    def _must_wait(self, groups: list[Group]) -> bool:
+        """Returns whether exact steps have groups of another set that is tried apart, or may have."""
+        if not self._exact or self._failures is None or not self._failures.counts:
+            return False
         with self._lock:
-            alone = ([key] for key in at_fault)
-            self._again.extend([by_key[key] for key in part] for part in (*alone, *parts))
-        return self._next_again()
+            out = [*self._gathered, *(group for step in self._steps.values() for group in step.groups)]
+        these, others = (
+            {self._failures.set_of(_key(group)) for group in some} - {None} for some in (groups, out)
+        )
+        return bool(these and others - these)
 
-    def _begin(self, batch: Batch) -> Step:
-        unfit = self._look_for_unfit(batch)
-        step = Step(batch, self, unfit)
+    def _is_at_fault(self, groups: list[Group]) -> bool:
+        return self._failures is not None and len(groups) == 1 and self._failures.is_at_fault(_key(groups[0]))
+
+    def _by_failures(self, groups: list[Group]) -> list[list[Group]]:
+        """Returns the groups as steps: one at fault alone, those not suspected, then sets to try apart."""
+        if self._failures is None or not self._failures.counts:
+            return [groups]
+        known = {_key(group): group for group in groups}
+        return [[known[key] for key in part] for part in self._failures.apart(list(known))]
+
+    def _step_of(self, groups: list[Group], batch: Batch | None = None) -> Step:
+        """Begins a step. A batch is of these groups, and gives its leases up."""
+        step = Step(groups, self, self.consumer.queue.keep([r for group in groups for r in group.records]))
+        if batch is not None:
+            batch.records = []
+            step.batch = batch
+        self.consumer.queue.count_batch()
+        unfit = step.unfit
         if unfit and self._on_unfit == "refuse":
             self._refuse(step, *next(iter(unfit.items())))
         with self._lock:
             self._steps[id(step)] = step
             if self._failures is not None:
                 self._failures.begin(step.keys)
-            redelivered = sum(group.records[0].meta.redelivered for group in step.groups)
-            self.counts.update({"groups": len(step.groups), "groups_redelivered": redelivered})
+            redelivered = sum(group.records[0].meta.redelivered for group in groups)
+            self.counts.update({"groups": len(groups), "groups_redelivered": redelivered})
             for kind, _ in unfit.values():
                 self.counts[f"rows_left_out_{kind}"] += 1
         return step
+
+    def parts(self, step: Step) -> list[Step]:
+        """Returns a step per group in place of the step, for a trainer that trains groups one by one.
+
+        Each is to be ended by itself, or several together. Never blocks; any thread.
+        """
+        self._end([step], begun=True)
+        made = [Step([group], self, self.consumer.queue.keep(list(group.records))) for group in step.groups]
+        with self._lock:
+            self._steps.update((id(each), each) for each in made)
+        return made
 
     def _missing(self, groups: int | None) -> str:
         by_rows = groups is None and self._rows is not None
@@ -406,41 +496,42 @@ class Feed:
             row=number,
         )
         bad = step.groups[at]
-        self._take_apart(step)
+        self.consumer.queue.count_batch(-1)
         with self._lock:
-            aside = self._failures is not None and self._failures.failed([_key(bad)])
+            aside = self._failures is not None and self._failures.failed([_key(bad)]) is not None
             if back := [group for group in step.groups if not (aside and group is bad)]:
                 self._again.appendleft(back)
             if aside:
                 self._set_aside(bad, error)
         raise error
 
-    def _take_apart(self, step: Step) -> None:
-        """Ends a step's batch without release: its groups keep the leases."""
-        step.batch.records = []
-        self.consumer.queue.count_batch(-1)
-
     # -- what became of a step
 
-    def trained(self, step: Step, version: int | None = None) -> None:
+    def trained(self, step: Step | Sequence[Step], version: int | None = None) -> None:
         """Notes that a step is trained; releases its groups, or holds them for a checkpoint. Any thread.
 
         Never blocks for records.
 
         Args:
-            step: of `take`, once.
+            step: of `take`, once; or several `parts` that were trained together.
             version: of the weights that the step made; published to the environments. None: not published.
         """
-        self._end(step, trained=True)
+        over = self._end(step, trained=True)
         self._aside_in_a_row = 0
         self.counts["steps_trained"] += 1
         if self.release_at == "step":
-            step.batch.release()
+            _release(over)
         else:
             with self._lock:
-                self._trained.append(self.consumer.queue.keep(step.batch))
+                self._trained += [each._held for each in over]
         if version is not None:
             self.consumer.publish_policy_version(version)
+
+    def dropped(self, step: Step | Sequence[Step], why: str) -> None:
+        """Releases groups that the trainer will not train, counted as `groups_dropped{why}`. Any thread."""
+        over = self._end(step, trained=True)
+        self.counts[f"groups_dropped{{{why}}}"] += sum(len(each.groups) for each in over)
+        _release(over)
 
     def checkpointed(self, state: Mapping[str, Any] | None = None) -> None:
         """Releases what a checkpoint contains. Call it once that is durable. Never blocks; any thread.
@@ -457,8 +548,7 @@ class Feed:
             else:
                 over, self._saving = (self._trained if self._saving is None else self._saving), None
             self._trained = [step for step in self._trained if step not in over]
-        for record in (record for step in over for record in step.records):
-            record.release()
+        _release(over)
 
     def failed(self, step: Step, error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
@@ -467,23 +557,31 @@ class Feed:
         trainer's to make), and if several groups were set aside in a row without a step that trains: then
         they are not at fault.
         """
-        self._end(step)
-        self._take_apart(step)
+        over = self._end(step)
+        self.consumer.queue.count_batch(-1)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
         no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        groups = [group for each in over for group in each.groups]
         with self._lock:
-            if spared or no_memory or self._failures is None or not self._failures.failed(step.keys):
-                known = {_key(group): group for group in step.groups}
-                parts = [list(known)] if self._failures is None else self._failures.apart(list(known))
-                self._again.extendleft([known[key] for key in part] for part in reversed(parts))
-            else:
-                self._set_aside(step.groups[0], error)
+            fault = None
+            if not (spared or no_memory or self._failures is None):
+                fault = self._failures.failed([_key(group) for group in groups])
+            back = [group for group in groups if _key(group) != fault]
+            self._again.extendleft(reversed(self._by_failures(back) if back else []))
+            for group in groups:
+                if group not in back:
+                    self._set_aside(group, error)
         if no_memory:
-            row = int(step.batch.lengths.argmax())
-            meta = step.batch.meta[row]
+            length, meta = max(
+                (
+                    (int(each.batch.lengths.max()), each.batch.meta[int(each.batch.lengths.argmax())])
+                    for each in over
+                ),
+                key=itemgetter(0),
+            )
             error.add_note(
-                f"the longest row of the step has {step.batch.lengths[row]} tokens: group {meta.group_id} of "
+                f"the longest row of the step has {length} tokens: group {meta.group_id} of "
                 f"environment {meta.env_name!r}"
             )
         if self._aside_in_a_row >= _MOST_ASIDE:
@@ -497,18 +595,25 @@ class Feed:
     def give_back(self, step: Step) -> None:
         """Returns an unread step: it comes again before all others, and nothing is counted. Any thread."""
         self._end(step)
-        self._take_apart(step)
+        self.consumer.queue.count_batch(-1)
         with self._lock:
             self._again.appendleft(step.groups)
 
-    def _end(self, step: Step, *, trained: bool = False) -> None:
+    def _end(self, step: Step | Sequence[Step], *, trained: bool = False, begun: bool = False) -> list[Step]:
+        """Ends steps, and returns them; `begun`: their groups stay begun."""
         if self._pid != os.getpid():
             raise Closed(f"the feed of bridge {self.consumer.bridge!r} belongs to the process before fork")
+        over = [step] if isinstance(step, Step) else list(step)
         with self._lock:
-            if self._steps.pop(id(step), None) is None:
-                raise ValueError(f"{step!r} is over, or another feed's")
-            if self._failures is not None:
-                (self._failures.trained if trained else self._failures.over)(step.keys)
+            for each in over:
+                if id(each) not in self._steps:
+                    raise ValueError(f"{each!r} is over, or another feed's")
+            for each in over:
+                del self._steps[id(each)]
+            if self._failures is not None and not begun:
+                keys = [key for each in over for key in each.keys]
+                (self._failures.trained if trained else self._failures.over)(keys)
+        return over
 
     def _set_aside(self, group: Group, why: object) -> None:
         assert self._failures is not None
@@ -581,7 +686,8 @@ class Feed:
                 "feed_steps_out": float(len(self._steps)),
                 "feed_steps_trained_held": float(len(self._trained)),
             }
-        mine = {f"feed_{name}_total": float(count) for name, count in self.counts.items()}
+        names = ((name.partition("{"), count) for name, count in self.counts.items())
+        mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
     def drain(self) -> None:
@@ -605,11 +711,10 @@ class Feed:
                 for group in groups:
                     group.abandon()
             self._again.clear()
-            for step in self._steps.values():
-                abandon(step.batch.records)
-                step.batch.records = []
-            for held in self._trained:
+            abandon([record for group in self._gathered for record in group.records])
+            for held in (*(step._held for step in self._steps.values()), *self._trained):
                 abandon(held.records)
+            self._gathered.clear()
             self._steps.clear()
             self._trained.clear()
         if self._failures is not None:
@@ -629,6 +734,12 @@ class Feed:
             if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
                 self._failures.failed(keys)
         self.close()
+
+
+def _release(steps: Iterable[Step | Held]) -> None:
+    for each in steps:
+        for record in (each._held if isinstance(each, Step) else each).records:
+            record.release()
 
 
 def _key(group: Group) -> str:

@@ -111,26 +111,33 @@ class Failures:
             self._forget(keys)
             self._save()
 
-    def failed(self, keys: Sequence[Key]) -> bool:
-        """Counts a failure of a step; returns whether its one group is at fault, and so to be set aside.
+    def failed(self, keys: Sequence[Key]) -> Key | None:
+        """Counts a failure of a step; returns the one group at fault, to be set aside, once it is known.
 
-        Otherwise `apart` says how to try its groups again. Blocks for one small write.
+        Where groups that failed often enough were tried beside others, only those are counted. `apart` says
+        how to try the groups again. Blocks for one small write.
         """
         self.over(keys)
-        for key in keys:
+        suspects = [key for key in keys if self.set_of(key) is not None] or list(keys)
+        for key in suspects:
             self.counts[key] = self.counts.pop(key, 0) + 1
         self._forget(set(list(self.counts)[: max(0, len(self.counts) - max(_MOST_KNOWN, len(keys)))]))
-        over = all(self.counts.get(key, 0) >= self.after for key in keys)
-        if over and len(keys) > 1:
-            half = len(keys) // 2
-            self._apart = [
-                each for each in ([key for key in kept if key not in keys] for kept in self._apart) if each
-            ]
-            self._apart = [list(keys[:half]), list(keys[half:]), *self._apart]
-        if over and len(keys) == 1:
-            self._at_fault.add(keys[0])
+        found = None
+        if all(self.counts.get(key, 0) >= self.after for key in suspects):
+            kept = ([key for key in each if key not in suspects] for each in self._apart)
+            self._apart = [each for each in kept if each]
+            if len(suspects) == 1:
+                found = suspects[0]
+                self._at_fault.add(found)
+            else:
+                half = len(suspects) // 2
+                self._apart = [suspects[:half], suspects[half:], *self._apart]
         self._save()
-        return over and len(keys) == 1
+        return found
+
+    def set_of(self, key: Key) -> int | None:
+        """Returns the number of the set that the group is to be tried apart with; None: with any others."""
+        return next((number for number, each in enumerate(self._apart) if key in each), None)
 
     def is_at_fault(self, key: Key) -> bool:
         """Returns whether the group is to be set aside, untried."""
@@ -147,12 +154,13 @@ class Failures:
         self._save()
 
     def apart(self, keys: Sequence[Key]) -> list[list[Key]]:
-        """Returns the groups of a batch as steps: those without failures first, then sets to try apart."""
-        others, sets = dict.fromkeys(keys), []
+        """Returns groups as steps: one at fault each, those not suspected, then sets to try apart."""
+        alone = [[key] for key in keys if key in self._at_fault]
+        others, sets = dict.fromkeys(key for key in keys if key not in self._at_fault), []
         for kept in self._apart:
             sets.append([key for key in dict.fromkeys(kept) if key in others])
             others = {key: None for key in others if key not in kept}
-        return [each for each in (list(others), *sets) if each]
+        return [*alone, *(each for each in (list(others), *sets) if each)]
 
     def _forget(self, keys: set[Key]) -> None:
         for key in keys:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.batch import Batch
 from shmbridge.batching.former import BatchFormer, Held
 from shmbridge.errors import BadArgument
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.record.groups import Group, GroupAssembler
+from shmbridge.record.record import Record
 from shmbridge.shown import kind_of
 
 
@@ -81,9 +81,9 @@ class GroupQueue:
         """Counts batches handed out other than by `take_groups`; a negative number: batches undone unread."""
         self._former.count_batch(batches)
 
-    def keep(self, batch: Batch) -> Held:
-        """Moves the leases of a batch of hold="caller" out of it, to be kept without its arrays."""
-        held, batch.records = Held(batch.records), []
+    def keep(self, records: list[Record]) -> Held:
+        """Takes over the leases of groups that a caller holds, to be kept without a batch and its arrays."""
+        held = Held(records)
         self._former.held_by_caller(held)
         return held
 

@@ -530,3 +530,92 @@ def test_a_folder_that_takes_no_file_does_not_end_the_run(bridge, producer, tmp_
         assert feed.stats()["feed_groups_set_aside_total"] == 1
     assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g0"]
     assert len(left_over(bridge)) == 3
+
+
+def test_exact_steps_fill_up_what_is_tried_apart(bridge, producer, tmp_path) -> None:
+    put(producer, range(40))
+    tried, trained = [], []
+    with Feed(bridge, groups=8, exact=True, run_dir=tmp_path) as feed:
+        while len(trained) < 32:
+            step = feed.take(5)
+            numbers = numbers_of(step)
+            tried.append(numbers)
+            if 5 in numbers:
+                feed.failed(step, FloatingPointError("nan loss"))
+            else:
+                feed.trained(step)
+                trained += numbers
+        assert feed.stats()["feed_groups_set_aside_total"] == 1
+    assert {len(numbers) for numbers in tried} == {8}
+    assert len(trained) == len(set(trained))
+    apart = [{*numbers} & {*range(8)} for numbers in tried]
+    assert apart[:2] == [{*range(8)}] * 2
+    assert all(len(numbers) <= 4 for numbers in apart[2:])
+    assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g5"]
+
+
+@pytest.mark.parametrize("how", ["trained one by one", "failed together"])
+def test_an_asynchronous_trainer_gets_suspects_one_set_at_a_time(bridge, producer, tmp_path, how) -> None:
+    """It takes group by group, keeps several, and resumes after each failure: as SkyRL and verl."""
+    put(producer, range(30))
+    trained: list[int] = []
+    for _ in range(12):
+        with Feed(bridge, groups=4, exact=True, run_dir=tmp_path) as feed:
+            held = []
+            while len(trained) < 24:
+                (taken,) = feed.parts(feed.take(5, groups=1))
+                held.append((numbers_of(taken)[0], taken))
+                if len(held) < 4:
+                    continue
+                if any(number == 2 for number, _ in held) and how == "failed together":
+                    feed.failed([step for _, step in held], FloatingPointError("nan loss"))
+                    break
+                feed.trained([step for _, step in held], version=len(trained) // 4 + 1)
+                trained += [number for number, _ in held]
+                held = []
+            else:
+                break
+    assert len(trained) == len(set(trained)) == 24
+    aside = (
+        [f.group_id for f in read_archive(tmp_path / "set_aside")]
+        if (tmp_path / "set_aside").exists()
+        else []
+    )
+    assert aside == (["g2"] if how == "failed together" else [])
+    assert 2 not in trained or how == "trained one by one"
+
+
+def test_parts_of_a_step_end_by_themselves(bridge, producer, tmp_path) -> None:
+    put(producer, range(5))
+    with Feed(bridge, groups=4, release_at="checkpoint", run_dir=tmp_path) as feed:
+        step = feed.take(5)
+        first, second, third, fourth = feed.parts(step)
+        assert [numbers_of(each) for each in (first, second, third, fourth)] == [[0], [1], [2], [3]]
+        with pytest.raises(ValueError, match="is over"):
+            feed.trained(step)
+        feed.trained([first, third])
+        feed.dropped(second, "stale")
+        feed.give_back(fourth)
+        stats = feed.stats()
+        assert (stats["released_total"], stats["feed_steps_trained_held"]) == (1, 2)
+        assert stats["feed_groups_dropped_total{stale}"] == 1
+        assert numbers_of(feed.take(5, groups=1)) == [3]
+        (held,) = feed.state_dict()["held"].values()
+        assert held == [0, 2]
+        feed.checkpointed()
+        assert feed.stats()["released_total"] == 3
+
+
+def test_full_lanes_are_waited_for_while_the_trainer_has_a_step_to_release(
+    bridge, producer, tmp_path
+) -> None:
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        put(producer, range(256))  # the lane has that many slots
+        out = [feed.take(5) for _ in range(128)]
+        more = threading.Thread(target=put, args=(producer, range(256, 258)))
+        more.start()
+        later = threading.Timer(3, feed.trained, args=(out.pop(0),))
+        later.start()
+        assert numbers_of(feed.take(20)) == [256, 257]
+        later.join()
+        more.join()
