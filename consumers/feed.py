@@ -102,7 +102,9 @@ class Step:
     @cached_property
     def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
         feed = self._feed
-        rows, metrics = trajectories(self.batch, feed.credit, whole_rows=feed.whole_rows)
+        rows, metrics = trajectories(
+            self.batch, feed.credit, whole_rows=feed.whole_rows, mask_truncated=feed.mask_truncated
+        )
         if lags := self.lags(feed.consumer.training_version):
             metrics |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
         metrics["rows_left_out"] = float(len(self.unfit))
@@ -154,6 +156,7 @@ class Feed:
         vocabulary: token ids are below this; None: not checked.
         credit: how advantages are computed for groups without their own.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        mask_truncated: nothing is trained of rows whose `finish_reason` is known and not "stop".
         prefetch: batches gathered ahead, still held.
         consumer: further options of shmbridge.Consumer.
 
@@ -182,6 +185,7 @@ class Feed:
         vocabulary: int | None = None,
         credit: Credit | None = None,
         whole_rows: bool = False,
+        mask_truncated: bool = False,
         prefetch: int = 0,
         **consumer: Any,
     ) -> None:
@@ -198,7 +202,7 @@ class Feed:
             raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
-        self.credit, self.whole_rows = credit or Credit(), whole_rows
+        self.credit, self.whole_rows, self.mask_truncated = credit or Credit(), whole_rows, mask_truncated
         self._groups, self._rows, self._exact = groups or 8, rows, exact
         limited = consumer.get("max_off_policy_steps") is not None
         self._at_once = (

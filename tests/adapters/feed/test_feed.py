@@ -619,3 +619,13 @@ def test_full_lanes_are_waited_for_while_the_trainer_has_a_step_to_release(
         assert numbers_of(feed.take(20)) == [256, 257]
         later.join()
         more.join()
+
+
+def test_rows_that_did_not_stop_train_nothing_if_asked(bridge, producer, tmp_path) -> None:
+    """Codes of finish_reason: stop, length, abort; a row without one is trained."""
+    rows = {"tokens": [[1, 1]] * 4, "loss_mask": [[0, 1]] * 4, "score": [0.0, 1.0, 2.0, 3.0]}
+    producer.put(rows | {"finish_reason": [0, 1, 2, None]})
+    with Feed(bridge, groups=1, run_dir=tmp_path, mask_truncated=True) as feed:
+        step = feed.take(5)
+        assert [row.trained.sum() for row in step.rows] == [1, 0, 0, 1]
+        assert step.metrics["trajectories_truncated"] == 2
