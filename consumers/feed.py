@@ -86,6 +86,7 @@ class Step:
     def __init__(self, groups: list[Group], feed: Feed, held: Held) -> None:
         self.groups, self._feed, self._held = groups, feed, held
         self.keys = [_key(group) for group in groups]
+        self._counted = True  # as a step of the run; parts are, once they are trained
 
     @cached_property
     def batch(self) -> Batch:
@@ -457,10 +458,14 @@ class Feed:
     def parts(self, step: Step) -> list[Step]:
         """Returns a step per group in place of the step, for a trainer that trains groups one by one.
 
-        Each is to be ended by itself, or several together. Never blocks; any thread.
+        Each is to be ended by itself, or several together, which then count as one step of the run. Never
+        blocks; any thread.
         """
         self._end([step], begun=True)
+        self._uncount([step])
         made = [Step([group], self, self.consumer.queue.keep(list(group.records))) for group in step.groups]
+        for each in made:
+            each._counted = False
         with self._lock:
             self._steps.update((id(each), each) for each in made)
         return made
@@ -523,6 +528,8 @@ class Feed:
         over = self._end(step, trained=True)
         self._aside_in_a_row = 0
         self.counts["steps_trained"] += 1
+        if over and not any(each._counted for each in over):
+            self.consumer.queue.count_batch()
         if self.release_at == "step":
             _release(over)
         else:
@@ -554,7 +561,7 @@ class Feed:
             self._trained = [step for step in self._trained if step not in over]
         _release(over)
 
-    def failed(self, step: Step, error: BaseException) -> None:
+    def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
 
         Blocks for the disk. Raises `error` with set_aside_after=0, if memory ran out (a smaller step is the
@@ -562,7 +569,7 @@ class Feed:
         they are not at fault.
         """
         over = self._end(step)
-        self.consumer.queue.count_batch(-1)
+        self._uncount(over)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
         no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
@@ -598,10 +605,14 @@ class Feed:
 
     def give_back(self, step: Step) -> None:
         """Returns an unread step: it comes again before all others, and nothing is counted. Any thread."""
-        self._end(step)
-        self.consumer.queue.count_batch(-1)
+        self._uncount(self._end(step))
         with self._lock:
             self._again.appendleft(step.groups)
+
+    def _uncount(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            if step._counted:
+                self.consumer.queue.count_batch(-1)
 
     def _end(self, step: Step | Sequence[Step], *, trained: bool = False, begun: bool = False) -> list[Step]:
         """Ends steps, and returns them; `begun`: their groups stay begun."""

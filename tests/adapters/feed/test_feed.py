@@ -598,8 +598,14 @@ def test_parts_of_a_step_end_by_themselves(bridge, producer, tmp_path) -> None:
         feed.give_back(fourth)
         stats = feed.stats()
         assert (stats["released_total"], stats["feed_steps_trained_held"]) == (1, 2)
+        assert feed.consumer.current_step == 1  # environments end by the trainer's steps
         assert stats["feed_groups_dropped_total{stale}"] == 1
+        (last,) = feed.parts(feed.take(5, groups=1))
+        assert numbers_of(last) == [3]
+        assert feed.consumer.current_step == 1
+        feed.failed(last, RuntimeError("flaky"))
         assert numbers_of(feed.take(5, groups=1)) == [3]
+        assert feed.consumer.current_step == 2
         (held,) = feed.state_dict()["held"].values()
         assert held == [0, 2]
         feed.checkpointed()
