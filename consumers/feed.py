@@ -81,11 +81,14 @@ class Step:
         rows: those that can be trained, as `Trajectory`.
         unfit: the others.
         metrics: where the advantages come from, how stale the rows are, and how many were left out.
+        early: the trainer's to set: it keeps the step until it is asked for, so that nothing waits for its
+            release.
     """
 
     def __init__(self, groups: list[Group], feed: Feed, held: Held) -> None:
         self.groups, self._feed, self._held = groups, feed, held
         self.keys = [_key(group) for group in groups]
+        self.early = False
         self._counted = True  # as a step of the run; parts are, once they are trained
 
     @cached_property
@@ -366,13 +369,16 @@ class Feed:
             if isinstance(wrong, ConsumerEmpty):
                 return None
             if isinstance(wrong, BatchTooBig):
-                if self._groups_out() >= self._groups:  # the trainer has a whole step, and releases it
+                out = self._groups_out()
+                if out >= self._groups or self._saving:  # a whole step is trained, or saved: then released
                     return None
+                what = f"{wrong.message}; the trainer has {out} of the {self._groups} groups of a step"
                 if self._trained:
                     raise BatchTooBig(
-                        f"{wrong.message}; {counted(len(self._trained), 'step')} wait for a checkpoint",
+                        f"{what}, and {counted(len(self._trained), 'step')} wait for a checkpoint",
                         hint='save more often, give environments larger lanes, or release_at="step"',
                     ) from None
+                raise BatchTooBig(what, hint=wrong.hint) from None
             raise
         if batch is None:
             self._batches = None
@@ -385,7 +391,7 @@ class Feed:
 
     def _groups_out(self) -> int:
         with self._lock:
-            return sum(len(step.groups) for step in self._steps.values())
+            return sum(len(step.groups) for step in self._steps.values() if not step.early)
 
     def _next_again(self) -> list[Group] | None:
         """Returns the first groups that come again and may go into a step now; discards the stale ones."""
@@ -665,6 +671,7 @@ class Feed:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
 
         They are few: the steps since the last checkpoint, and those of the loaded state that may come again.
+        Until `checkpointed`, a full lane is waited for: it will have room then.
         """
         with self._lock:
             self._saving = list(self._trained)

@@ -122,12 +122,15 @@ def test_what_waits_for_a_checkpoint_keeps_its_lanes_and_no_arrays(bridge, produ
         more = threading.Thread(target=put, args=(producer, range(3)))  # the lane has 256 slots
         more.start()
         feed.trained(feed.take(5))
-        with pytest.raises(shmbridge.BatchTooBig, match="128 steps wait for a checkpoint"):
+        with pytest.raises(shmbridge.BatchTooBig, match=r"has 0 of the 2 .*, and 128 steps wait for a check"):
             feed.take(20)
-        feed.checkpointed()
+        state = feed.state_dict()  # as the checkpoint begins to be written
+        later = threading.Timer(3, feed.checkpointed, args=(state,))
+        later.start()
+        assert numbers_of(feed.take(20)) == [1, 2]
+        later.join()
         more.join(20)
-        feed.trained(feed.take(5))
-        assert feed.stats()["held"] == 2
+        assert feed.stats()["held"] == 2  # those that were just taken
 
 
 def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
@@ -620,7 +623,12 @@ def test_full_lanes_are_waited_for_while_the_trainer_has_a_step_to_release(
         out = [feed.take(5) for _ in range(128)]
         more = threading.Thread(target=put, args=(producer, range(256, 258)))
         more.start()
-        later = threading.Timer(3, feed.trained, args=(out.pop(0),))
+        for step in out:
+            step.early = True
+        with pytest.raises(shmbridge.BatchTooBig, match="has 0 of the 2 groups"):
+            feed.take(20)
+        out[0].early = False
+        later = threading.Timer(3, feed.trained, args=(out[0],))
         later.start()
         assert numbers_of(feed.take(20)) == [256, 257]
         later.join()
