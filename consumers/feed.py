@@ -243,6 +243,7 @@ class Feed:
         self._found = trained_as(bridge_info(bridge))  # before this process publishes anything
         self._run_id: str | None = None  # of the loaded state
         self._may_start = self._is_broken = self._begun = self._saved = False  # saved: all that is trained
+        self._run_ended = False  # in the bridge
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
         self.consumer = shmbridge.Consumer(bridge, run, **consumer)
@@ -272,7 +273,7 @@ class Feed:
 
         Raises BridgeAhead as `take`; ValueError: versions only rise.
         """
-        self._require_start()
+        self.require_start()
         goes_on = self._run_id is not None or self._start == "from-bridge"
         self._run_id = self._run_id or (self._found[0] if goes_on else "") or secrets.token_hex(8)
         self.consumer.publish_policy_version(
@@ -280,7 +281,8 @@ class Feed:
         )
         self._begun = True
 
-    def _require_start(self) -> None:
+    def require_start(self) -> None:
+        """Raises BridgeAhead as `take`, for a trainer that writes weights into the bridge before."""
         if not self._may_start:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
@@ -330,7 +332,7 @@ class Feed:
             self.give_back(call.result())
 
     def _take(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
-        self._require_start()
+        self.require_start()
         began_s = time.monotonic()
         with self.consumer.one_wait():
             while not (over.is_set() or self._closing.is_set()):
@@ -570,7 +572,7 @@ class Feed:
             version: of the weights that the step made; published to the environments. None: not published.
         """
         over = self._end(step, trained=True)
-        self._aside_in_a_row = 0
+        self._aside_in_a_row, self._saved = 0, False
         self.counts["steps_trained"] += 1
         if over and not any(each._counted for each in over):
             self.consumer.queue.count_batch()
@@ -580,10 +582,18 @@ class Feed:
             with self._lock:
                 self._trained += [each._held for each in over]
         if version is not None:
-            run_id = self._run_id if self._begun and self._saved else None  # then the run is open again
-            self._saved = False
-            same_as = None if run_id is None else version
-            self.consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+            self.publish(version)
+
+    def publish(self, version: int) -> None:
+        """Publishes the version of the weights that the trained steps made. Never blocks; any thread.
+
+        For a trainer that publishes later than `trained`.
+        """
+        again = self._run_ended and not self._saved  # a checkpoint has steps before, and not the last ones
+        self._run_ended = self._run_ended and not again
+        self.consumer.publish_policy_version(
+            version, run_id=self._run_id if again else None, same_as=version if again else None
+        )
 
     def dropped(self, step: Step | Sequence[Step], why: str) -> None:
         """Releases groups that the trainer will not train, counted as `groups_dropped{why}`. Any thread."""
@@ -614,7 +624,7 @@ class Feed:
         """Tells the bridge that the trainer has saved what it trained."""
         if self._begun and not self._saved:
             self.consumer.end_run()
-            self._saved = True
+            self._saved = self._run_ended = True
 
     def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
