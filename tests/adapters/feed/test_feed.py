@@ -653,10 +653,16 @@ from shmbridge.consumers import Feed
 bridge, folder, end = sys.argv[1:4]
 with Feed(bridge, groups=2, release_at="checkpoint", run_dir=folder) as feed:
     feed.begin_run(4)
-    feed.trained(feed.take(10), version=5)
+    later = end in ("published later", "trained on")  # as trainers that publish after their save
+    feed.trained(feed.take(10), version=None if later else 5)
     feed.save_state(folder)
-    if end == "saved":
+    if end == "saved" or later:
         feed.checkpointed()
+    if later:
+        feed.publish(5)
+    if end == "trained on":
+        feed.trained(feed.take(10))
+        feed.publish(6)
     if end != "exit":
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -697,9 +703,12 @@ def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environ
                 numbers_of(feed.take(5))
 
 
-@pytest.mark.parametrize(("end", "kept"), [("saved", []), ("exit", [5]), ("killed", [5])])
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [("saved", []), ("exit", [5]), ("killed", [5]), ("published later", []), ("trained on", [6])],
+)
 def test_a_bridge_keeps_what_no_checkpoint_has(bridge, producer, tmp_path, end, kept) -> None:
-    put(producer, range(2))
+    put(producer, range(4))
     producer.close()
     trained(bridge, tmp_path, end)
     assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == kept
