@@ -132,8 +132,12 @@ class Step:
         return self._read[0]
 
     def lags(self, version: int) -> list[int]:
-        """Returns how many versions each row is behind this one, of the rows that were stamped."""
-        stamps = (meta.min_policy_version for meta in self.batch.meta)
+        """Returns how many versions each row is behind this one, of the rows that were stamped.
+
+        Any thread, at any time.
+        """
+        records = [record for group in self.groups for record in group.records]
+        stamps = (record.meta.min_policy_version for record in records for _ in range(record.rows))
         return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
 
     def __repr__(self) -> str:
