@@ -89,7 +89,7 @@ class Step:
         unfit: the others.
         metrics: where the advantages come from, how stale the rows are, and how many were left out.
         early: the trainer's to set: it keeps the step until it is asked for, so that nothing waits for its
-            release.
+            end.
     """
 
     def __init__(self, groups: list[Group], feed: Feed, held: Held) -> None:
@@ -502,7 +502,8 @@ class Feed:
         if not self._exact or self._failures is None or not self._failures.counts:
             return False
         with self._lock:
-            out = [*self._gathered, *(group for step in self._steps.values() for group in step.groups)]
+            begun = (step for step in self._steps.values() if not step.early)
+            out = [*self._gathered, *(group for step in begun for group in step.groups)]
         these, others = (
             {self._failures.set_of(_key(group)) for group in some} - {None} for some in (groups, out)
         )
