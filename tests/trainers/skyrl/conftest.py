@@ -51,17 +51,18 @@ def make_generator(bridge, tmp_path):
     from shmbridge.consumers.feed import Feed
     from shmbridge.consumers.skyrl.generator import ShmGenerator
 
-    made = []
+    made, feeds = [], []
 
     def close():
-        for each in made:
-            each.close()
-            each.feed.close()
+        while made:
+            made.pop().close()
+        while feeds:
+            feeds.pop().close()
 
     def generator(repetitions=4, *, timeout_s=30.0, of_feed=None, **options):
         close()
-        feed = Feed(bridge, exact=True, **{"groups": 1, "run_dir": tmp_path} | (of_feed or {}))
-        made.append(ShmGenerator(feed, repetitions, timeout_s=timeout_s, **options))
+        feeds.append(Feed(bridge, exact=True, **{"groups": 1, "run_dir": tmp_path} | (of_feed or {})))
+        made.append(ShmGenerator(feeds[-1], repetitions, timeout_s=timeout_s, **options))
         return made[-1]
 
     yield generator

@@ -317,7 +317,9 @@ async def test_rows_that_cannot_be_trained_are_places_without_loss(make_generato
     producer.put(group(instance_id=["a"] * 4), group_id="first")
     long = group(first=1, size=9, instance_id=["b"] * 4)
     producer.put(long, group_id="second")
-    generator = make_generator(of_feed={"groups": 2, "unfit": "leave_out", "longest_row": 8, "vocabulary": 44})
+    generator = make_generator(
+        of_feed={"groups": 2, "unfit": "leave_out", "longest_row": 8, "vocabulary": 44}
+    )
     output = await generated(generator, prompts(2, 4))
     assert [sum(mask) for mask in output["loss_masks"]] == [4, 4, 4, 0, 0, 0, 0, 0]
     assert [row["instance_id"] for row in output["env_metrics"][3:5]] == ["a", "b"]
