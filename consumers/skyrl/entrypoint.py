@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import typing
 from types import TracebackType
 from typing import Any
 
@@ -67,7 +68,7 @@ class ShmExp(BasePPOExp):
         self.feed = feed or self._feed()
 
     def _feed(self) -> Feed:
-        trainer, bridge = self.cfg.trainer, self.cfg.bridge
+        trainer, bridge = self.cfg.trainer, typing.cast(Any, self.cfg.bridge)  # checked words
         local = "" if io.is_cloud_path(trainer.ckpt_path) else trainer.ckpt_path
         if bridge.start == "from-bridge":
             self._take_weights(os.path.join(local or f"runs/{bridge.name}", "from-bridge"))
