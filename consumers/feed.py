@@ -68,6 +68,7 @@ _ASK_S = 1.5  # longer than the second after which the consumer says that a batc
 _MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
 _FORMAT = 1
 STATE = "shmbridge.json"
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _NO_LAST_STEP = (1 << 31) - 1
 
 
@@ -631,7 +632,7 @@ class Feed:
             self.consumer.end_run()
             self._saved = True
 
-    def failed(self, step: Step, error: BaseException) -> None:
+    def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
 
         Blocks for the disk. Raises `error` with set_aside_after=0, if memory ran out (a smaller step is the
@@ -642,7 +643,7 @@ class Feed:
         self.consumer.queue.count_batch(-1)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
-        no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        no_memory = lacks_memory(error)
         groups = [group for each in over for group in each.groups]
         with self._lock:
             fault = None
@@ -837,9 +838,16 @@ class Feed:
         if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]
-            if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
+            if keys and not isinstance(error, (UnfitRow, Drained)) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Returns whether an error means that a device or the host is out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, not imported
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _release(steps: Iterable[Step | Held]) -> None:
