@@ -794,6 +794,13 @@ class Feed:
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
+    def rest(self) -> None:
+        """Gathers nothing ahead until the next `take`; what it had gathered comes first. Blocks for a `take`
+        under way.
+        """
+        with self._taking:
+            self._batches = None
+
     def drain(self) -> None:
         """Takes no new records; `take` raises Drained after those already there."""
         self.consumer.drain()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import shmbridge
@@ -65,32 +65,33 @@ class HubSource:
 
         Its `next` raises NoBatch when the limits are exhausted, Stopped, and the bridge's errors.
         """
-        # no batch is formed after close
-        with device_copies(self._config) as copies, closing(self._iterate()) as batches:
+        with device_copies(self._config) as copies:
             self._feed.make = None if copies is None else copies.batch
             try:
-                yield batches
+                yield iter(self._next, None)
             except BaseException as error:
                 if not may_be_data(error):
                     self.give_back()
                 raise
+            finally:
+                self._feed.rest()  # no batch is formed once the copies are closed
 
-    def _iterate(self) -> Generator[shmbridge.Batch, None, None]:
-        patience = patience_of(self._config.waiting)
+    def _next(self) -> shmbridge.Batch | None:
         missing = functools.partial(who_is_missing, self._consumer, self._config.batch.groups)
-        while True:
-            wait, step = BatchWait(patience, missing, say), None
-            with self._consumer.one_wait():  # of all attempts
-                while step is None:
-                    try:
-                        step = self._feed.take(min(wait.left_s, wait.first_s))
-                    except shmbridge.ConsumerEmpty:
-                        wait.look()
-                    except Drained:
-                        return
-            self._steps[id(step.batch)] = step
-            self._stops.check()
-            yield step.batch
+        wait = BatchWait(patience_of(self._config.waiting), missing, say)
+        with self._consumer.one_wait():  # of all attempts
+            while True:
+                try:
+                    step = self._feed.take(min(wait.left_s, wait.first_s))
+                except shmbridge.ConsumerEmpty:
+                    wait.look()
+                except Drained:
+                    return None
+                else:
+                    break
+        self._steps[id(step.batch)] = step
+        self._stops.check()
+        return step.batch
 
     def trained(self, batches: Iterable[shmbridge.Batch]) -> None:
         """Ends a step: its groups are released, or held for a checkpoint. Never blocks for records."""
