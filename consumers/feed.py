@@ -42,13 +42,12 @@ import shmbridge
 from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
-from shmbridge.consumers.dataset_parts.lane_records import may_come_again
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split
 from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.segment import mount_id
 from shmbridge.shown import counted
 
 log = logging.getLogger(__name__)
@@ -218,8 +217,7 @@ class Feed:
         self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
         self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
         self._saving: list[Held] | None = None  # trained before the last state_dict
-        self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
-        self._mounts: dict[str, str] = {}
+        self._known = HeldRecords({}, {})  # of the loaded state
         self._aside_in_a_row = 0
         self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
@@ -639,12 +637,9 @@ class Feed:
 
     def _is_new(self, group: Group) -> bool:
         """The consumer's screen: keeps out groups that the loaded state contains."""
-        for record in group.records:
-            meta = record.meta
-            if not (meta.redelivered and meta.sequence in self._known.get(meta.producer_id, ())):
-                return True
-        self.counts["groups_in_checkpoint"] += 1
-        return False
+        known = all(self._known.contains(record.meta) for record in group.records)
+        self.counts["groups_in_checkpoint"] += known
+        return not known
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
@@ -653,14 +648,8 @@ class Feed:
         """
         with self._lock:
             self._saving = list(self._trained)
-            held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
-            mounts = {name: self._mounts[name] for name in held if name in self._mounts}
-            here = mount_id()
-            for producer, sequence in (_place(record) for step in self._saving for record in step.records):
-                held.setdefault(producer, set()).add(sequence)
-                if here:
-                    mounts[producer] = here
-        return {"format": _FORMAT, "held": {k: sorted(v) for k, v in held.items()}, "mounts": mounts}
+            mine = HeldRecords.of(_place(record) for step in self._saving for record in step.records)
+            return {"format": _FORMAT, **(self._known.that_may_come_again() | mine).state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
@@ -672,8 +661,7 @@ class Feed:
         try:
             if state["format"] != _FORMAT:
                 raise ValueError
-            held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
-            self._known, self._mounts = held, dict(state["mounts"])
+            self._known = HeldRecords(state["held"], state["mounts"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 
