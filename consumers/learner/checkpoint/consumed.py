@@ -32,7 +32,7 @@ class Consumed:
         self._begun_s = time.monotonic() - before.wall_s
 
     def contains(self, meta: Any) -> bool:
-        """Returns whether the weights contain this record, which the checkpoint's learner had not released."""
+        """Returns whether the checkpoint's weights contain this record, which was not released."""
         return self._in_checkpoint.contains(meta)
 
     def took(self, metas: Iterable[Any], *, groups: int, trajectories: int, tokens: int) -> None:
