@@ -61,4 +61,5 @@ class HeldRecords:
 
     def state(self) -> dict[str, Any]:
         """Returns `held` and `mounts` as lists, numbers and words. Never blocks."""
-        return {"held": {name: sorted(numbers) for name, numbers in self.held.items()}, "mounts": self.mounts}
+        held = {name: sorted(numbers) for name, numbers in self.held.items()}
+        return {"held": held, "mounts": dict(self.mounts)}
