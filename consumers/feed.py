@@ -729,8 +729,9 @@ class Feed:
         """
         with self._lock:
             self._saving = list(self._trained)
-            mine = HeldRecords.of(_place(record) for step in self._saving for record in step.records)
-        return self._state(self._known.that_may_come_again() | mine)
+            held = self._known.that_may_come_again()
+            held |= HeldRecords.of(_place(record) for step in self._saving for record in step.records)
+        return self._state(held)
 
     def state_of(self, step: Step) -> dict[str, Any]:
         """Returns a state with this step alone, for a process that joins them in its checkpoint."""

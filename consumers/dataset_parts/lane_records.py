@@ -54,10 +54,11 @@ class HeldRecords:
         left = {name: numbers & shown.get(name, numbers) for name, numbers in self.held.items()}
         return type(self)({name: numbers for name, numbers in left.items() if numbers}, self.mounts)
 
-    def __or__(self, others: HeldRecords) -> Self:
-        names = dict.fromkeys([*self.held, *others.held])
-        held = {name: self.held.get(name, set()) | others.held.get(name, set()) for name in names}
-        return type(self)(held, self.mounts | others.mounts)
+    def __ior__(self, others: HeldRecords) -> Self:
+        for name, numbers in others.held.items():
+            self.held.setdefault(name, set()).update(numbers)
+        self.mounts |= others.mounts
+        return self
 
     def state(self) -> dict[str, Any]:
         """Returns `held` and `mounts` as lists, numbers and words. Never blocks."""

@@ -67,8 +67,9 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position as lists, numbers and words. Looks at lanes; never blocks."""
-        had, rows = HeldRecords.of(self._had, self._mounts), self._had | self._held
-        left = had.that_may_come_again() | HeldRecords.of(self._held)
+        left = HeldRecords.of(self._had, self._mounts).that_may_come_again()
+        left |= HeldRecords.of(self._held)
+        rows = self._had | self._held
         held = [
             [name, number, rows[name, number]] for name in left.held for number in sorted(left.held[name])
         ]

@@ -58,7 +58,8 @@ class Consumed:
         is gone. Such a record may not have been redelivered yet. After redelivery it is released after
         `contains`, or later if a rank of an earlier learner is alive.
         """
-        held = self._in_checkpoint.that_may_come_again() | HeldRecords.of(self._held)
+        held = self._in_checkpoint.that_may_come_again()
+        held |= HeldRecords.of(self._held)
         return Progress(
             step=step,
             policy_version=policy_version,

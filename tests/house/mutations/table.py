@@ -592,8 +592,8 @@ MUTATIONS = (
         2,
         "a second resume trains again what the first checkpoint held",
         "consumers/learner/checkpoint/consumed.py",
-        "self._in_checkpoint.that_may_come_again() | ",
-        "",
+        "held = self._in_checkpoint.that_may_come_again()",
+        "held = HeldRecords({}, {})",
         "tests/adapters/learner/test_consumed.py",
     ),
     Mutation(
@@ -601,8 +601,8 @@ MUTATIONS = (
         2,
         "a second resume of a data set hands out again what the first state held",
         "consumers/dataset_parts/position.py",
-        "had.that_may_come_again() | ",
-        "",
+        "HeldRecords.of(self._had, self._mounts).that_may_come_again()",
+        "HeldRecords({}, {})",
         "tests/adapters/dataset/test_dataset.py -k resumes",
     ),
     Mutation(
