@@ -78,8 +78,8 @@ def manager_of(
     steps = {"max_steps": 9, "save_steps": 2, "resume_from_checkpoint": False}
     sizes = {"sequence_length": length, "rollout_batch_size": size, "val_batch_size": 1}
     more = {"async_generation_ratio": lag, "output_dir": output or tempfile.mkdtemp(), **(pipeline or {})}
-    pipeline = SimpleNamespace(**steps | sizes | more)
-    worker = SimpleNamespace(group_size=group_size, env_configs={0: {0: config}})
+    worker = SimpleNamespace(name="train_env", group_size=group_size, env_configs={0: {0: config}})
+    pipeline = SimpleNamespace(**steps | sizes | {"train_env_manager": worker} | more)
     tokenizer = SimpleNamespace(pad_token_id=63, eos_token_id=62)
     return ShmEnvManager(worker, pipeline, config, tokenizer, None, queue, None)
 
