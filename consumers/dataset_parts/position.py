@@ -54,10 +54,6 @@ class Position:
         """
         return self._had.get(place, 0)
 
-    def skip(self, rows: int) -> None:
-        """Count rows as skipped: the loaded state had them."""
-        self.skipped += rows
-
     @property
     def gone(self) -> int:
         """Records between the loaded state and what came after it: consumed by a process that saved no state

@@ -94,10 +94,10 @@ class ShmAgenticPipeline(agentic_pipeline.AgenticPipeline):
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """Returns the feed's state of each bridge: what the model contains, and may come again."""
-        states = {bridge: dict(state) for bridge, state in self._loaded.items()}
-        held = {
+        states = dict(self.state.kv.get(WORD, {}))
+        held = {bridge: HeldRecords({}, {}) for bridge in states} | {
             bridge: HeldRecords(state["held"], state["mounts"]).that_may_come_again()
-            for bridge, state in states.items()
+            for bridge, state in self._loaded.items()
         }
         for name in self._trained:
             state = json.loads(name)
