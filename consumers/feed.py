@@ -67,6 +67,7 @@ _ASK_S = 1.5  # longer than the second after which the consumer says that a batc
 _MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
 _FORMAT = 1
 STATE = "shmbridge.json"
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _NO_LAST_STEP = (1 << 31) - 1
 
 
@@ -97,7 +98,7 @@ class Step:
     def batch(self) -> Batch:
         """See the class. Its `release()` does nothing: the feed releases."""
         made = (self._feed.make or Batch)(self.groups, "packed")
-        made.records = []
+        made.is_lent = True
         return made
 
     @cached_property
@@ -500,9 +501,9 @@ class Feed:
 
     def _step_of(self, groups: list[Group], batch: Batch | None = None) -> Step:
         """Begins a step. A batch is of these groups, and gives its leases up."""
-        step = Step(groups, self, self.consumer.queue.keep([r for group in groups for r in group.records]))
+        held = self.consumer.queue.keep([record for group in groups for record in group.records], batch)
+        step = Step(groups, self, held)
         if batch is not None:
-            batch.records = []
             step.batch = batch
         self.consumer.queue.count_batch()
         unfit = step.unfit
@@ -640,7 +641,7 @@ class Feed:
         self.consumer.queue.count_batch(-1)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
-        no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        no_memory = lacks_memory(error)
         groups = [group for each in over for group in each.groups]
         with self._lock:
             fault = None
@@ -788,6 +789,13 @@ class Feed:
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
+    def rest(self) -> None:
+        """Gathers nothing ahead until the next `take`; what it had gathered comes first. Blocks for a `take`
+        under way.
+        """
+        with self._taking:
+            self._batches = None
+
     def drain(self) -> None:
         """Takes no new records; `take` raises Drained after those already there."""
         self.consumer.drain()
@@ -832,9 +840,16 @@ class Feed:
         if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]
-            if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
+            if keys and not isinstance(error, (UnfitRow, Drained)) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Returns whether an error means that a device or the host is out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, not imported
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _release(steps: Iterable[Step | Held]) -> None:
