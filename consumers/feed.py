@@ -44,14 +44,13 @@ import shmbridge
 from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
-from shmbridge.consumers.dataset_parts.lane_records import may_come_again
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split
 from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.segment import mount_id
 from shmbridge.shown import counted
 
 if TYPE_CHECKING:
@@ -250,8 +249,7 @@ class Feed:
         self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
         self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
         self._saving: list[Held] | None = None  # trained before the last state_dict
-        self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
-        self._mounts: dict[str, str] = {}
+        self._known = HeldRecords({}, {})  # of the loaded state
         self._aside_in_a_row = 0
         self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
@@ -758,12 +756,9 @@ class Feed:
 
     def _is_new(self, group: Group) -> bool:
         """The consumer's screen: keeps out groups that the loaded state contains."""
-        for record in group.records:
-            meta = record.meta
-            if not (meta.redelivered and meta.sequence in self._known.get(meta.producer_id, ())):
-                return True
-        self.counts["groups_in_checkpoint"] += 1
-        return False
+        known = all(self._known.contains(record.meta) for record in group.records)
+        self.counts["groups_in_checkpoint"] += known
+        return not known
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
@@ -773,15 +768,16 @@ class Feed:
         """
         with self._lock:
             self._saving = list(self._trained)
-            held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
-            mounts = {name: self._mounts[name] for name in held if name in self._mounts}
-            here = mount_id()
-            for producer, sequence in (_place(record) for step in self._saving for record in step.records):
-                held.setdefault(producer, set()).add(sequence)
-                if here:
-                    mounts[producer] = here
-        sequences = {name: sorted(numbers) for name, numbers in held.items()}
-        return {"format": _FORMAT, "run_id": self._run_id or "", "held": sequences, "mounts": mounts}
+            held = self._known.that_may_come_again()
+            held |= HeldRecords.of(_place(record) for step in self._saving for record in step.records)
+        return self._state(held)
+
+    def state_of(self, step: Step) -> dict[str, Any]:
+        """Returns a state with this step alone, for a process that joins them in its checkpoint."""
+        return self._state(HeldRecords.of(_place(record) for record in step._held.records))
+
+    def _state(self, records: HeldRecords) -> dict[str, Any]:
+        return {"format": _FORMAT, "run_id": self._run_id or "", **records.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
@@ -793,8 +789,7 @@ class Feed:
         try:
             if state["format"] != _FORMAT:
                 raise ValueError
-            held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
-            self._known, self._mounts, self._run_id = held, dict(state["mounts"]), str(state["run_id"])
+            self._known, self._run_id = HeldRecords(state["held"], state["mounts"]), str(state["run_id"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 

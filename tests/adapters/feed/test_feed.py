@@ -613,6 +613,7 @@ def test_parts_of_a_step_end_by_themselves(bridge, producer, tmp_path) -> None:
         assert feed.consumer.current_step == 2
         (held,) = feed.state_dict()["held"].values()
         assert held == [0, 2]
+        assert feed.state_of(third) == feed.state_dict() | {"held": {producer.producer_id: [2]}}
         feed.checkpointed()
         assert feed.stats()["released_total"] == 3
 
