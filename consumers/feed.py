@@ -550,7 +550,7 @@ class Feed:
             self._trained = [step for step in self._trained if step not in over]
         _release(over)
 
-    def failed(self, step: Step, error: BaseException) -> None:
+    def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
 
         Blocks for the disk. Raises `error` with set_aside_after=0, if memory ran out (a smaller step is the
@@ -561,7 +561,8 @@ class Feed:
         self.consumer.queue.count_batch(-1)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
-        no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        # by name: torch's, and Ray's copy of it, a class made of two
+        no_memory = any(each.__name__ in ("MemoryError", "OutOfMemoryError") for each in type(error).mro())
         groups = [group for each in over for group in each.groups]
         with self._lock:
             fault = None

@@ -227,13 +227,17 @@ def test_interrupts_count_nothing_and_the_groups_come_again(bridge, producer, tm
         assert feed.stats()["batches_total"] == 1
 
 
-def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path) -> None:
+OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})  # as torch's
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OutOfMemoryError, type("Remote", (OutOfMemoryError,), {})])
+def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path, kind) -> None:
     put(producer, [1])
     producer.put({"tokens": [[7] * 50], "loss_mask": [[1] * 50], "score": [1.0]}, group_id="long")
     with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
         for _ in range(3):
-            with pytest.raises(MemoryError) as raised:
-                feed.failed(feed.take(5), MemoryError("alloc"))
+            with pytest.raises(kind) as raised:
+                feed.failed(feed.take(5), kind("alloc"))
             assert "50 tokens: group long of environment 'sums'" in raised.value.__notes__[0]
         assert len(feed.take(5).groups) == 2
 
