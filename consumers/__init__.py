@@ -1,6 +1,6 @@
 """Consumers of a bridge: learners, trainer adapters, servers; each imports its own heavy dependencies.
 
-`Feed`, `BridgeDataset` and `WeightSync` are resolved on first use: importing this package imports no torch.
+Its names are resolved on first use: importing this package imports no torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shmbridge.consumers.dataset import BridgeDataset as BridgeDataset
     from shmbridge.consumers.feed import Feed as Feed
+    from shmbridge.consumers.trained_bridge import load_published as load_published
     from shmbridge.consumers.weight_sync import WeightSync as WeightSync
 
-_HOMES = {"BridgeDataset": "dataset", "Feed": "feed", "WeightSync": "weight_sync"}
-__all__ = ["BridgeDataset", "Feed", "WeightSync"]
+_HOMES = {
+    "BridgeDataset": "dataset",
+    "Feed": "feed",
+    "WeightSync": "weight_sync",
+    "load_published": "trained_bridge",
+}
+__all__ = ["BridgeDataset", "Feed", "WeightSync", "load_published"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -43,6 +45,7 @@ from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, 
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
 from shmbridge.consumers.dataset_parts.lane_records import may_come_again
+from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
@@ -61,6 +64,7 @@ _LONG_S = 1.0  # after which it waits longer at a time:
 _ASK_S = 1.5  # longer than the second after which the consumer says that a batch does not fit into the lanes
 _MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
 _FORMAT = 1
+STATE = "shmbridge.json"
 _NO_LAST_STEP = (1 << 31) - 1
 
 
@@ -153,6 +157,9 @@ class Feed:
         longest_row: most tokens of a row; None: any number.
         vocabulary: token ids are below this; None: not checked.
         credit: how advantages are computed for groups without their own.
+        start: what to do with a bridge that was trained before, if no state of its run is loaded: None
+            refuses it, "from-bridge" goes on with its weights, which the trainer has loaded with
+            `load_published`, "from-scratch" gives them up.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
         prefetch: batches gathered ahead, still held.
         consumer: further options of shmbridge.Consumer.
@@ -182,11 +189,12 @@ class Feed:
         vocabulary: int | None = None,
         credit: Credit | None = None,
         whole_rows: bool = False,
+        start: Start | None = None,
         prefetch: int = 0,
         **consumer: Any,
     ) -> None:
         choices = ("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit), ("split", split, Split)
-        for name, value, known in choices:
+        for name, value, known in (*choices, ("start", start, Start)):
             if value is not None and value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
         for name, size in (("groups", groups), ("rows", rows)):
@@ -223,6 +231,10 @@ class Feed:
         self._aside_in_a_row = 0
         self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
+        self._bridge, self._start = bridge, start
+        self._found = trained_as(bridge_info(bridge))  # before this process publishes anything
+        self._run_id: str | None = None  # of the loaded state
+        self._may_start = self._is_broken = self._begun = self._saved = False  # saved: all that is trained
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
         self.consumer = shmbridge.Consumer(bridge, run, **consumer)
@@ -242,6 +254,29 @@ class Feed:
             self.release_at,
         )
 
+    # -- how it starts
+
+    def begin_run(self, version: int) -> None:
+        """Announces the version of the weights with which training starts, before the first step.
+
+        Until the feed is closed in order, or a checkpoint has all that is trained, the bridge then keeps what
+        is published for the next trainer. Never blocks.
+
+        Raises BridgeAhead as `take`; ValueError: versions only rise.
+        """
+        self._require_start()
+        goes_on = self._run_id is not None or self._start == "from-bridge"
+        self._run_id = self._run_id or (self._found[0] if goes_on else "") or secrets.token_hex(8)
+        self.consumer.publish_policy_version(
+            version, run_id=self._run_id, same_as=self._found[1] if goes_on else None
+        )
+        self._begun = True
+
+    def _require_start(self) -> None:
+        if not self._may_start:
+            require_start(self._bridge, self._found, self._start, self._run_id)
+            self._may_start = True
+
     # -- taking
 
     def take(self, timeout_s: float | None = None, *, groups: int | None = None) -> Step:
@@ -257,6 +292,8 @@ class Feed:
             ConsumerEmpty: no step in time. Drained: none comes any more.
             BatchTooBig: the lanes are full of groups that are held, so none can come.
             UnfitRow: under unfit="refuse". Its group comes again, and is set aside as one whose step failed.
+            BridgeAhead: the bridge was trained before, and neither a state of its run nor `start` says how to
+                go on.
         """
         return self._take(timeout_s, groups, threading.Event())
 
@@ -285,6 +322,7 @@ class Feed:
             self.give_back(call.result())
 
     def _take(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
+        self._require_start()
         began_s = time.monotonic()
         with self.consumer.one_wait():
             while not (over.is_set() or self._closing.is_set()):
@@ -525,7 +563,10 @@ class Feed:
             with self._lock:
                 self._trained += [each._held for each in over]
         if version is not None:
-            self.consumer.publish_policy_version(version)
+            run_id = self._run_id if self._begun and self._saved else None  # then the run is open again
+            self._saved = False
+            same_as = None if run_id is None else version
+            self.consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
 
     def dropped(self, step: Step | Sequence[Step], why: str) -> None:
         """Releases groups that the trainer will not train, counted as `groups_dropped{why}`. Any thread."""
@@ -548,7 +589,15 @@ class Feed:
             else:
                 over, self._saving = (self._trained if self._saving is None else self._saving), None
             self._trained = [step for step in self._trained if step not in over]
+            if not self._trained:
+                self._end_run()
         _release(over)
+
+    def _end_run(self) -> None:
+        """Tells the bridge that the trainer has saved what it trained."""
+        if self._begun and not self._saved:
+            self.consumer.end_run()
+            self._saved = True
 
     def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
@@ -661,7 +710,8 @@ class Feed:
                 held.setdefault(producer, set()).add(sequence)
                 if here:
                     mounts[producer] = here
-        return {"format": _FORMAT, "held": {k: sorted(v) for k, v in held.items()}, "mounts": mounts}
+        sequences = {name: sorted(numbers) for name, numbers in held.items()}
+        return {"format": _FORMAT, "run_id": self._run_id or "", "held": sequences, "mounts": mounts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
@@ -674,9 +724,30 @@ class Feed:
             if state["format"] != _FORMAT:
                 raise ValueError
             held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
-            self._known, self._mounts = held, dict(state["mounts"])
+            self._known, self._mounts, self._run_id = held, dict(state["mounts"]), str(state["run_id"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
+
+    def save_state(self, folder: str | Path) -> None:
+        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json. Blocks for the disk."""
+        file = Path(folder) / STATE
+        with file.with_suffix(".new").open("w") as new:
+            json.dump(self.state_dict(), new)
+            new.flush()
+            os.fsync(new.fileno())
+        Path(new.name).replace(file)
+
+    def load_state(self, folder: str | Path) -> bool:
+        """Loads what `save_state` wrote; returns False if the folder has no such file. Blocks for the disk.
+
+        Raises ValueError as `load_state_dict`; OSError: the file cannot be read.
+        """
+        try:
+            state = json.loads((Path(folder) / STATE).read_bytes())
+        except FileNotFoundError:
+            return False
+        self.load_state_dict(state)
+        return True
 
     # -- counters and the end
 
@@ -716,6 +787,8 @@ class Feed:
             for held in (*(step._held for step in self._steps.values()), *self._trained):
                 abandon(held.records)
             self._gathered.clear()
+            if not (self._is_broken or (self._trained and self.release_at == "checkpoint")):
+                self._end_run()
             self._steps.clear()
             self._trained.clear()
         if self._failures is not None:
@@ -729,6 +802,7 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes; an exception counts as a failure of the steps that are not over, as `failed` does."""
+        self._is_broken = not (error is None or isinstance(error, Drained))
         if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]

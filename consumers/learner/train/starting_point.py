@@ -28,13 +28,8 @@ from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.model.load import StartupError, load_tokenizer
 from shmbridge.consumers.learner.report.run_facts import write_facts
 from shmbridge.consumers.learner.world import World, device_kind, say
+from shmbridge.consumers.trained_bridge import BridgeAhead, bridge_info, trained_as
 from shmbridge.weights import lease_from_outside
-
-
-class BridgeAhead(shmbridge.ShmBridgeError, RuntimeError):
-    """The bridge's versions hold trained steps, and the learner has no checkpoint that belongs to them."""
-
-    code = "SB518"
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ def decided(config: LearnerConfig) -> Start:
             another model. ConsumerTaken: the bridge has a living consumer.
     """
     options, bridge = config.checkpoints, _bridge(config.run.bridge)
-    seen = _seen(bridge)
+    seen = trained_as(bridge)
     trained = seen[1]
     newest = next(reversed(checkpoint.complete(config.run_dir / "checkpoints")), None)
     again = newest is not None and options.from_bridge and _is_first(newest)
@@ -139,7 +134,7 @@ def decided(config: LearnerConfig) -> Start:
 
 def require_unchanged(start: Start, bridge: str) -> None:
     """Raises BridgeAhead if the bridge was trained by another learner since the decision. Never blocks."""
-    now = _seen(_bridge_info(bridge))
+    now = trained_as(bridge_info(bridge))
     if now[1] is not None and now != start.seen:
         raise BridgeAhead(
             f"bridge {bridge} went on to version {now[1]} while this learner was loading, by another learner",
@@ -161,22 +156,13 @@ def write_options(config: LearnerConfig, start: Start) -> None:
 
 
 def _bridge(name: str) -> shmbridge.BridgeInfo | None:
-    found = _bridge_info(name)
+    found = bridge_info(name)
     if found is not None and found.consumer_pid is not None:
         raise shmbridge.ConsumerTaken(
             f"bridge {name!r} has a living consumer: pid {found.consumer_pid}",
             hint="end it first, or use another bridge",
         )
     return found
-
-
-def _bridge_info(name: str) -> shmbridge.BridgeInfo | None:
-    # From outside: a participant that leaves a bridge in which nobody lives would remove its weights.
-    return next((each for each in shmbridge.list_bridges() if each.name == name), None)
-
-
-def _seen(bridge: shmbridge.BridgeInfo | None) -> tuple[str, int | None]:
-    return ("", None) if bridge is None else (bridge.run_id, bridge.trained_version)
 
 
 def _is_first(path: Path) -> bool:

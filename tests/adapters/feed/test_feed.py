@@ -16,6 +16,7 @@ import pytest
 import shmbridge
 from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.feed import Drained, Feed, UnfitRow
+from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.producers.replay import replay
 
 STEP = """
@@ -564,7 +565,7 @@ def test_an_asynchronous_trainer_gets_suspects_one_set_at_a_time(bridge, produce
     put(producer, range(30))
     trained: list[int] = []
     for _ in range(12):
-        with Feed(bridge, groups=4, exact=True, run_dir=tmp_path) as feed:
+        with Feed(bridge, groups=4, exact=True, start="from-scratch", run_dir=tmp_path) as feed:
             held = []
             while len(trained) < 24:
                 (taken,) = feed.parts(feed.take(5, groups=1))
@@ -623,3 +624,67 @@ def test_full_lanes_are_waited_for_while_the_trainer_has_a_step_to_release(
         assert numbers_of(feed.take(20)) == [256, 257]
         later.join()
         more.join()
+
+
+TRAINED = """
+import os, signal, sys
+from shmbridge.consumers import Feed
+
+bridge, folder, end = sys.argv[1:4]
+with Feed(bridge, groups=2, release_at="checkpoint", run_dir=folder) as feed:
+    feed.begin_run(4)
+    feed.trained(feed.take(10), version=5)
+    feed.save_state(folder)
+    if end == "saved":
+        feed.checkpointed()
+    if end != "exit":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def trained(bridge, folder, end) -> None:
+    """Another process trains one step on a bridge."""
+    subprocess.run([sys.executable, "-c", TRAINED, bridge, str(folder), end], timeout=60)
+
+
+@pytest.mark.parametrize("environments", ["live", "gone"])
+def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environments) -> None:
+    (one := tmp_path / "one").mkdir()
+    (other := tmp_path / "other").mkdir()
+    with shmbridge.Producer(bridge, lane_bytes="2M") as producer:
+        put(producer, range(20))
+        if environments == "gone":
+            producer.close()
+        trained(bridge, one, "killed")
+        other_state = json.loads((one / "shmbridge.json").read_text()) | {"run_id": "0123456789abcdef"}
+        (other / "shmbridge.json").write_text(json.dumps(other_state))
+        for folder, why in ((None, "no checkpoint was loaded"), (other, "is of another run")):
+            with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+                assert folder is None or feed.load_state(folder)
+                for refused in (lambda: feed.take(0), lambda: feed.begin_run(6)):
+                    with pytest.raises(BridgeAhead, match=f"trained up to version 5, and .*{why}"):
+                        refused()
+                assert feed.consumer.policy_version == 5
+        with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+            assert not feed.load_state(tmp_path)
+            assert feed.load_state(one)
+            feed.begin_run(5)
+            assert numbers_of(feed.take(5)) == [2, 3]
+        for start in ("from-scratch", "from-bridge"):
+            with Feed(bridge, groups=2, start=start, run_dir=tmp_path) as feed:
+                feed.begin_run(6)
+                numbers_of(feed.take(5))
+
+
+def test_a_bridge_whose_training_is_saved_keeps_nothing_for_the_next(bridge, tmp_path) -> None:
+    """An open bridge is refused all the same: its environments and engines have trained weights."""
+    for end, left in (("saved", None), ("exit", 5), ("killed", 5)):
+        with shmbridge.Producer(bridge, lane_bytes="2M") as producer:
+            put(producer, range(2))
+        trained(bridge, tmp_path, end)
+        shmbridge.clean(bridge, dry_run=False)
+        found = [each.trained_version for each in shmbridge.list_bridges() if each.name == bridge]
+        assert found == ([] if left is None else [left]), end
+        with Feed(bridge, groups=2, start="from-scratch", run_dir=tmp_path):
+            pass
+        shmbridge.clean(bridge, dry_run=False)

@@ -30,7 +30,7 @@ ORDER = {
     "consumers": """
         advantages dataset_parts engines gateway pinned
         dataset device_batch losses policy_server_parts pretrained
-        tested_versions trainer_settings trajectories vllm
+        tested_versions trained_bridge trainer_settings trajectories vllm
         feed learner policy_server vllm_weights
         grpo weight_sync
         __init__

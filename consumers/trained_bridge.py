@@ -1,0 +1,77 @@
+"""A bridge that an earlier trainer has trained: how it is seen, refused, and taken over.
+
+A killed trainer that begins anew, without its checkpoint, would throw environments and engines back to the
+base model. Nothing here takes records, and torch is imported only to load weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import shmbridge
+from shmbridge.weights import lease_from_outside
+
+Start = Literal["from-bridge", "from-scratch"]
+
+
+class BridgeAhead(shmbridge.ShmBridgeError, RuntimeError):
+    """The bridge's versions hold trained steps, and the learner has no checkpoint that belongs to them."""
+
+    code = "SB518"
+
+
+def bridge_info(name: str) -> shmbridge.BridgeInfo | None:
+    """Returns what is known of a bridge from outside; None if there is none. Never blocks.
+
+    A participant that leaves a bridge in which no other process lives would remove its weights.
+    """
+    return next((each for each in shmbridge.list_bridges() if each.name == name), None)
+
+
+def trained_as(bridge: shmbridge.BridgeInfo | None) -> tuple[str, int | None]:
+    """Returns the run of a bridge's versions, "" if none is named, and the version it was trained to."""
+    return ("", None) if bridge is None else (bridge.run_id, bridge.trained_version)
+
+
+def require_start(
+    bridge: str, found: tuple[str, int | None], start: Start | None, run_id: str | None
+) -> None:
+    """Raises BridgeAhead if a trainer would throw a trained bridge back. Never blocks.
+
+    Args:
+        bridge: its name.
+        found: what `trained_as` returned before this trainer opened it.
+        start: how the user wants to begin; None: with a checkpoint.
+        run_id: the run of the loaded checkpoint; None: there is none.
+    """
+    run, trained = found
+    if start is not None and start not in get_args(Start):
+        raise ValueError(f"start={start!r} is none of {', '.join(get_args(Start))}")
+    if trained is None or start is not None or (run_id is not None and run in ("", run_id)):
+        return
+    loaded = "no checkpoint was loaded" if run_id is None else "the loaded checkpoint is of another run"
+    raise BridgeAhead(
+        f"bridge {bridge} has been trained up to version {trained}, and {loaded}",
+        hint="resume from the checkpoint of that run; "
+        'start="from-bridge" takes the bridge\'s weights, once `shmbridge.consumers.load_published` has '
+        f'loaded them; start="from-scratch" gives version {trained} up',
+    )
+
+
+def load_published(bridge: str, model: Any) -> int:
+    """Copies a bridge's newest published weights into a torch module; returns their version.
+
+    Blocks for the copy. For a trainer that goes on with them, before it opens the bridge.
+
+    Args:
+        bridge: its name. No other process needs to live there.
+        model: changed in place, and only if every tensor fits.
+
+    Raises:
+        WeightsMismatch: the weights are of another model. NotReady: the bridge has none.
+    """
+    from shmbridge.consumers.engines.published_tensors import copy_into
+
+    with lease_from_outside(bridge) as lease:
+        copy_into(model, lease.tensors, lease.dtypes)
+        return lease.version
