@@ -264,7 +264,7 @@ class Feed:
 
         Raises BridgeAhead as `take`; ValueError: versions only rise.
         """
-        self._require_start()
+        self.require_start()
         goes_on = self._run_id is not None or self._start == "from-bridge"
         self._run_id = self._run_id or (self._found[0] if goes_on else "") or secrets.token_hex(8)
         self.consumer.publish_policy_version(
@@ -272,7 +272,8 @@ class Feed:
         )
         self._begun = True
 
-    def _require_start(self) -> None:
+    def require_start(self) -> None:
+        """Raises BridgeAhead as `take`, for a trainer that is about to publish weights. Never blocks."""
         if not self._may_start:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
@@ -322,7 +323,7 @@ class Feed:
             self.give_back(call.result())
 
     def _take(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
-        self._require_start()
+        self.require_start()
         began_s = time.monotonic()
         with self.consumer.one_wait():
             while not (over.is_set() or self._closing.is_set()):

@@ -661,7 +661,7 @@ def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environ
         for folder, why in ((None, "no checkpoint was loaded"), (other, "is of another run")):
             with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
                 assert folder is None or feed.load_state(folder)
-                for refused in (lambda: feed.take(0), lambda: feed.begin_run(6)):
+                for refused in (feed.require_start, lambda: feed.take(0), lambda: feed.begin_run(6)):
                     with pytest.raises(BridgeAhead, match=f"trained up to version 5, and .*{why}"):
                         refused()
                 assert feed.consumer.policy_version == 5
