@@ -729,14 +729,18 @@ class Feed:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 
-    def save_state(self, folder: str | Path) -> None:
-        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json. Blocks for the disk."""
-        file = Path(folder) / STATE
+    def save_state(self, folder: str | Path) -> dict[str, Any]:
+        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json, and returns it.
+
+        Blocks for the disk.
+        """
+        state, file = self.state_dict(), Path(folder) / STATE
         with file.with_suffix(".new").open("w") as new:
-            json.dump(self.state_dict(), new)
+            json.dump(state, new)
             new.flush()
             os.fsync(new.fileno())
         Path(new.name).replace(file)
+        return state
 
     def load_state(self, folder: str | Path) -> bool:
         """Loads what `save_state` wrote; returns False if the folder has no such file. Blocks for the disk.

@@ -634,9 +634,9 @@ bridge, folder, end = sys.argv[1:4]
 with Feed(bridge, groups=2, release_at="checkpoint", run_dir=folder) as feed:
     feed.begin_run(4)
     feed.trained(feed.take(10), version=5)
-    feed.save_state(folder)
+    state = feed.save_state(folder)
     if end == "saved":
-        feed.checkpointed()
+        feed.checkpointed(state)
     if end != "exit":
         os.kill(os.getpid(), signal.SIGKILL)
 """
