@@ -39,7 +39,14 @@ from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.trajectories import columns_ignored
 from shmbridge.consumers.verl.metrics import GroupSummary, atropos_metrics, summary_of
 from shmbridge.consumers.verl.rows import COLUMNS, Rows, rows_of
-from shmbridge.consumers.verl.settings import Settings, form_of, longest_row, release_at, steps_until_taken
+from shmbridge.consumers.verl.settings import (
+    MODE,
+    Settings,
+    form_of,
+    longest_row,
+    release_at,
+    steps_until_taken,
+)
 from shmbridge.record.groups import Group
 from shmbridge.weights import WeightsReader
 
@@ -92,6 +99,7 @@ class ShmAgentLoopManager:
         self._counts: Counter[str] = Counter()
         self._error: BaseException | None = None  # what ended the thread
         self._closing = threading.Event()
+        self._is_told = config.trainer.v1.trainer_mode == MODE  # of checkpoints, by the trainer
         self._ahead = 0  # versions that the bridge is ahead of verl's steps
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None ends the thread
         per_step, longest = int(config.data.train_batch_size), longest_row(config, settings)
@@ -115,6 +123,7 @@ class ShmAgentLoopManager:
             longest_row=longest,
             credit=settings.credit,
             whole_rows=settings.whole_rows,
+            start=settings.start,
             lanes=settings.lanes,
             policy="fair" if limit is None else "oldest",
             max_off_policy_steps=begun_within,
@@ -165,6 +174,9 @@ class ShmAgentLoopManager:
             )
         self._raise_error()
         step = int(prompts["global_steps"])
+        if not self._is_told and step > 1:
+            self.feed.load_state_dict(self.feed.state_dict())  # verl has loaded a checkpoint
+        self._is_told = True
         self._follow_weights(step)
         self.release_cleared()
         self._orders.put(_Order([str(uid) for uid in prompts["uid"]], step))
@@ -179,10 +191,12 @@ class ShmAgentLoopManager:
                 skipped.
             version: of the weights that the step made; published to the environments.
         """
-        if version is not None and version > self.feed.consumer.policy_version:
-            self.feed.consumer.publish_policy_version(version)
-        if trained := self._pop(dict.fromkeys(key.split("_")[0] for key in keys)):
-            self.feed.trained([each.step for each in trained])
+        trained = self._pop(dict.fromkeys(key.split("_")[0] for key in keys))
+        newer = version if version is not None and version > self.feed.consumer.policy_version else None
+        if trained:
+            self.feed.trained([each.step for each in trained], version=newer)
+        elif newer is not None:
+            self.feed.consumer.publish_policy_version(newer)
         return {
             **atropos_metrics([each.summary for each in trained]),
             **{f"shmbridge/{name}": count for name, count in self.stats().items()},
@@ -246,7 +260,8 @@ class ShmAgentLoopManager:
 
     def _there(self) -> dict[str, Any]:
         """Returns the tags of all keys in TransferQueue."""
-        return (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {})
+        listed: dict[str, Any] = (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {})
+        return listed
 
     # -- the thread
 

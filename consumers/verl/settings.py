@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from shmbridge.config import check_bridge_name
 from shmbridge.consumers.feed import ReleaseAt, Unfit
 from shmbridge.consumers.learner.data.batch_wait import Patience
+from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import Refused, refuse, setting
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.verl import estimator
@@ -103,6 +104,7 @@ class Settings:
     set_aside_after: int = 2  # failures of a step after which the group at fault is found and set aside
     unfit: Unfit = "refuse"  # what becomes of rows that are too long
     longest_row: int | None = None  # tokens; None: what verl's dynamic batches take
+    start: Start | None = None  # without a checkpoint, on a bridge that was trained before; None: refused
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be."""
@@ -116,10 +118,10 @@ class Settings:
                 raise ValueError(
                     f"trainer.atropos.{name}={given!r} is no number of at least 0 -> write one, or null"
                 )
-        choices = ("advantage_normalization", Normalise), ("release_at", ReleaseAt), ("unfit", Unfit)
-        for name, known in choices:
+        optional = ("release_at", ReleaseAt), ("start", Start)
+        for name, known in (("advantage_normalization", Normalise), ("unfit", Unfit), *optional):
             given = getattr(self, name)
-            if given not in get_args(known) and not (name == "release_at" and given is None):
+            if given not in get_args(known) and not (given is None and (name, known) in optional):
                 raise ValueError(
                     f"trainer.atropos.{name}={given!r} is none of {', '.join(get_args(known))} -> write one"
                 )
