@@ -171,7 +171,7 @@ def test_the_recipes_metrics_are_in_verls_log(run):
     advantages = np.concatenate([row.advantages[row.trained] for row in rows])
     assert float(metrics["atropos/known/mean_advantage"]) == pytest.approx(advantages.mean(), abs=1e-6)
     assert float(metrics["shmbridge/rows_without_response_total"]) == 1
-    assert float(metrics["shmbridge/groups_trained_total"]) == 2
+    assert float(metrics["shmbridge/feed_groups_total"]) == 2
     assert float(metrics["shmbridge/weights_version"]) == 1
 
 

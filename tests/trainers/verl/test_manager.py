@@ -16,6 +16,7 @@ from verl_loop import configured
 from verl_process import until
 
 import shmbridge
+from shmbridge.consumers.feed import Drained
 from shmbridge.testing.known_groups import KnownGroup, KnownRow, known_groups
 
 pytestmark = pytest.mark.timeout(400)
@@ -65,7 +66,7 @@ def make_manager(bridge: str, clear: Any, tiny: Any) -> Iterator[Any]:
 
     yield make
     for each in made:
-        each.step_ended([f"{uid}_0_0" for uid in each._folded.uids()])
+        each.step_ended([f"{uid}_0_0" for uid in each._folded])
         each.close()
 
 
@@ -172,7 +173,7 @@ def test_what_verl_clears_is_released_at_its_next_call(make_manager, make_buffer
         queue.kv_clear(keys=batch.keys, partition_id="train")
         assert manager.stats()["groups_held"] == 1
         ask(queue, manager, 1, step=2)
-        assert manager.stats()["groups_cleared_total"] == 1
+        assert manager.stats()["feed_groups_dropped_total{cleared}"] == 1
 
 
 def test_uneven_groups_are_counted_and_whole(make_manager, make_buffer, make_producer, queue):
@@ -196,7 +197,7 @@ def test_with_a_limit_whole_steps_are_taken_and_dealt_out(make_manager, make_buf
         for _ in range(2):
             ask(queue, manager, 1)
             make_buffer().sample(1, "train", 1)
-    assert manager.stats()["groups_total"] == 2
+    assert manager.stats()["feed_groups_total"] == 2
 
 
 LIMIT = ["trainer.atropos.max_off_policy_steps=2", "trainer.v1.shmbridge.num_warmup_batches=1"]
@@ -223,7 +224,7 @@ def test_a_group_within_the_limit_is_not_discarded_for_what_is_written_ahead(
             )
         ask(queue, manager, 2, step=3)
         make_buffer().sample(3, "train", 2)
-    assert manager.stats()["groups_total"] == 2
+    assert manager.stats()["feed_groups_total"] == 2
 
 
 def test_a_limit_below_what_is_written_ahead_is_refused(make_manager):
@@ -240,7 +241,7 @@ def test_versions_of_a_resumed_run_are_mapped_onto_verls_steps(
 
     with make_producer(lane_bytes="1M") as producer, WeightsWriter(bridge) as writer:
         writer.publish(9, [("a", np.zeros(3, np.float32))])
-        manager = make_manager()
+        manager = make_manager("+trainer.atropos.start=from-bridge")
         producer.put(known_groups(vocabulary=28, version=2)[0].fragments[0], policy_version=(8, 9))
         ask(queue, manager, 1, step=6)
         batch, _ = make_buffer().sample(6, "train", 1)
@@ -283,7 +284,7 @@ def test_verls_filter_of_groups_judges_scores_and_not_advantages(
     assert {key.split("_")[0] for key in batch.keys} == {kept}
     assert metrics["training/filter_groups/evicted_samples"] == len(refilled) == 1
     manager.release_cleared()
-    assert manager.stats()["groups_cleared_total"] == 1
+    assert manager.stats()["feed_groups_dropped_total{cleared}"] == 1
 
 
 def test_groups_of_evaluations_are_not_trained(make_manager, make_buffer, make_producer, queue):
@@ -313,7 +314,7 @@ def test_a_group_without_any_response_is_a_failed_prompt_that_verl_replaces(
 
         make_buffer(refill).sample(1, "train", 1)
     assert refilled == [1]
-    assert manager.stats()["groups_without_response_total"] == 1
+    assert manager.stats()["feed_groups_dropped_total{no_response}"] == 1
 
 
 def test_columns_that_verl_has_no_place_for_are_counted_by_name(
@@ -390,7 +391,8 @@ def test_too_few_groups_within_the_recipes_limits_end_training(make_manager, mak
     manager = make_manager("trainer.atropos.max_wait_time=0.5")
     ask(queue, manager, 1)
     error = error_after(manager, queue, make_buffer())
-    assert "0 of the 1 groups" in str(error)
+    assert isinstance(error, shmbridge.ConsumerEmpty)
+    assert "0 groups are there for a step of 1 group" in str(error)
     assert "trainer.atropos.max_wait_time" in str(error)
 
 
@@ -425,11 +427,11 @@ def test_a_drained_bridge_with_too_few_groups_ends_training(make_manager, make_b
     manager = make_manager("trainer.atropos.max_wait_time=null")
     with make_producer(lane_bytes="1M") as producer:
         known_groups(vocabulary=28, version=2)[0].put(producer)
-        manager._consumer.drain()
+        manager.feed.drain()
         ask(queue, manager, 2)
         error = error_after(manager, queue, make_buffer())
-    assert type(error).__name__ == "NoGroups"
-    assert "has 1 of the 2 groups that a step wants, and is drained" in str(error)
+    assert isinstance(error, Drained)
+    assert "is drained: 1 groups are there for a step of 2 groups" in str(error)
 
 
 def test_a_first_token_without_a_prompt_is_counted_and_not_trained(
