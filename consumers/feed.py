@@ -36,7 +36,7 @@ from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
 
 import numpy as np
 
@@ -54,6 +54,9 @@ from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.segment import mount_id
 from shmbridge.shown import counted
 
+if TYPE_CHECKING:
+    from shmbridge.batch import MakeBatch
+
 log = logging.getLogger(__name__)
 
 ReleaseAt = Literal["step", "checkpoint"]
@@ -65,6 +68,7 @@ _ASK_S = 1.5  # longer than the second after which the consumer says that a batc
 _MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
 _FORMAT = 1
 STATE = "shmbridge.json"
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _NO_LAST_STEP = (1 << 31) - 1
 
 
@@ -94,7 +98,7 @@ class Step:
     @cached_property
     def batch(self) -> Batch:
         """See the class. Its `release()` does nothing: the feed releases."""
-        made = Batch(self.groups, "packed")
+        made = (self._feed.make or Batch)(self.groups, "packed")
         made.records = []
         return made
 
@@ -142,7 +146,8 @@ class Feed:
         rows: trajectories of a step, whole groups as far as they fit.
         release_at: "step" releases a step's groups when it is trained, "checkpoint" once a checkpoint with
             `state_dict()` in it is durable; None: "checkpoint" if `run` saves checkpoints, else "step". The
-            choice is logged.
+            choice is logged. Lanes must have room for what waits for a checkpoint: else BatchTooBig, or, with
+            None, the held steps are released early, which is counted and warned of.
         max_staleness: groups that are more versions behind are discarded and counted; None: no limit.
         split: "train" or "eval": groups of the other are released and counted; None: both.
         set_aside_after: failures of a step after which its groups are tried in halves until the one at fault
@@ -150,6 +155,7 @@ class Feed:
             raised.
         run: announced to the environments; None: a run without a last step.
         run_dir: folder of the run; None: `checkpoint_dir` of `run`, else runs/<bridge>.
+        trained_together: groups that the trainer must have before it trains and releases any; None: `groups`.
         exact: every step has exactly as many groups as asked for: groups that are tried apart are joined by
             others, one set of them at a time. For trainers whose steps have a fixed size.
         unfit: "refuse" raises UnfitRow at a row that cannot be trained, "leave_out" leaves the row out of
@@ -161,6 +167,7 @@ class Feed:
             refuses it, "from-bridge" goes on with its weights, which the trainer has loaded with
             `load_published`, "from-scratch" gives them up.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        make: makes a step's batch of its groups, in the thread that forms batches; None: shmbridge.Batch.
         prefetch: batches gathered ahead, still held.
         consumer: further options of shmbridge.Consumer.
 
@@ -183,6 +190,7 @@ class Feed:
         set_aside_after: int = 2,
         run: Run | None = None,
         run_dir: str | Path | None = None,
+        trained_together: int | None = None,
         exact: bool = False,
         unfit: Unfit = "refuse",
         longest_row: int | None = None,
@@ -190,6 +198,7 @@ class Feed:
         credit: Credit | None = None,
         whole_rows: bool = False,
         start: Start | None = None,
+        make: MakeBatch | None = None,
         prefetch: int = 0,
         **consumer: Any,
     ) -> None:
@@ -206,8 +215,10 @@ class Feed:
             raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
-        self.credit, self.whole_rows = credit or Credit(), whole_rows
+        self._strict = release_at is not None
+        self.credit, self.whole_rows, self.make = credit or Credit(), whole_rows, make
         self._groups, self._rows, self._exact = groups or 8, rows, exact
+        self._together = trained_together or self._groups
         limited = consumer.get("max_off_policy_steps") is not None
         self._at_once = (
             consumer.get("groups_per_step") if limited else None
@@ -388,6 +399,7 @@ class Feed:
                 rows=self._rows if groups is None else None,
                 max_staleness=self._max_staleness,
                 split=self._split,
+                make=self.make,
                 prefetch=self._prefetch if wait_s >= _LOOK_S else 0,  # a thread would find nothing in time
                 hold="caller",
                 timeout_s=wait_s,
@@ -400,7 +412,10 @@ class Feed:
             if isinstance(wrong, ConsumerEmpty):
                 return None
             if isinstance(wrong, BatchTooBig):
-                if self._groups_out() >= self._groups:  # the trainer has a whole step, and releases it
+                if self._groups_out() >= self._together:  # the trainer has a whole step, and releases it
+                    return None
+                if self._trained and not self._strict:
+                    self._release_early(wrong)
                     return None
                 if self._trained:
                     raise BatchTooBig(
@@ -416,6 +431,24 @@ class Feed:
             )
         self.consumer.queue.count_batch(-1)  # a step is counted as it is handed out
         return batch
+
+    def _release_early(self, full: BatchTooBig) -> None:
+        """Releases what waits for a checkpoint, since the lanes have no room for more."""
+        with self._lock:
+            early, self._trained, self._saving = self._trained, [], None
+        first = "steps_released_early" not in self.counts
+        self.counts["steps_released_early"] += len(early)
+        log.log(
+            logging.WARNING if first else logging.INFO,
+            "bridge %r: %d steps are released before a checkpoint has them, since the lanes are full; if the "
+            "trainer is killed before it saves, they are lost to the model: %s -> save more often, or larger "
+            "lanes; %s",
+            self._bridge,
+            len(early),
+            full.message,
+            full.hint,
+        )
+        _release(early)
 
     def _groups_out(self) -> int:
         with self._lock:
@@ -611,8 +644,7 @@ class Feed:
         self.consumer.queue.count_batch(-1)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
-        # by name: torch's, and Ray's copy of it, a class made of two
-        no_memory = any(each.__name__ in ("MemoryError", "OutOfMemoryError") for each in type(error).mro())
+        no_memory = lacks_memory(error)
         groups = [group for each in over for group in each.groups]
         with self._lock:
             fault = None
@@ -767,6 +799,13 @@ class Feed:
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
+    def rest(self) -> None:
+        """Gathers nothing ahead until the next `take`; what it had gathered comes first. Blocks for a `take`
+        under way.
+        """
+        with self._taking:
+            self._batches = None
+
     def drain(self) -> None:
         """Takes no new records; `take` raises Drained after those already there."""
         self.consumer.drain()
@@ -811,9 +850,17 @@ class Feed:
         if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]
-            if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
+            if keys and not isinstance(error, (UnfitRow, Drained)) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Returns whether an error means that a device or the host is out of memory."""
+    # by name: torch's, which is not imported, and Ray's copy of it, a class made of two
+    if any(each.__name__ in ("MemoryError", "OutOfMemoryError") for each in type(error).mro()):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _release(steps: Iterable[Step | Held]) -> None:

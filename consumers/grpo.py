@@ -212,7 +212,12 @@ def learn(
         while reason is None:
             batch = next(batches, None)
             if batch is not None:
-                step.take(batch)
+                try:
+                    step.take(batch)
+                except Exception as error:
+                    if not step.begin_again(error):
+                        raise
+                    continue
                 if not step.full:
                     continue
             elif not step.begun:  # the bridge is drained; a begun step is the last one
