@@ -100,11 +100,11 @@ class Settings:
     whole_rows: bool = False  # rows with neither mask nor prompt_length are trained whole
     max_off_policy_steps: int | None = None  # environments that ask begin no group that gets older than this
     lanes: int | Literal["auto"] = "auto"
-    release_at: ReleaseAt | None = None  # None: "checkpoint" where the trainer saves some, else "step"
+    release_at: ReleaseAt | None = None  # None: see the function of that name
     set_aside_after: int = 2  # failures of a step after which the group at fault is found and set aside
-    unfit: Unfit = "refuse"  # what becomes of rows that are too long
-    longest_row: int | None = None  # tokens; None: what verl's dynamic batches take
-    start: Start | None = None  # without a checkpoint, on a bridge that was trained before; None: refused
+    unfit: Unfit = "refuse"  # rows that are too long, or are left out and counted
+    longest_row: int | None = None  # tokens; None: see the function of that name
+    start: Start | None = None  # on a bridge that was trained before, without a checkpoint; None: refused
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be."""
@@ -180,24 +180,19 @@ class Settings:
         return sum(wait_s + delay_s for wait_s, delay_s in Patience(**given, max_wait_s=most_s).waits())
 
 
-def release_at(config: Any, settings: Settings) -> ReleaseAt:
-    """Returns when groups are released: at a checkpoint, if the trainer saves some and says so. Never blocks.
+def release_at(config: Any, settings: Settings) -> ReleaseAt | None:
+    """Returns when groups are released; None: with checkpoints if verl saves some, as lanes have room.
 
-    Raises ValueError for "checkpoint" where no checkpoint would ever release them.
+    Never blocks. Raises ValueError for "checkpoint" where no checkpoint would ever release them.
     """
     mode, every = config.trainer.v1.trainer_mode, config.trainer.save_freq
-    asked = settings.release_at or ("checkpoint" if mode == MODE and every > 0 else "step")
-    if asked == "checkpoint" and mode != MODE:
+    if settings.release_at == "checkpoint" and (mode != MODE or every <= 0):
         raise ValueError(
-            f"trainer.atropos.release_at=checkpoint under trainer_mode={mode}, which tells nobody of its "
-            f"checkpoints -> trainer.v1.trainer_mode={MODE}, or trainer.atropos.release_at=step"
+            f"trainer.atropos.release_at=checkpoint with trainer_mode={mode} and save_freq={every}: no "
+            f"checkpoint would release a group -> trainer.v1.trainer_mode={MODE} trainer.save_freq=20, or "
+            "trainer.atropos.release_at=step"
         )
-    if asked == "checkpoint" and every <= 0:
-        raise ValueError(
-            f"trainer.atropos.release_at=checkpoint, and trainer.save_freq={every} saves none, so that no "
-            "group would be released -> trainer.save_freq=20, or trainer.atropos.release_at=step"
-        )
-    return asked
+    return settings.release_at or (None if mode == MODE else "step")
 
 
 def longest_row(config: Any, settings: Settings) -> int | None:

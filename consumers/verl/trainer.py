@@ -18,11 +18,14 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+from transformers import AutoModelForCausalLM
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
 import shmbridge
+from shmbridge.consumers.trained_bridge import bridge_info, load_published, trained_as
 from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 from shmbridge.consumers.verl.metrics import VERSION
 from shmbridge.consumers.verl.settings import (
@@ -58,6 +61,8 @@ class BridgePPOTrainer(PPOTrainer):
     def __init__(self, config: Any) -> None:
         _check(config)
         _warn_if_taken(config.trainer.atropos.bridge)
+        if config.trainer.atropos.get("start", None) == "from-bridge":
+            _take_weights(config)
         super().__init__(config)
         self._trained: list[str] = []
         self._metrics: dict[str, float] = {}  # of the step, if its groups are trained before it is saved
@@ -98,10 +103,9 @@ class BridgePPOTrainer(PPOTrainer):
         """
         if not self._states:
             return
-        state = self._states.get(find_latest_ckpt_path(self.config.trainer.default_local_dir) or "")
-        if state is not None:
+        newest = find_latest_ckpt_path(self.config.trainer.default_local_dir)
+        if (state := self._states.pop(newest, None)) is not None:
             self.agent_loop_manager.feed.checkpointed(state)
-            self._states.clear()
 
     def on_train_begin(self) -> None:
         """Sends the weights that training begins with, and asks for the batches to gather ahead.
@@ -181,6 +185,25 @@ def _check(config: Any) -> None:
             "verl validates with prompts of its own, and environments own them here -> "
             "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
         )
+
+
+def _take_weights(config: Any) -> None:
+    """Makes a trained bridge's weights the model that verl loads. A checkpoint that verl resumes from goes
+    before them.
+    """
+    bridge, folder = (
+        config.trainer.atropos.bridge,
+        os.path.join(config.trainer.default_local_dir, "from_bridge"),
+    )
+    if trained_as(bridge_info(bridge))[1] is None:
+        return
+    given = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    model = AutoModelForCausalLM.from_pretrained(given.local_path, trust_remote_code=given.trust_remote_code)
+    version = load_published(bridge, model)
+    model.save_pretrained(folder)
+    given.tokenizer.save_pretrained(folder)
+    config.actor_rollout_ref.model.path = folder
+    log.info("version %d of bridge %r is in %s, and is the model", version, bridge, folder)
 
 
 def _warn_if_taken(name: str) -> None:
