@@ -102,9 +102,13 @@ class HubSource:
         """Whether trained batches wait for a checkpoint."""
         return self._feed.release_at == "checkpoint"
 
+    def out(self) -> list[shmbridge.Batch]:
+        """Returns the batches that are handed out and not trained."""
+        return [step.batch for step in self._steps.values()]
+
     def longest_row(self) -> tuple[int, str]:
         """Returns the tokens of the longest row that is out, and its group and environment."""
-        batch = max((step.batch for step in self._steps.values()), key=lambda batch: int(batch.lengths.max()))
+        batch = max(self.out(), key=lambda batch: int(batch.lengths.max()))
         row = int(batch.lengths.argmax())
         meta = batch.meta[row]
         return int(batch.lengths[row]), f"group {meta.group_id} of environment {meta.env_name!r}"
@@ -118,14 +122,14 @@ class HubSource:
 
         Blocks for the disk. Raises the error if it is to end the run.
         """
-        self._feed.failed(self._out(), error)
+        self._feed.failed(self._taken_back(), error)
 
     def give_back(self) -> None:
         """Returns the batches that are out: they come again, and nothing is counted. Never blocks."""
-        for step in reversed(self._out()):
+        for step in reversed(self._taken_back()):
             self._feed.give_back(step)
 
-    def _out(self) -> list[Step]:
+    def _taken_back(self) -> list[Step]:
         out = list(self._steps.values())
         self._steps.clear()
         return out

@@ -80,9 +80,11 @@ def _lower(compute: ComputeConfig, learner: Learner) -> str:
     """Returns the options that would save memory and are not in use yet."""
     if not learner.consistent:
         return "--param-dtype bfloat16, --lora-rank, or --parallel fsdp2 on more GPUs"
-    ways = [f"lower --micro-tokens ({compute.micro_tokens} now)"]
+    now = learner.objective.micro_tokens  # halved, down to the longest row, in a run of one process
+    ways = [f"lower --micro-tokens ({now} now)"] if now == compute.micro_tokens else []
     if not compute.gradient_checkpointing:
         ways.append("give --gradient-checkpointing")
     if compute.precision == "float32":
         ways.append("--precision bfloat16")
+    ways = ways or ["--max-token-len with --leave-out-long-rows, or --param-dtype bfloat16"]
     return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)

@@ -228,13 +228,15 @@ class TrainingStep:
         )
         if short := lacks_memory(error):
             length, row = source.longest_row()
-            now = learner.objective.micro_tokens
+            now = min(learner.objective.micro_tokens, max(batch.token_count for batch in source.out()))
             if now <= length:
-                error.add_note(f"its longest row has {length} tokens: {row}")
+                error.add_note(f"a micro-batch is one row by now; the longest has {length} tokens: {row}")
                 return False
             lower = max(length, now // 2)
             learner.objective = replace(learner.objective, micro_tokens=lower)
-            say(f"{what} -> micro-batches of {lower} tokens from here on, not {now}; longest row: {row}")
+            say(
+                f"{what} -> micro-batches of {lower} tokens from here on; the longest row has {length}: {row}"
+            )
         free_activations(error)
         with suppress(RuntimeError):
             learner.drop_gradient()

@@ -14,6 +14,7 @@ import weakref
 import pytest
 
 import shmbridge
+from shmbridge import sizing
 from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.feed import Drained, Feed, UnfitRow
 from shmbridge.consumers.trained_bridge import BridgeAhead
@@ -699,3 +700,19 @@ def test_full_lanes_release_early_only_where_the_checkpoint_was_not_asked_for(
         more.join()
         assert feed.stats()["feed_steps_released_early_total"] == 128
     assert "128 steps are released before a checkpoint has them" in caplog.text
+
+
+def test_lanes_have_room_for_the_steps_that_they_are_sized_for(bridge, tmp_path) -> None:
+    record = sizing.record_bytes(2000, columns=["tokens"])
+    lane = sizing.lane_bytes_for(record, groups=4, prefetch=0, steps=5, same_size=True)
+    group = {"tokens": [[7] * 2000]}
+    with (
+        shmbridge.Producer(bridge, lane_bytes=lane, on_full="raise") as producer,
+        Feed(bridge, groups=4, release_at="checkpoint", whole_rows=True, run_dir=tmp_path) as feed,
+    ):
+        for _ in range(5):
+            for _ in range(4):
+                producer.put(group)
+            feed.trained(feed.take(5))
+        producer.put(group)
+        assert feed.stats()["feed_steps_trained_held"] == 5
