@@ -193,8 +193,8 @@ def in_the_model(folder: Path) -> list[str]:
     ("seeds", "actor"),
     [
         (range(3), "none"),
-        pytest.param(range(10), "none", marks=pytest.mark.long),
-        pytest.param(range(10), "fsdp2", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
+        pytest.param(range(3, 10), "none", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
+        pytest.param(range(3), "fsdp2", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
     ],
 )
 def test_kills_around_a_save_lose_no_group_and_repeat_none(start_trainer, bridge, tmp_path, seeds, actor):
@@ -214,10 +214,10 @@ def test_kills_around_a_save_lose_no_group_and_repeat_none(start_trainer, bridge
         for seed in seeds:
             place = f"{('saved', 'save', 'queue')[seed % 3]}:{random.Random(seed).choice([1, 2])}"
             run = start_trainer(bridge, steps, *options, halt_at=place, loop="saving_loop.py", actor=actor)
-            run.wait_for("halted")
+            run.wait_for("halted", 600)
             run.kill()
         run = start_trainer(bridge, steps, *options, halt_at="", loop="saving_loop.py", actor=actor)
-        assert run.process.wait(400) == 0, run.log()[-3000:]
+        assert run.process.wait(600) == 0, run.log()[-3000:]
         trained = in_the_model(tmp_path)
         with shmbridge.Consumer(bridge) as consumer:
             left = [record.meta.group_id for record in consumer.poll(1000)]

@@ -293,6 +293,7 @@ KEYS = "actor_rollout_ref.rollout"
         (["trainer.atropos.max_wait_time=10min"], "max_wait_time='10min' is no number"),
         (["trainer.v1.shmbridge.num_warmup_batches=2"], "max_off_policy_steps=1.*num_warmup_batches=1, or"),
         (["algorithm.use_kl_in_reward=True"], "use_kl_loss"),
+        (["+trainer.atropos.release_at=checkpoint"], "save_freq=-1: no checkpoint would .*save_freq=20"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_a_bridge_are_refused_before_verl_starts_anything(overrides, words):
@@ -302,6 +303,35 @@ def test_settings_that_do_not_go_with_a_bridge_are_refused_before_verl_starts_an
 
     with pytest.raises(ValueError, match=words):
         BridgePPOTrainer(configured("run1", "no model", 3, overrides))
+
+
+def test_a_trained_bridges_weights_become_verls_model(bridge, consumer, tiny, tmp_path):
+    from safetensors.numpy import load_file
+    from verl_loop import configured
+
+    from shmbridge.consumers.verl import trainer
+
+    class Started(Exception):
+        pass
+
+    class Stopped(trainer.BridgePPOTrainer):
+        def _build_replay_buffer(self):
+            raise Started
+
+    wanted = {name: value + 1 for name, value in load_file(tiny / "model.safetensors").items()}
+    options = [f"trainer.default_local_dir={tmp_path}", "+trainer.atropos.start=from-bridge"]
+    for trained in (False, True):
+        config = configured(bridge, str(tiny), 3, options)
+        with pytest.raises(Started):
+            Stopped(config)
+        if not trained:
+            assert config.actor_rollout_ref.model.path == str(tiny)
+            with WeightsWriter(bridge) as writer:
+                writer.publish(3, wanted.items())
+    found = load_file(tmp_path / "from_bridge/model.safetensors")
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert config.actor_rollout_ref.model.path == str(tmp_path / "from_bridge")
+    assert (tmp_path / "from_bridge/tokenizer_config.json").exists()
 
 
 def test_an_untested_release_is_named_before_its_imports_can_fail(monkeypatch, caplog):
