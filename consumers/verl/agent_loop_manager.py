@@ -27,7 +27,6 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import transfer_queue as tq
@@ -57,15 +56,8 @@ log = logging.getLogger(__name__)
 _PARTITION = "train"
 _ANY_LENGTH = 1 << 20
 _NO_LAST_STEP = 1 << 30
+_Order = tuple[list[str], int]  # uids of a call of generate_sequences, and verl's global_steps
 _COUNTED = ("feed_", "left_out_", "discarded_")  # of the feed's counters, in verl's log
-
-
-@dataclass
-class _Order:
-    """What one call of generate_sequences asked for."""
-
-    uids: list[str]
-    step: int  # verl's global_steps
 
 
 class _Folded(NamedTuple):
@@ -172,14 +164,15 @@ class ShmAgentLoopManager:
                 "verl validates with prompts of its own, and environments own them here -> "
                 "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
             )
-        self._raise_error()
+        if self._error is not None:
+            raise self._error
         step = int(prompts["global_steps"])
         if not self._is_told and step > 1:
             self.feed.load_state_dict(self.feed.state_dict())  # verl has loaded a checkpoint
         self._is_told = True
         self._follow_weights(step)
         self.release_cleared()
-        self._orders.put(_Order([str(uid) for uid in prompts["uid"]], step))
+        self._orders.put(([str(uid) for uid in prompts["uid"]], step))
 
     def step_ended(self, keys: Collection[str], version: int | None = None) -> dict[str, float]:
         """Notes that the groups of a step are trained, and returns the step's metrics. Never blocks.
@@ -208,14 +201,8 @@ class ShmAgentLoopManager:
         Blocks for the disk, and for one question to TransferQueue.
         """
         try:
-            there = self._there()
-            sampled = [  # verl has taken their prompts, and not yet cleared their rows
-                uid
-                for uid, folded in list(self._folded.items())
-                if uid not in there and any(key in there for key in folded.keys)
-            ]
-            if failed := self._pop(sampled):
-                self.feed.failed([each.step for each in failed], error)
+            if sampled := self._taken(cleared=False):
+                self.feed.failed([each.step for each in sampled], error)
         except BaseException as raised:
             if raised is not error:
                 log.exception("the failed step is not noted, so its groups come again as if nothing was")
@@ -225,14 +212,7 @@ class ShmAgentLoopManager:
 
         Blocks for one question to TransferQueue, if anything is held.
         """
-        if not self._folded:
-            return 0
-        there = self._there()
-        cleared = self._pop(
-            uid
-            for uid, folded in list(self._folded.items())
-            if uid not in there and not any(key in there for key in folded.keys)
-        )
+        cleared = self._taken(cleared=True) if self._folded else []
         if cleared:
             self.feed.dropped([each.step for each in cleared], "cleared")
         return len(cleared)
@@ -258,10 +238,13 @@ class ShmAgentLoopManager:
     def _pop(self, uids: Iterable[str]) -> list[_Folded]:
         return [self._folded.pop(uid) for uid in uids if uid in self._folded]
 
-    def _there(self) -> dict[str, Any]:
-        """Returns the tags of all keys in TransferQueue."""
-        listed: dict[str, Any] = (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {})
-        return listed
+    def _taken(self, *, cleared: bool) -> list[_Folded]:
+        """Takes out the groups whose prompts verl has removed, and whose rows it has cleared or has not."""
+        there = (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {}).keys()
+        folded = list(self._folded.items())
+        return self._pop(
+            [uid for uid, each in folded if uid not in there and there.isdisjoint(each.keys) == cleared]
+        )
 
     # -- the thread
 
@@ -276,14 +259,15 @@ class ShmAgentLoopManager:
 
     def _fill(self, order: _Order) -> None:
         """Takes the groups of an order and writes them."""
+        uids, at_step = order
         try:
-            step = self.feed.take(self._settings.patience_s, groups=len(order.uids))
+            step = self.feed.take(self._settings.patience_s, groups=len(uids))
         except ConsumerEmpty as none:
             hint = "start environments on this bridge, or raise trainer.atropos.max_wait_time, timeout or "
             raise ConsumerEmpty(none.message, hint=f"{hint}retry_attempts") from None
-        versions = [self._steps_of(group, order) for group in step.groups]
+        versions = [self._steps_of(group, at_step) for group in step.groups]
         try:
-            rows = rows_of(step.rows, order.uids, versions, self._form)
+            rows = rows_of(step.rows, uids, versions, self._form)
         except Exception as error:
             if isinstance(error, NoAdvantages):
                 words = str(error).split(" -> ")[0]
@@ -291,12 +275,12 @@ class ShmAgentLoopManager:
             self.feed.failed(step, error)
             raise error from None
         self._count(step, rows)
-        keys: dict[str, list[str]] = {uid: [] for uid in order.uids}
+        keys: dict[str, list[str]] = {uid: [] for uid in uids}
         for key in rows.keys:
             keys[key.split("_")[0]].append(key)
         empty, tags, group_of = [], [], step.batch.group_index
         for number, part in enumerate(self.feed.parts(step)):
-            uid, (oldest, _) = order.uids[number], versions[number]
+            uid, (oldest, _) = uids[number], versions[number]
             if keys[uid]:
                 of_it = [row for row in step.rows if group_of[row.row] == number]
                 self._folded[uid] = _Folded(part, keys[uid], summary_of(of_it))
@@ -307,7 +291,7 @@ class ShmAgentLoopManager:
             tags.append({"is_prompt": True, "status": status, "global_steps": oldest + 1})
         if rows.fields is not None:
             tq.kv_batch_put(keys=rows.keys, partition_id=_PARTITION, fields=rows.fields, tags=rows.tags)
-        tq.kv_batch_put(keys=order.uids, partition_id=_PARTITION, tags=tags)  # verl may sample them now
+        tq.kv_batch_put(keys=uids, partition_id=_PARTITION, tags=tags)  # verl may sample them now
         if empty:
             self.feed.dropped(empty, "no_response")
 
@@ -318,19 +302,19 @@ class ShmAgentLoopManager:
         error.__context__ = error.__cause__ = None
         self._error = error.with_traceback(None)
         try:
-            tags = [{"is_prompt": True, "status": "failure", "global_steps": 0} for _ in order.uids]
-            tq.kv_batch_put(keys=order.uids, partition_id=_PARTITION, tags=tags)
+            tags = [{"is_prompt": True, "status": "failure", "global_steps": 0} for _ in order[0]]
+            tq.kv_batch_put(keys=order[0], partition_id=_PARTITION, tags=tags)
         except Exception:
             log.exception("TransferQueue does not take the failure either")
 
     # -- what groups are
 
-    def _steps_of(self, group: Group, order: _Order) -> tuple[int, int]:
+    def _steps_of(self, group: Group, at_step: int) -> tuple[int, int]:
         """Returns the smallest and largest version of a group, in verl's steps."""
         newest = max(record.meta.max_policy_version for record in group.records)
         if (oldest := group.oldest_version) < 0:
             self._counts["groups_without_version"] += 1
-            return order.step - 1, order.step - 1
+            return at_step - 1, at_step - 1
         return oldest - self._ahead, newest - self._ahead
 
     def _count(self, step: Step, rows: Rows) -> None:
@@ -350,10 +334,6 @@ class ShmAgentLoopManager:
             self._ahead = known + 1 - current
         if (version := current + self._ahead) > known:
             self.feed.consumer.publish_policy_version(version)
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 def _weights_reader(config: Any, settings: Settings) -> WeightsReader | None:
