@@ -99,7 +99,7 @@ class Step:
     def batch(self) -> Batch:
         """See the class. Its `release()` does nothing: the feed releases."""
         made = (self._feed.make or Batch)(self.groups, "packed")
-        made.records = []
+        made.is_lent = True
         return made
 
     @cached_property
@@ -504,9 +504,9 @@ class Feed:
 
     def _step_of(self, groups: list[Group], batch: Batch | None = None) -> Step:
         """Begins a step. A batch is of these groups, and gives its leases up."""
-        step = Step(groups, self, self.consumer.queue.keep([r for group in groups for r in group.records]))
+        held = self.consumer.queue.keep([record for group in groups for record in group.records], batch)
+        step = Step(groups, self, held)
         if batch is not None:
-            batch.records = []
             step.batch = batch
         self.consumer.queue.count_batch()
         unfit = step.unfit

@@ -180,6 +180,7 @@ def save_all(saver: Saver, batches: HubSource | RankSource) -> None:
     """Saves the last finished step; if that is all, shared memory need not keep it. Raises as `run`."""
     saver.save(batches.training_version)
     if saver.saved:
+        batches.saved()
         batches.end_run()
 
 
