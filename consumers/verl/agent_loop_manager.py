@@ -84,6 +84,12 @@ class ShmAgentLoopManager:
 
     def __init__(self, config: Any) -> None:
         self._settings = settings = Settings.of(config)
+        self._is_told = config.trainer.v1.trainer_mode == MODE  # of checkpoints, by the trainer
+        if settings.start == "from-bridge" and not self._is_told:
+            raise ValueError(
+                f"trainer.atropos.start=from-bridge with trainer_mode={config.trainer.v1.trainer_mode}, which "
+                f"does not load the bridge's weights -> trainer.v1.trainer_mode={MODE}, or start=from-scratch"
+            )
         self._form = form_of(config)
         self._rows_of_group = int(config.actor_rollout_ref.rollout.n)
         self._weights = _weights_reader(config, settings)
@@ -91,7 +97,6 @@ class ShmAgentLoopManager:
         self._counts: Counter[str] = Counter()
         self._error: BaseException | None = None  # what ended the thread
         self._closing = threading.Event()
-        self._is_told = config.trainer.v1.trainer_mode == MODE  # of checkpoints, by the trainer
         self._ahead = 0  # versions that the bridge is ahead of verl's steps
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None ends the thread
         per_step, longest = int(config.data.train_batch_size), longest_row(config, settings)

@@ -188,22 +188,26 @@ def _check(config: Any) -> None:
 
 
 def _take_weights(config: Any) -> None:
-    """Makes a trained bridge's weights the model that verl loads. A checkpoint that verl resumes from goes
-    before them.
-    """
+    """Makes a trained bridge's weights the model that verl loads, also in runs that resume this one."""
     bridge, folder = (
         config.trainer.atropos.bridge,
         os.path.join(config.trainer.default_local_dir, "from_bridge"),
     )
-    if trained_as(bridge_info(bridge))[1] is None:
-        return
-    given = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-    model = AutoModelForCausalLM.from_pretrained(given.local_path, trust_remote_code=given.trust_remote_code)
-    version = load_published(bridge, model)
-    model.save_pretrained(folder)
-    given.tokenizer.save_pretrained(folder)
-    config.actor_rollout_ref.model.path = folder
-    log.info("version %d of bridge %r is in %s, and is the model", version, bridge, folder)
+    resumes = config.trainer.resume_mode == "resume_path" or (
+        config.trainer.resume_mode == "auto" and find_latest_ckpt_path(config.trainer.default_local_dir)
+    )
+    if not resumes:
+        if trained_as(bridge_info(bridge))[1] is None:
+            return
+        given = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        model = AutoModelForCausalLM.from_pretrained(
+            given.local_path, trust_remote_code=given.trust_remote_code
+        )
+        log.info("a new run begins with version %d of bridge %r", load_published(bridge, model), bridge)
+        model.save_pretrained(folder)
+        given.tokenizer.save_pretrained(folder)
+    if os.path.isdir(folder):
+        config.actor_rollout_ref.model.path = folder
 
 
 def _warn_if_taken(name: str) -> None:

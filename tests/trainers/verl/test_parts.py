@@ -318,19 +318,24 @@ def test_a_trained_bridges_weights_become_verls_model(bridge, consumer, tiny, tm
         def _build_replay_buffer(self):
             raise Started
 
-    wanted = {name: value + 1 for name, value in load_file(tiny / "model.safetensors").items()}
-    options = [f"trainer.default_local_dir={tmp_path}", "+trainer.atropos.start=from-bridge"]
-    for trained in (False, True):
-        config = configured(bridge, str(tiny), 3, options)
+    def started() -> str:
+        options = [f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"]
+        config = configured(bridge, str(tiny), 3, [*options, "+trainer.atropos.start=from-bridge"])
         with pytest.raises(Started):
             Stopped(config)
-        if not trained:
-            assert config.actor_rollout_ref.model.path == str(tiny)
-            with WeightsWriter(bridge) as writer:
-                writer.publish(3, wanted.items())
+        return config.actor_rollout_ref.model.path
+
+    wanted = {name: value + 1 for name, value in load_file(tiny / "model.safetensors").items()}
+    assert started() == str(tiny), "nothing was trained"
+    with WeightsWriter(bridge) as writer:
+        writer.publish(3, wanted.items())
+        assert started() == str(tmp_path / "from_bridge")
+        writer.publish(4, ((name, value + 1) for name, value in wanted.items()))
+        (tmp_path / "global_step_1").mkdir()
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+        assert started() == str(tmp_path / "from_bridge"), "verl resumes"
     found = load_file(tmp_path / "from_bridge/model.safetensors")
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
-    assert config.actor_rollout_ref.model.path == str(tmp_path / "from_bridge")
     assert (tmp_path / "from_bridge/tokenizer_config.json").exists()
 
 
