@@ -84,11 +84,12 @@ class ShmAgentLoopManager:
 
     def __init__(self, config: Any) -> None:
         self._settings = settings = Settings.of(config)
-        self._is_told = config.trainer.v1.trainer_mode == MODE  # of checkpoints, by the trainer
-        if settings.start == "from-bridge" and not self._is_told:
+        mode = config.trainer.v1.trainer_mode
+        self._is_told = mode == MODE  # of checkpoints, by the trainer
+        if settings.start == "from-bridge" and mode != MODE:
             raise ValueError(
-                f"trainer.atropos.start=from-bridge with trainer_mode={config.trainer.v1.trainer_mode}, which "
-                f"does not load the bridge's weights -> trainer.v1.trainer_mode={MODE}, or start=from-scratch"
+                f"trainer.atropos.start=from-bridge with trainer_mode={mode}, which does not load the bridge's "
+                f"weights -> trainer.v1.trainer_mode={MODE}, or trainer.atropos.start=from-scratch"
             )
         self._form = form_of(config)
         self._rows_of_group = int(config.actor_rollout_ref.rollout.n)

@@ -521,7 +521,7 @@ def test_a_trained_bridge_is_refused_unless_verl_has_resumed(
             BridgePPOTrainer.on_train_begin(trainer)
         manager.close()
         sync = "trainer.v1.trainer_mode=sync"
-        with pytest.raises(ValueError, match="does not load the bridge's weights -> .*mode=shmbridge"):
+        with pytest.raises(ValueError, match=r"does not load the bridge's weights -> .*mode=shmbridge"):
             make_manager(sync, "+trainer.atropos.start=from-bridge")
         manager = make_manager(sync)
         ask(queue, manager, 1)
