@@ -88,8 +88,8 @@ class ShmAgentLoopManager:
         self._is_told = mode == MODE  # of checkpoints, by the trainer
         if settings.start == "from-bridge" and mode != MODE:
             raise ValueError(
-                f"trainer.atropos.start=from-bridge with trainer_mode={mode}, which does not load the bridge's "
-                f"weights -> trainer.v1.trainer_mode={MODE}, or trainer.atropos.start=from-scratch"
+                f"trainer.atropos.start=from-bridge with trainer_mode={mode}, which does not load the "
+                f"bridge's weights -> trainer.v1.trainer_mode={MODE}, or trainer.atropos.start=from-scratch"
             )
         self._form = form_of(config)
         self._rows_of_group = int(config.actor_rollout_ref.rollout.n)
