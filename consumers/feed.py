@@ -795,7 +795,7 @@ class Feed:
                 "feed_steps_out": float(len(self._steps)),
                 "feed_steps_trained_held": float(len(self._trained)),
             }
-        names = ((name.partition("{"), count) for name, count in self.counts.items())
+        names = [(name.partition("{"), count) for name, count in list(self.counts.items())]
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 

@@ -305,6 +305,19 @@ def test_a_feed_that_is_only_asked_now_and_then_gets_all(bridge, producer, tmp_p
     assert numbers == [*range(40)]
 
 
+def test_counters_are_read_while_another_thread_counts(bridge, tmp_path) -> None:
+    with Feed(bridge, run_dir=tmp_path) as feed:
+        counting = threading.Thread(target=lambda: [feed.counts.update([f"n{n}"]) for n in range(20_000)])
+        often, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-6)
+        try:
+            counting.start()
+            while counting.is_alive():
+                feed.stats()
+        finally:
+            sys.setswitchinterval(often)
+        assert feed.stats()["feed_n19999_total"] == 1
+
+
 def test_a_wait_in_one_thread_does_not_hold_up_another(bridge, tmp_path) -> None:
     raises = pytest.raises(shmbridge.ConsumerEmpty)
     with Feed(bridge, run_dir=tmp_path) as feed, feed._taking, raises:  # as while another thread waits
