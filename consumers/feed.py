@@ -296,7 +296,7 @@ class Feed:
         self._begun = True
 
     def require_start(self) -> None:
-        """Raises BridgeAhead as `take`, for a trainer that writes weights into the bridge before."""
+        """Raises BridgeAhead as `take`, for a trainer that is about to publish weights. Never blocks."""
         if not self._may_start:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
@@ -793,14 +793,18 @@ class Feed:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 
-    def save_state(self, folder: str | Path) -> None:
-        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json. Blocks for the disk."""
-        file = Path(folder) / STATE
+    def save_state(self, folder: str | Path) -> dict[str, Any]:
+        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json, and returns it.
+
+        Blocks for the disk.
+        """
+        state, file = self.state_dict(), Path(folder) / STATE
         with file.with_suffix(".new").open("w") as new:
-            json.dump(self.state_dict(), new)
+            json.dump(state, new)
             new.flush()
             os.fsync(new.fileno())
         Path(new.name).replace(file)
+        return state
 
     def load_state(self, folder: str | Path) -> bool:
         """Loads what `save_state` wrote; returns False if the folder has no such file. Blocks for the disk.
@@ -823,7 +827,7 @@ class Feed:
                 "feed_steps_out": float(len(self._steps)),
                 "feed_steps_trained_held": float(len(self._trained)),
             }
-        names = ((name.partition("{"), count) for name, count in self.counts.items())
+        names = [(name.partition("{"), count) for name, count in list(self.counts.items())]
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
@@ -885,7 +889,8 @@ class Feed:
 
 def lacks_memory(error: BaseException) -> bool:
     """Returns whether an error means that a device or the host is out of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, not imported
+    # by name: torch's, which is not imported, and Ray's copy of it, a class made of two
+    if any(each.__name__ in ("MemoryError", "OutOfMemoryError") for each in type(error).mro()):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 

@@ -232,13 +232,17 @@ def test_interrupts_count_nothing_and_the_groups_come_again(bridge, producer, tm
         assert feed.stats()["batches_total"] == 1
 
 
-def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path) -> None:
+OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})  # as torch's
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OutOfMemoryError, type("Remote", (OutOfMemoryError,), {})])
+def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path, kind) -> None:
     put(producer, [1])
     producer.put({"tokens": [[7] * 50], "loss_mask": [[1] * 50], "score": [1.0]}, group_id="long")
     with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
         for _ in range(3):
-            with pytest.raises(MemoryError) as raised:
-                feed.failed(feed.take(5), MemoryError("alloc"))
+            with pytest.raises(kind) as raised:
+                feed.failed(feed.take(5), kind("alloc"))
             assert "50 tokens: group long of environment 'sums'" in raised.value.__notes__[0]
         assert len(feed.take(5).groups) == 2
 
@@ -302,6 +306,19 @@ def test_a_feed_that_is_only_asked_now_and_then_gets_all(bridge, producer, tmp_p
             numbers += numbers_of(step)
             feed.trained(step)
     assert numbers == [*range(40)]
+
+
+def test_counters_are_read_while_another_thread_counts(bridge, tmp_path) -> None:
+    with Feed(bridge, run_dir=tmp_path) as feed:
+        counting = threading.Thread(target=lambda: [feed.counts.update([f"n{n}"]) for n in range(20_000)])
+        often, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-6)
+        try:
+            counting.start()
+            while counting.is_alive():
+                feed.stats()
+        finally:
+            sys.setswitchinterval(often)
+        assert feed.stats()["feed_n19999_total"] == 1
 
 
 def test_a_wait_in_one_thread_does_not_hold_up_another(bridge, tmp_path) -> None:
@@ -657,9 +674,9 @@ with Feed(bridge, groups=2, release_at="checkpoint", run_dir=folder) as feed:
     feed.begin_run(4)
     later = end in ("published later", "trained on")  # as trainers that publish after their save
     feed.trained(feed.take(10), version=None if later else 5)
-    feed.save_state(folder)
+    state = feed.save_state(folder)
     if end == "saved" or later:
-        feed.checkpointed()
+        feed.checkpointed(state)
     if later:
         feed.publish(5)
     if end == "trained on":
@@ -690,7 +707,7 @@ def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environ
         for folder, why in ((None, "no checkpoint was loaded"), (other, "is of another run")):
             with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
                 assert folder is None or feed.load_state(folder)
-                for refused in (lambda: feed.take(0), lambda: feed.begin_run(6)):
+                for refused in (feed.require_start, lambda: feed.take(0), lambda: feed.begin_run(6)):
                     with pytest.raises(BridgeAhead, match=f"trained up to version 5, and .*{why}"):
                         refused()
                 assert feed.consumer.policy_version == 5
