@@ -44,6 +44,7 @@ import shmbridge
 from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
+from shmbridge.batching.screen import Screen
 from shmbridge.consumers.dataset_parts.lane_records import may_come_again
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
@@ -101,7 +102,7 @@ class Step:
     @cached_property
     def unfit(self) -> dict[int, tuple[str, str]]:
         """Rows that cannot be trained, by number: what kind of row, and why."""
-        return self._feed._look_for_unfit(self.batch)
+        return unfit_rows(self.batch, self._feed._longest_row, self._feed._vocabulary)
 
     @cached_property
     def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
@@ -162,6 +163,7 @@ class Feed:
             `load_published`, "from-scratch" gives them up.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
         prefetch: batches gathered ahead, still held.
+        screen: as of Consumer.screen: groups for which it returns False are released and counted.
         consumer: further options of shmbridge.Consumer.
 
     Attributes:
@@ -191,6 +193,7 @@ class Feed:
         whole_rows: bool = False,
         start: Start | None = None,
         prefetch: int = 0,
+        screen: Screen | None = None,
         **consumer: Any,
     ) -> None:
         choices = ("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit), ("split", split, Split)
@@ -216,7 +219,7 @@ class Feed:
         self._max_staleness = consumer.get("max_off_policy_steps") if max_staleness is None else max_staleness
         self._split, self._prefetch, self._pid = split, prefetch, os.getpid()
         self._after, self._on_unfit = set_aside_after, unfit
-        self._longest_row, self._vocabulary = longest_row, vocabulary
+        self._longest_row, self._vocabulary, self._screen = longest_row, vocabulary, screen
         self.counts: Counter[str] = Counter()
         self._taking = threading.Lock()  # around what takes from the consumer, for up to _ASK_S
         self._lock = threading.RLock()  # around what is held; never for long
@@ -508,32 +511,9 @@ class Feed:
 
     # -- rows that cannot be trained
 
-    def _look_for_unfit(self, batch: Batch) -> dict[int, tuple[str, str]]:
-        """Returns row -> (kind, why), of the rows that cannot be trained."""
-        found: dict[int, tuple[str, str]] = {}
-        if (most := self._longest_row) is not None:
-            for row in np.flatnonzero(batch.lengths > most).tolist():
-                found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {most}"
-        if (known := self._vocabulary) is not None:
-            places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= known))
-            rows, first = np.unique(
-                np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
-            )
-            for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
-                why = f"has token {batch.tokens[at]}, and the model knows {known}"
-                found.setdefault(row, ("unknown_token", why))
-        return found
-
     def _refuse(self, step: Step, row: int, unfit: tuple[str, str]) -> NoReturn:
         """Returns the step's groups, but for one that was refused too often; raises UnfitRow."""
-        meta, at = step.batch.meta[row], int(step.batch.group_index[row])
-        number = row - int(np.searchsorted(step.batch.group_index, at))
-        error = UnfitRow(
-            f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
-            hint='unfit="leave_out" trains without such rows, and counts them',
-            row=number,
-        )
-        bad = step.groups[at]
+        error, bad = unfit_row(step.batch, row, unfit), step.groups[int(step.batch.group_index[row])]
         self.consumer.queue.count_batch(-1)
         with self._lock:
             aside = self._failures is not None and self._failures.failed([_key(bad)]) is not None
@@ -563,10 +543,14 @@ class Feed:
             with self._lock:
                 self._trained += [each._held for each in over]
         if version is not None:
-            run_id = self._run_id if self._begun and self._saved else None  # then the run is open again
-            self._saved = False
-            same_as = None if run_id is None else version
-            self.consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+            self.publish(version)
+
+    def publish(self, version: int) -> None:
+        """Publishes the version of weights that steps have made. Never blocks; any thread."""
+        run_id = self._run_id if self._begun and self._saved else None  # then the run is open again
+        self._saved = False
+        same_as = None if run_id is None else version
+        self.consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
 
     def dropped(self, step: Step | Sequence[Step], why: str) -> None:
         """Releases groups that the trainer will not train, counted as `groups_dropped{why}`. Any thread."""
@@ -599,7 +583,7 @@ class Feed:
             self.consumer.end_run()
             self._saved = True
 
-    def failed(self, step: Step, error: BaseException) -> None:
+    def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
 
         Blocks for the disk. Raises `error` with set_aside_after=0, if memory ran out (a smaller step is the
@@ -687,11 +671,11 @@ class Feed:
     # -- what a checkpoint contains
 
     def _is_new(self, group: Group) -> bool:
-        """The consumer's screen: keeps out groups that the loaded state contains."""
+        """The consumer's screen: keeps out groups that the loaded state contains, and the trainer's."""
         for record in group.records:
             meta = record.meta
             if not (meta.redelivered and meta.sequence in self._known.get(meta.producer_id, ())):
-                return True
+                return self._screen is None or self._screen(group)
         self.counts["groups_in_checkpoint"] += 1
         return False
 
@@ -808,6 +792,34 @@ class Feed:
             if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
                 self._failures.failed(keys)
         self.close()
+
+
+def unfit_rows(batch: Batch, longest_row: int | None, vocabulary: int | None) -> dict[int, tuple[str, str]]:
+    """Returns row -> (kind, why), of the rows of a packed batch that cannot be trained. Never blocks."""
+    found: dict[int, tuple[str, str]] = {}
+    if longest_row is not None:
+        for row in np.flatnonzero(batch.lengths > longest_row).tolist():
+            found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {longest_row}"
+    if vocabulary is not None:
+        places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
+        rows, first = np.unique(
+            np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
+        )
+        for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
+            why = f"has token {batch.tokens[at]}, and the model knows {vocabulary}"
+            found.setdefault(row, ("unknown_token", why))
+    return found
+
+
+def unfit_row(batch: Batch, row: int, unfit: tuple[str, str]) -> UnfitRow:
+    """Returns the error that names a row of `unfit_rows`. Never blocks."""
+    meta, at = batch.meta[row], int(batch.group_index[row])
+    number = row - int(np.searchsorted(batch.group_index, at))
+    return UnfitRow(
+        f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
+        hint='unfit="leave_out" trains without such rows, and counts them',
+        row=number,
+    )
 
 
 def _release(steps: Iterable[Step | Held]) -> None:
