@@ -36,7 +36,7 @@ from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
 
 import numpy as np
 
@@ -54,6 +54,9 @@ from shmbridge.schema import Split
 from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.segment import mount_id
 from shmbridge.shown import counted
+
+if TYPE_CHECKING:
+    from shmbridge.batch import MakeBatch
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class Step:
     @cached_property
     def batch(self) -> Batch:
         """See the class. Its `release()` does nothing: the feed releases."""
-        made = Batch(self.groups, "packed")
+        made = (self._feed.make or Batch)(self.groups, "packed")
         made.records = []
         return made
 
@@ -143,7 +146,8 @@ class Feed:
         rows: trajectories of a step, whole groups as far as they fit.
         release_at: "step" releases a step's groups when it is trained, "checkpoint" once a checkpoint with
             `state_dict()` in it is durable; None: "checkpoint" if `run` saves checkpoints, else "step". The
-            choice is logged.
+            choice is logged. Lanes must have room for what waits for a checkpoint: else BatchTooBig, or, with
+            None, the held steps are released early, which is counted and warned of.
         max_staleness: groups that are more versions behind are discarded and counted; None: no limit.
         split: "train" or "eval": groups of the other are released and counted; None: both.
         set_aside_after: failures of a step after which its groups are tried in halves until the one at fault
@@ -151,6 +155,7 @@ class Feed:
             raised.
         run: announced to the environments; None: a run without a last step.
         run_dir: folder of the run; None: `checkpoint_dir` of `run`, else runs/<bridge>.
+        trained_together: groups that the trainer must have before it trains and releases any; None: `groups`.
         exact: every step has exactly as many groups as asked for: groups that are tried apart are joined by
             others, one set of them at a time. For trainers whose steps have a fixed size.
         unfit: "refuse" raises UnfitRow at a row that cannot be trained, "leave_out" leaves the row out of
@@ -162,6 +167,7 @@ class Feed:
             refuses it, "from-bridge" goes on with its weights, which the trainer has loaded with
             `load_published`, "from-scratch" gives them up.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        make: makes a step's batch of its groups, in the thread that forms batches; None: shmbridge.Batch.
         prefetch: batches gathered ahead, still held.
         screen: as of Consumer.screen: groups for which it returns False are released and counted.
         consumer: further options of shmbridge.Consumer.
@@ -185,6 +191,7 @@ class Feed:
         set_aside_after: int = 2,
         run: Run | None = None,
         run_dir: str | Path | None = None,
+        trained_together: int | None = None,
         exact: bool = False,
         unfit: Unfit = "refuse",
         longest_row: int | None = None,
@@ -192,6 +199,7 @@ class Feed:
         credit: Credit | None = None,
         whole_rows: bool = False,
         start: Start | None = None,
+        make: MakeBatch | None = None,
         prefetch: int = 0,
         screen: Screen | None = None,
         **consumer: Any,
@@ -209,8 +217,10 @@ class Feed:
             raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
-        self.credit, self.whole_rows = credit or Credit(), whole_rows
+        self._strict = release_at is not None
+        self.credit, self.whole_rows, self.make = credit or Credit(), whole_rows, make
         self._groups, self._rows, self._exact = groups or 8, rows, exact
+        self._together = trained_together or self._groups
         limited = consumer.get("max_off_policy_steps") is not None
         self._at_once = (
             consumer.get("groups_per_step") if limited else None
@@ -390,6 +400,7 @@ class Feed:
                 rows=self._rows if groups is None else None,
                 max_staleness=self._max_staleness,
                 split=self._split,
+                make=self.make,
                 prefetch=self._prefetch if wait_s >= _LOOK_S else 0,  # a thread would find nothing in time
                 hold="caller",
                 timeout_s=wait_s,
@@ -402,7 +413,10 @@ class Feed:
             if isinstance(wrong, ConsumerEmpty):
                 return None
             if isinstance(wrong, BatchTooBig):
-                if self._groups_out() >= self._groups:  # the trainer has a whole step, and releases it
+                if self._groups_out() >= self._together:  # the trainer has a whole step, and releases it
+                    return None
+                if self._trained and not self._strict:
+                    self._release_early(wrong)
                     return None
                 if self._trained:
                     raise BatchTooBig(
@@ -418,6 +432,24 @@ class Feed:
             )
         self.consumer.queue.count_batch(-1)  # a step is counted as it is handed out
         return batch
+
+    def _release_early(self, full: BatchTooBig) -> None:
+        """Releases what waits for a checkpoint, since the lanes have no room for more."""
+        with self._lock:
+            early, self._trained, self._saving = self._trained, [], None
+        first = "steps_released_early" not in self.counts
+        self.counts["steps_released_early"] += len(early)
+        log.log(
+            logging.WARNING if first else logging.INFO,
+            "bridge %r: %d steps are released before a checkpoint has them, since the lanes are full; if the "
+            "trainer is killed before it saves, they are lost to the model: %s -> save more often, or larger "
+            "lanes; %s",
+            self._bridge,
+            len(early),
+            full.message,
+            full.hint,
+        )
+        _release(early)
 
     def _groups_out(self) -> int:
         with self._lock:

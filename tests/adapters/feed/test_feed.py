@@ -640,7 +640,8 @@ with Feed(bridge, groups=2, release_at="checkpoint", run_dir=folder) as feed:
 
 def trained(bridge, folder, end) -> None:
     """Another process trains one step on a bridge."""
-    subprocess.run([sys.executable, "-c", TRAINED, bridge, str(folder), end], timeout=60)
+    ended = subprocess.run([sys.executable, "-c", TRAINED, bridge, str(folder), end], timeout=60)
+    assert ended.returncode == (0 if end == "exit" else -signal.SIGKILL)
 
 
 @pytest.mark.parametrize("environments", ["live", "gone"])
@@ -672,18 +673,28 @@ def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environ
                 numbers_of(feed.take(5))
 
 
-def test_a_bridge_whose_training_is_saved_keeps_nothing_for_the_next(bridge, tmp_path) -> None:
-    """An open bridge is refused all the same: its environments and engines have trained weights."""
-    for end, left in (("saved", None), ("exit", 5), ("killed", 5)):
-        with shmbridge.Producer(bridge, lane_bytes="2M") as producer:
-            put(producer, range(2))
-        trained(bridge, tmp_path, end)
-        shmbridge.clean(bridge, dry_run=False)
-        found = [each.trained_version for each in shmbridge.list_bridges() if each.name == bridge]
-        assert found == ([] if left is None else [left]), end
-        with Feed(bridge, groups=2, start="from-scratch", run_dir=tmp_path):
-            pass
-        shmbridge.clean(bridge, dry_run=False)
+@pytest.mark.parametrize(("end", "kept"), [("saved", []), ("exit", [5]), ("killed", [5])])
+def test_a_bridge_keeps_what_no_checkpoint_has(bridge, producer, tmp_path, end, kept) -> None:
+    put(producer, range(2))
+    producer.close()
+    trained(bridge, tmp_path, end)
+    assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == kept
+
+
+def test_full_lanes_release_early_only_where_the_checkpoint_was_not_asked_for(
+    bridge, producer, tmp_path, caplog
+) -> None:
+    run = shmbridge.Run(save_checkpoint_interval=1000)
+    with Feed(bridge, groups=2, run=run, run_dir=tmp_path) as feed:
+        put(producer, range(256))
+        for _ in range(128):
+            feed.trained(feed.take(5))
+        more = threading.Thread(target=put, args=(producer, range(256, 258)))
+        more.start()
+        assert numbers_of(feed.take(20)) == [256, 257]
+        more.join()
+        assert feed.stats()["feed_steps_released_early_total"] == 128
+    assert "128 steps are released before a checkpoint has them" in caplog.text
 
 
 def test_a_trainer_keeps_groups_out_and_a_loaded_state_too(bridge, producer, tmp_path) -> None:
