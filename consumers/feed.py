@@ -128,8 +128,7 @@ class Step:
 
     def lags(self, version: int) -> list[int]:
         """Returns how many versions each row is behind this one, of the rows that were stamped."""
-        stamps = (meta.min_policy_version for meta in self.batch.meta)
-        return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
+        return lags(self.batch, version)
 
     def __repr__(self) -> str:
         return f"<Step of {counted(len(self.groups), 'group')}, {counted(len(self.batch), 'row')}>"
@@ -277,7 +276,7 @@ class Feed:
 
         Raises BridgeAhead as `take`; ValueError: versions only rise.
         """
-        self._require_start()
+        self.require_start()
         goes_on = self._run_id is not None or self._start == "from-bridge"
         self._run_id = self._run_id or (self._found[0] if goes_on else "") or secrets.token_hex(8)
         self.consumer.publish_policy_version(
@@ -285,7 +284,8 @@ class Feed:
         )
         self._begun = True
 
-    def _require_start(self) -> None:
+    def require_start(self) -> None:
+        """Raises BridgeAhead as `take`, for a trainer that does something before it. Never blocks."""
         if not self._may_start:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
@@ -335,7 +335,7 @@ class Feed:
             self.give_back(call.result())
 
     def _take(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
-        self._require_start()
+        self.require_start()
         began_s = time.monotonic()
         with self.consumer.one_wait():
             while not (over.is_set() or self._closing.is_set()):
@@ -824,6 +824,12 @@ class Feed:
             if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
                 self._failures.failed(keys)
         self.close()
+
+
+def lags(batch: Batch, version: int) -> list[int]:
+    """Returns how many versions each row is behind this one, of the rows that were stamped."""
+    stamps = (meta.min_policy_version for meta in batch.meta)
+    return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
 
 
 def unfit_rows(batch: Batch, longest_row: int | None, vocabulary: int | None) -> dict[int, tuple[str, str]]:
