@@ -86,12 +86,12 @@ def test_untrained_groups_come_again_after_a_kill(bridge, tiny, settings, make_p
     for number in range(3):
         producer.put(group(number), group_id=f"group-{number}")
     killed_while_computing(SYNC, bridge, tiny, tmp_path)
-    with shm_rollout_func(bridge, timeout_s=30) as rollouts:
+    with shm_rollout_func(bridge, timeout_s=30, start="from-scratch") as rollouts:
         again = []
 
         class Next(ShmGRPOTrainer):
             def _compute_loss(self, model, inputs):
-                again.extend((meta.group_id, meta.redelivered) for meta in {*rollouts._held[-1][1].meta})
+                again.extend((meta.group_id, meta.redelivered) for meta in {*rollouts._held[-1][1].batch.meta})
                 return super()._compute_loss(model, inputs)
 
         Next(tiny, args=settings(max_steps=2), rollout_func=rollouts).train()
