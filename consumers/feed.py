@@ -804,6 +804,7 @@ class Feed:
             self._gathered.clear()
             if not (self._is_broken or (self._trained and self.release_at == "checkpoint")):
                 self._end_run()
+            self._begun = False  # a second close() has nothing to say
             self._steps.clear()
             self._trained.clear()
         if self._failures is not None:

@@ -723,3 +723,13 @@ def test_a_version_published_after_a_save_opens_the_run_again(bridge, producer, 
     producer.close()
     feed.close()
     assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == [2]
+
+
+def test_a_feed_that_holds_for_a_checkpoint_may_be_closed_twice(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        feed.begin_run(0)
+        feed.trained(feed.take(5), version=1)
+        feed.close()
+    producer.close()
+    assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == [1]
