@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import shmbridge
 from shmbridge.consumers.trl import ShmGRPOTrainer, shm_rollout_func
 from tests.trainers.trl.target_groups import group
 
@@ -128,8 +129,7 @@ SAVING = """
 import json, os, random, signal, sys
 from pathlib import Path
 import shmbridge
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import TrainerState
+from transformers import TrainerCallback, TrainerState
 from trl import GRPOConfig
 from shmbridge.consumers.trl import ShmGRPOTrainer, Unsupported, shm_rollout_func
 from tests.trainers.trl.target_groups import group
@@ -192,8 +192,9 @@ for seed in seeds:
     at_step, at = chosen.randint(1, STEPS - 1), POINTS[int(seed) % len(POINTS)]
     saves = {"save_steps": chosen.choice([1, 1, 2]), "save_total_limit": chosen.choice([None, 1]),
         "save_only_model": chosen.random() < 0.3}
-    args = GRPOConfig(f"{folder}/out", use_cpu=True, bf16=False, report_to=[], max_steps=STEPS, disable_tqdm=True,
-        per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=1, **saves)
+    args = GRPOConfig(f"{folder}/out", use_cpu=True, bf16=False, report_to=[], max_steps=STEPS,
+        per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=1, disable_tqdm=True,
+        **saves)
     print(json.dumps({"seed": seed, "at": at, "step": at_step} | saves), flush=True)
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
         for number in range(STEPS):
