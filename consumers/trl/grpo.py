@@ -202,12 +202,13 @@ class ShmGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As of Trainer, which writes its state last: a checkpoint with it is whole, and lists its groups."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if self.rollouts.is_hub:
+        if (feed := self.rollouts.feed) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-            self.rollouts.save(folder)
+            feed.save_state(folder)
         super()._save_checkpoint(model, trial)
-        self.rollouts.saved()
+        if feed is not None:
+            feed.checkpointed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As of Trainer, with `bridge/...` metrics."""

@@ -14,7 +14,6 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import compress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -98,7 +97,7 @@ class ShmRollouts:
         self._longest_row, self._vocabulary = longest_row, None
         self._options = {"set_aside_after": set_aside_after, "start": start, **consumer}
         self._trainer: Any = None
-        self._feed: Feed | None = None
+        self.feed: Feed | None = None  # in the hub's process
         self._rank: shmbridge.Rank | None = None
         self._held: deque[tuple[int, Step | Batch]] = deque()  # micro-steps after which nobody needs it
         self._steps = 0
@@ -112,19 +111,11 @@ class ShmRollouts:
     # -- opening
 
     def join(self, trainer: Any, *, rank: int, world_size: int, groups: int) -> None:
-        """Opens the bridge for a trainer's process. Does not wait for other processes.
+        """Opens the bridge for a trainer's process; rank 0 is the consumer, and deals out the shares.
 
-        Rank 0 of several is the consumer, and deals the shares out.
-
-        Args:
-            trainer: the only one whose calls are answered.
-            rank: 0 to world_size - 1.
-            world_size: processes of the trainer.
-            groups: groups in a generation batch of one process.
-
-        Raises:
-            ConsumerTaken, RankTaken: the place is taken. ValueError: joined already, or several processes
-            and release_at="checkpoint".
+        Does not wait for other processes. Only this trainer's calls are answered; `groups` are those in a
+        generation batch of one process. Raises ConsumerTaken, RankTaken: the place is taken. ValueError:
+        joined already, or several processes and release_at="checkpoint".
         """
         if self._trainer is not None:
             raise ValueError(f"the rollouts of bridge {self.bridge!r} have a trainer already -> make others")
@@ -135,7 +126,7 @@ class ShmRollouts:
             config = trainer.model.config.get_text_config()
             self._longest_row = getattr(config, "max_position_embeddings", None)
         if rank == 0:
-            self._feed = self._open(trainer, world_size, groups)
+            self.feed = self._open(trainer, world_size, groups)
         if world_size > 1:
             self._rank = shmbridge.Rank(self.bridge, rank, world_size)
         self._trainer, self._groups = trainer, groups
@@ -177,8 +168,8 @@ class ShmRollouts:
     def _take(self) -> tuple[Step | Batch, Batch, dict[int, tuple[str, str]]]:
         """Returns what is to be released later, its rows, and those of them that cannot be trained."""
         if self._rank is None:
-            assert self._feed is not None
-            step = self._feed.take(self._timeout_s)
+            assert self.feed is not None
+            step = self.feed.take(self._timeout_s)
             return step, step.batch, step.unfit
         while (share := self._rank.next_share(self._timeout_s)) is not None:
             if (batch := self._rank.gather(share)) is not None:
@@ -192,18 +183,11 @@ class ShmRollouts:
         )
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Returns the next generation batch as TRL's `rollout_func` must. Blocks until there is one.
+        """Returns the next generation batch as TRL's `rollout_func` must, with a row for each prompt.
 
-        Token ids and masks are int64 arrays (no lists); other columns are values for reward functions, one
-        per row. The records stay leased.
-
-        Args:
-            prompts: as many as rows are wanted; their text is not used.
-            trainer: the trainer that joined.
-
-        Raises:
-            UnevenGroups, UnfitRow, NoAdvantages: of the batch, which comes again. Drained. ConsumerEmpty.
-            NotJoined: another trainer calls, or an evaluation.
+        Blocks until there is one. Token ids and masks are int64 arrays; other columns are values for reward
+        functions, one per row. The records stay leased. Raises UnevenGroups, UnfitRow, NoAdvantages: of the
+        batch, which comes again. Drained. ConsumerEmpty. NotJoined: another trainer calls, or an evaluation.
         """
         if trainer is not self._trainer:
             raise NotJoined(
@@ -253,94 +237,76 @@ class ShmRollouts:
 
         Blocks for the hub's answer if there are ranks, at most a second.
         """
-        over = []
         while self._held and self._held[0][0] <= self._steps:
-            over.append(self._held.popleft()[1])
-        for each in over:
-            if isinstance(each, Batch):
-                each.release()
-            elif self._feed is not None:
-                self._feed.trained(each)
-        if over and self._rank is not None:
-            self._rank.report_done()
+            over = self._held.popleft()[1]
+            if self.feed is not None and isinstance(over, Step):
+                self.feed.trained(over)
+            elif self._rank is not None and isinstance(over, Batch):
+                over.release()
+                self._rank.report_done()
 
     def failed(self, error: BaseException) -> None:
         """Notes that a step failed over all that is held: it comes again, or is set aside, as `Feed.failed`.
 
         With several processes nothing is noted: what is held comes again to the next ones.
         """
-        if self._rank is None and self._feed is not None and self._held:
+        if self._rank is None and self.feed is not None and self._held:
             steps = [step for _, step in self._held if isinstance(step, Step)]
             self._held.clear()
-            self._feed.failed(steps, error)
+            self.feed.failed(steps, error)
 
     def give_back(self) -> None:
-        """Ends what is held, untrained: it comes again next. With several processes it stays.
-
-        Never blocks.
-        """
-        while self._held and isinstance(step := self._held[-1][1], Step) and self._feed is not None:
+        """Ends what is held, untrained: it comes next. With several processes it stays. Never blocks."""
+        while self._held and isinstance(step := self._held[-1][1], Step) and self.feed is not None:
             self._held.pop()
-            self._feed.give_back(step)
+            self.feed.give_back(step)
 
-    # -- checkpoints and versions; all are for the hub's process, and do nothing in others
+    # -- checkpoints and versions: for the hub's process; those that other processes call do nothing there
 
     def begin(self, checkpoint: str | None) -> None:
         """Begins training: what is held comes again, and what the checkpoint contains is not trained again.
 
-        Blocks for the disk. Opens the bridge again if a checkpoint is loaded in a process that has trained:
-        what was trained after the checkpoint is not in the model any more.
-
-        Raises BridgeAhead: the bridge was trained before, and `start` does not say how to go on.
+        Blocks for the disk. Raises BridgeAhead: the bridge was trained before, and neither a checkpoint nor
+        `start` says how to go on.
         """
         self.give_back()
-        if self._feed is None:
+        if self.feed is None:
             return
         if checkpoint is not None:
-            if self._has_begun and self._rank is None:
-                self._feed.close()
-                self._feed, self._has_begun = self._open(self._trainer, 1, self._groups), False
-            if not self._feed.load_state(checkpoint):
+            if self._has_begun and self._rank is None:  # what was trained since is not in the model any more
+                self.feed.close()
+                self.feed, self._has_begun = self._open(self._trainer, 1, self._groups), False
+            if not self.feed.load_state(checkpoint):
                 log.warning("checkpoint %s lists no groups: those that come again are trained", checkpoint)
-        self._feed.require_start()
-
-    def save(self, folder: str | Path) -> None:
-        """Writes into a checkpoint's folder which groups it contains. Blocks for the disk."""
-        if self._feed is not None:
-            self._feed.save_state(folder)
-
-    def saved(self) -> None:
-        """Releases what the checkpoint of the last `save` contains. Call it once that is durable."""
-        if self._feed is not None:
-            self._feed.checkpointed()
+        self.feed.require_start()
 
     @property
     def is_hub(self) -> bool:
         """Whether this process is the bridge's consumer."""
-        return self._feed is not None
+        return self.feed is not None
 
     @property
     def policy_version(self) -> int:
         """The newest version of the weights, published or noted; -1 before the first. Hub's process only."""
-        assert self._feed is not None
-        return self._feed.consumer.training_version
+        assert self.feed is not None
+        return self.feed.consumer.training_version
 
     def publish(self, version: int, *, to_environments: bool = True) -> None:
         """Publishes the policy version, or only notes it for the staleness of batches."""
-        if self._feed is None:
+        if self.feed is None:
             return
         if not to_environments:
-            self._feed.consumer.note_training_version(version)
+            self.feed.consumer.note_training_version(version)
         elif self._has_begun:
-            self._feed.publish(version)
+            self.feed.publish(version)
         else:
-            self._feed.begin_run(version)
+            self.feed.begin_run(version)
             self._has_begun = True
 
     def drain(self) -> None:
-        """Takes no new records; training ends with Drained after those already there. Hub's process."""
-        assert self._feed is not None
-        self._feed.drain()
+        """Takes no new records; training ends with Drained after those already there. Hub's process only."""
+        assert self.feed is not None
+        self.feed.drain()
 
     # -- counters
 
@@ -362,9 +328,9 @@ class ShmRollouts:
         scores = [float(score) for score in rows.columns.get("score", ()) if score is not None]
         if scores:
             self._fresh["score"] = sum(scores) / len(scores)
-        if self._feed is None:
+        if self.feed is None:
             return
-        version, own = self._feed.consumer.training_version, compress(batch.meta, rows.unscored)
+        version, own = self.feed.consumer.training_version, compress(batch.meta, rows.unscored)
         if found := lags(batch, version):
             self._fresh |= {"staleness_mean": sum(found) / len(found), "staleness_max": float(max(found))}
         stale = sum(0 <= meta.min_policy_version < version for meta in own)
@@ -380,7 +346,7 @@ class ShmRollouts:
         mine = {f"trl_{name}_total": float(count) for name, count in self._counts.items()}
         mine |= {f"columns_ignored_total{{{name}}}": float(rows) for name, rows in self._ignored.items()}
         mine["trl_batches_held"] = float(len(self._held))
-        return mine if self._feed is None else self._feed.stats() | mine
+        return mine if self.feed is None else self.feed.stats() | mine
 
     def metrics(self) -> dict[str, float]:
         """Returns what is new since the last call, as `bridge/...` for the trainer's log. Never blocks."""
@@ -409,8 +375,8 @@ class ShmRollouts:
                 abandon(batch.records)
         if self._rank is not None:
             self._rank.close()
-        if self._feed is not None:
-            self._feed.__exit__(kind, error, trace)
+        if self.feed is not None:
+            self.feed.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"<ShmRollouts of {self.bridge!r}: {self._counts['batches']} batches, {len(self._held)} held>"

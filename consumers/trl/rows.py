@@ -20,28 +20,15 @@ Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 # read here, or by the credit assignment
-READ = frozenset(
-    (
-        *("tokens", "loss_mask", "masks", "prompt_length", "advantages", "advantages_mask", "overrides"),
-        *("inference_logprobs", "generation_params", "group_overrides", "temperature"),
-    )
-)
+READ = frozenset((
+    "tokens", "loss_mask", "masks", "prompt_length", "advantages", "advantages_mask", "overrides",
+    "inference_logprobs", "generation_params", "group_overrides", "temperature",
+))  # fmt: skip
 # arguments of reward functions that TRL fills itself
-_TAKEN = frozenset(
-    (
-        *("prompt", "prompts", "completion", "completions", "completion_ids", "environment", "environments"),
-        *(
-            "trainer_state",
-            "log_extra",
-            "log_metric",
-            "env_mask",
-            "prompt_ids",
-            "logprobs",
-            "image",
-            "images",
-        ),
-    )
-)
+_TAKEN = frozenset((
+    "prompt", "prompts", "completion", "completions", "completion_ids", "environment", "environments",
+    "trainer_state", "log_extra", "log_metric", "env_mask", "prompt_ids", "logprobs", "image", "images",
+))  # fmt: skip
 
 
 class UnevenGroups(ValueError):

@@ -169,7 +169,7 @@ def train(number, start=None):
         trainer = Killed(tiny, args=args, rollout_func=rollouts)
         trainer.number = number
         trainer.add_callback(Steps(trainer))
-        whole, saved = TrainerState.save_to_json, rollouts.saved
+        whole, saved = TrainerState.save_to_json, rollouts.feed.checkpointed
         def half(state, path):
             whole(state, path)
             text = Path(path).read_text()
@@ -180,7 +180,7 @@ def train(number, start=None):
             trainer.reach("saved")
             saved()
             trainer.reach("released")
-        TrainerState.save_to_json, rollouts.saved = half, release
+        TrainerState.save_to_json, rollouts.feed.checkpointed = half, release
         try:
             trainer.train(resume_from_checkpoint=number == 2 and start is None)
         finally:
