@@ -45,14 +45,13 @@ from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, 
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
 from shmbridge.batching.screen import Screen
-from shmbridge.consumers.dataset_parts.lane_records import may_come_again
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split
 from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.segment import mount_id
 from shmbridge.shown import counted
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ _ASK_S = 1.5  # longer than the second after which the consumer says that a batc
 _MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
 _FORMAT = 1
 STATE = "shmbridge.json"
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _NO_LAST_STEP = (1 << 31) - 1
 
 
@@ -89,17 +89,21 @@ class Step:
         rows: those that can be trained, as `Trajectory`.
         unfit: the others.
         metrics: where the advantages come from, how stale the rows are, and how many were left out.
+        early: the trainer's to set: it keeps the step until it is asked for, so that nothing waits for its
+            end.
     """
 
     def __init__(self, groups: list[Group], feed: Feed, held: Held) -> None:
         self.groups, self._feed, self._held = groups, feed, held
         self.keys = [_key(group) for group in groups]
+        self.early = False
+        self._counted = True  # as a step of the run; parts are, once they are trained
 
     @cached_property
     def batch(self) -> Batch:
         """See the class. Its `release()` does nothing: the feed releases."""
         made = (self._feed.make or Batch)(self.groups, "packed")
-        made.records = []
+        made.is_lent = True
         return made
 
     @cached_property
@@ -110,7 +114,9 @@ class Step:
     @cached_property
     def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
         feed = self._feed
-        rows, metrics = trajectories(self.batch, feed.credit, whole_rows=feed.whole_rows)
+        rows, metrics = trajectories(
+            self.batch, feed.credit, whole_rows=feed.whole_rows, mask_truncated=feed.mask_truncated
+        )
         if lags := self.lags(feed.consumer.training_version):
             metrics |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
         metrics["rows_left_out"] = float(len(self.unfit))
@@ -127,8 +133,14 @@ class Step:
         return self._read[0]
 
     def lags(self, version: int) -> list[int]:
-        """Returns how many versions each row is behind this one, of the rows that were stamped."""
-        return lags(self.batch, version)
+        """Returns how many versions each row is behind this one, of the rows that were stamped.
+
+        Any thread, at any time.
+        """
+        records = [record for group in self.groups for record in group.records]
+        return lags(
+            (record.meta.min_policy_version for record in records for _ in range(record.rows)), version
+        )
 
     def __repr__(self) -> str:
         return f"<Step of {counted(len(self.groups), 'group')}, {counted(len(self.batch), 'row')}>"
@@ -166,6 +178,7 @@ class Feed:
             refuses it, "from-bridge" goes on with its weights, which the trainer has loaded with
             `load_published`, "from-scratch" gives them up.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        mask_truncated: nothing is trained of rows whose `finish_reason` is known and not "stop".
         make: makes a step's batch of its groups, in the thread that forms batches; None: shmbridge.Batch.
         prefetch: batches gathered ahead, still held.
         screen: as of Consumer.screen: groups for which it returns False are released and counted.
@@ -197,6 +210,7 @@ class Feed:
         vocabulary: int | None = None,
         credit: Credit | None = None,
         whole_rows: bool = False,
+        mask_truncated: bool = False,
         start: Start | None = None,
         make: MakeBatch | None = None,
         prefetch: int = 0,
@@ -218,6 +232,7 @@ class Feed:
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
         self._strict = release_at is not None
         self.credit, self.whole_rows, self.make = credit or Credit(), whole_rows, make
+        self.mask_truncated = mask_truncated
         self._groups, self._rows, self._exact = groups or 8, rows, exact
         self._together = trained_together or self._groups
         limited = consumer.get("max_off_policy_steps") is not None
@@ -238,8 +253,7 @@ class Feed:
         self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
         self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
         self._saving: list[Held] | None = None  # trained before the last state_dict
-        self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
-        self._mounts: dict[str, str] = {}
+        self._known = HeldRecords({}, {})  # of the loaded state
         self._aside_in_a_row = 0
         self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
@@ -247,6 +261,7 @@ class Feed:
         self._found = trained_as(bridge_info(bridge))  # before this process publishes anything
         self._run_id: str | None = None  # of the loaded state
         self._may_start = self._is_broken = self._begun = self._saved = False  # saved: all that is trained
+        self._run_ended = False  # in the bridge
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
         self.consumer = shmbridge.Consumer(bridge, run, **consumer)
@@ -285,7 +300,7 @@ class Feed:
         self._begun = True
 
     def require_start(self) -> None:
-        """Raises BridgeAhead as `take`, for a trainer that does something before it. Never blocks."""
+        """Raises BridgeAhead as `take`, for a trainer that writes weights into the bridge before."""
         if not self._may_start:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
@@ -413,16 +428,19 @@ class Feed:
             if isinstance(wrong, ConsumerEmpty):
                 return None
             if isinstance(wrong, BatchTooBig):
-                if self._groups_out() >= self._together:  # the trainer has a whole step, and releases it
+                out = self._groups_out()
+                if out >= self._together or self._saving:  # a whole step is trained, or saved: then released
                     return None
                 if self._trained and not self._strict:
                     self._release_early(wrong)
                     return None
+                what = f"{wrong.message}; the trainer has {out} of the {self._together} groups of a step"
                 if self._trained:
                     raise BatchTooBig(
-                        f"{wrong.message}; {counted(len(self._trained), 'step')} wait for a checkpoint",
+                        f"{what}, and {counted(len(self._trained), 'step')} wait for a checkpoint",
                         hint='save more often, give environments larger lanes, or release_at="step"',
                     ) from None
+                raise BatchTooBig(what, hint=wrong.hint) from None
             raise
         if batch is None:
             self._batches = None
@@ -453,7 +471,7 @@ class Feed:
 
     def _groups_out(self) -> int:
         with self._lock:
-            return sum(len(step.groups) for step in self._steps.values())
+            return sum(len(step.groups) for step in self._steps.values() if not step.early)
 
     def _next_again(self) -> list[Group] | None:
         """Returns the first groups that come again and may go into a step now; discards the stale ones."""
@@ -487,7 +505,8 @@ class Feed:
         if not self._exact or self._failures is None or not self._failures.counts:
             return False
         with self._lock:
-            out = [*self._gathered, *(group for step in self._steps.values() for group in step.groups)]
+            begun = (step for step in self._steps.values() if not step.early)
+            out = [*self._gathered, *(group for step in begun for group in step.groups)]
         these, others = (
             {self._failures.set_of(_key(group)) for group in some} - {None} for some in (groups, out)
         )
@@ -505,9 +524,9 @@ class Feed:
 
     def _step_of(self, groups: list[Group], batch: Batch | None = None) -> Step:
         """Begins a step. A batch is of these groups, and gives its leases up."""
-        step = Step(groups, self, self.consumer.queue.keep([r for group in groups for r in group.records]))
+        held = self.consumer.queue.keep([record for group in groups for record in group.records], batch)
+        step = Step(groups, self, held)
         if batch is not None:
-            batch.records = []
             step.batch = batch
         self.consumer.queue.count_batch()
         unfit = step.unfit
@@ -526,10 +545,14 @@ class Feed:
     def parts(self, step: Step) -> list[Step]:
         """Returns a step per group in place of the step, for a trainer that trains groups one by one.
 
-        Each is to be ended by itself, or several together. Never blocks; any thread.
+        Each is to be ended by itself, or several together, which then count as one step of the run. Never
+        blocks; any thread.
         """
         self._end([step], begun=True)
+        self._uncount([step])
         made = [Step([group], self, self.consumer.queue.keep(list(group.records))) for group in step.groups]
+        for each in made:
+            each._counted = False
         with self._lock:
             self._steps.update((id(each), each) for each in made)
         return made
@@ -567,8 +590,10 @@ class Feed:
             version: of the weights that the step made; published to the environments. None: not published.
         """
         over = self._end(step, trained=True)
-        self._aside_in_a_row = 0
+        self._aside_in_a_row, self._saved = 0, False
         self.counts["steps_trained"] += 1
+        if over and not any(each._counted for each in over):
+            self.consumer.queue.count_batch()
         if self.release_at == "step":
             _release(over)
         else:
@@ -578,11 +603,15 @@ class Feed:
             self.publish(version)
 
     def publish(self, version: int) -> None:
-        """Publishes the version of weights that steps have made. Never blocks; any thread."""
-        run_id = self._run_id if self._begun and self._saved else None  # then the run is open again
-        self._saved = False
-        same_as = None if run_id is None else version
-        self.consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+        """Publishes the version of the weights that the trained steps made. Never blocks; any thread.
+
+        For a trainer that publishes later than `trained`.
+        """
+        again = self._run_ended and not self._saved  # a checkpoint has steps before, and not the last ones
+        self._run_ended = self._run_ended and not again
+        self.consumer.publish_policy_version(
+            version, run_id=self._run_id if again else None, same_as=version if again else None
+        )
 
     def dropped(self, step: Step | Sequence[Step], why: str) -> None:
         """Releases groups that the trainer will not train, counted as `groups_dropped{why}`. Any thread."""
@@ -613,7 +642,7 @@ class Feed:
         """Tells the bridge that the trainer has saved what it trained."""
         if self._begun and not self._saved:
             self.consumer.end_run()
-            self._saved = True
+            self._saved = self._run_ended = True
 
     def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
@@ -623,10 +652,10 @@ class Feed:
         they are not at fault.
         """
         over = self._end(step)
-        self.consumer.queue.count_batch(-1)
+        self._uncount(over)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
-        no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        no_memory = lacks_memory(error)
         groups = [group for each in over for group in each.groups]
         with self._lock:
             fault = None
@@ -659,10 +688,14 @@ class Feed:
 
     def give_back(self, step: Step) -> None:
         """Returns an unread step: it comes again before all others, and nothing is counted. Any thread."""
-        self._end(step)
-        self.consumer.queue.count_batch(-1)
+        self._uncount(self._end(step))
         with self._lock:
             self._again.appendleft(step.groups)
+
+    def _uncount(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            if step._counted:
+                self.consumer.queue.count_batch(-1)
 
     def _end(self, step: Step | Sequence[Step], *, trained: bool = False, begun: bool = False) -> list[Step]:
         """Ends steps, and returns them; `begun`: their groups stay begun."""
@@ -704,29 +737,28 @@ class Feed:
 
     def _is_new(self, group: Group) -> bool:
         """The consumer's screen: keeps out groups that the loaded state contains, and the trainer's."""
-        for record in group.records:
-            meta = record.meta
-            if not (meta.redelivered and meta.sequence in self._known.get(meta.producer_id, ())):
-                return self._screen is None or self._screen(group)
-        self.counts["groups_in_checkpoint"] += 1
-        return False
+        known = all(self._known.contains(record.meta) for record in group.records)
+        self.counts["groups_in_checkpoint"] += known
+        return not known and (self._screen is None or self._screen(group))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
 
         They are few: the steps since the last checkpoint, and those of the loaded state that may come again.
+        Until `checkpointed`, a full lane is waited for: it will have room then.
         """
         with self._lock:
             self._saving = list(self._trained)
-            held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
-            mounts = {name: self._mounts[name] for name in held if name in self._mounts}
-            here = mount_id()
-            for producer, sequence in (_place(record) for step in self._saving for record in step.records):
-                held.setdefault(producer, set()).add(sequence)
-                if here:
-                    mounts[producer] = here
-        sequences = {name: sorted(numbers) for name, numbers in held.items()}
-        return {"format": _FORMAT, "run_id": self._run_id or "", "held": sequences, "mounts": mounts}
+            held = self._known.that_may_come_again()
+            held |= HeldRecords.of(_place(record) for step in self._saving for record in step.records)
+        return self._state(held)
+
+    def state_of(self, step: Step) -> dict[str, Any]:
+        """Returns a state with this step alone, for a process that joins them in its checkpoint."""
+        return self._state(HeldRecords.of(_place(record) for record in step._held.records))
+
+    def _state(self, records: HeldRecords) -> dict[str, Any]:
+        return {"format": _FORMAT, "run_id": self._run_id or "", **records.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
@@ -738,8 +770,7 @@ class Feed:
         try:
             if state["format"] != _FORMAT:
                 raise ValueError
-            held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
-            self._known, self._mounts, self._run_id = held, dict(state["mounts"]), str(state["run_id"])
+            self._known, self._run_id = HeldRecords(state["held"], state["mounts"]), str(state["run_id"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 
@@ -776,6 +807,13 @@ class Feed:
         names = ((name.partition("{"), count) for name, count in self.counts.items())
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
+
+    def rest(self) -> None:
+        """Gathers nothing ahead until the next `take`; what it had gathered comes first. Blocks for a `take`
+        under way.
+        """
+        with self._taking:
+            self._batches = None
 
     def drain(self) -> None:
         """Takes no new records; `take` raises Drained after those already there."""
@@ -822,14 +860,13 @@ class Feed:
         if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]
-            if keys and not isinstance(error, (UnfitRow, Drained, MemoryError)):
+            if keys and not isinstance(error, (UnfitRow, Drained)) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()
 
 
-def lags(batch: Batch, version: int) -> list[int]:
-    """Returns how many versions each row is behind this one, of the rows that were stamped."""
-    stamps = (meta.min_policy_version for meta in batch.meta)
+def lags(stamps: Iterable[int], version: int) -> list[int]:
+    """Returns how many versions each stamp is behind this one; those below 0 are none."""
     return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
 
 
@@ -859,6 +896,13 @@ def unfit_row(batch: Batch, row: int, unfit: tuple[str, str]) -> UnfitRow:
         hint='unfit="leave_out" trains without such rows, and counts them',
         row=number,
     )
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Returns whether an error means that a device or the host is out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, not imported
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _release(steps: Iterable[Step | Held]) -> None:

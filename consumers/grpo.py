@@ -180,6 +180,7 @@ def save_all(saver: Saver, batches: HubSource | RankSource) -> None:
     """Saves the last finished step; if that is all, shared memory need not keep it. Raises as `run`."""
     saver.save(batches.training_version)
     if saver.saved:
+        batches.saved()
         batches.end_run()
 
 
@@ -212,7 +213,12 @@ def learn(
         while reason is None:
             batch = next(batches, None)
             if batch is not None:
-                step.take(batch)
+                try:
+                    step.take(batch)
+                except Exception as error:
+                    if not step.begin_again(error):
+                        raise
+                    continue
                 if not step.full:
                     continue
             elif not step.begun:  # the bridge is drained; a begun step is the last one

@@ -99,20 +99,26 @@ def _lines(size: int) -> int:
 
 
 def records_held(
-    groups: int, producers: int = 1, *, prefetch: int = 1, hold: str = "step", records_per_group: int = 1
+    groups: int,
+    producers: int = 1,
+    *,
+    prefetch: int = 1,
+    hold: str = "step",
+    records_per_group: int = 1,
+    steps: int = 1,
 ) -> int:
     """Returns the records of one lane that are un-released at a time, if every producer brings its share of
     each batch.
 
-    Under hold="step" those of the current step's batch and of `prefetch` batches gathered ahead; under
+    Under hold="step" those of the batches of `steps` steps and of `prefetch` batches gathered ahead; under
     "gather" only the latter.
     """
-    if hold not in ("step", "gather") or min(groups, producers, records_per_group) < 1 or prefetch < 0:
+    if hold not in ("step", "gather") or min(groups, producers, records_per_group, steps) < 1 or prefetch < 0:
         raise ValueError(
-            f'hold={hold!r} is "step" or "gather"; groups, producers and records_per_group are 1 at least, '
-            "prefetch 0"
+            f'hold={hold!r} is "step" or "gather"; groups, producers, records_per_group and steps are 1 at '
+            "least, prefetch 0"
         )
-    batches = 1 + prefetch if hold == "step" else max(prefetch, 1)
+    batches = steps + prefetch if hold == "step" else max(prefetch, 1)
     return -(-batches * groups * records_per_group // producers)
 
 
@@ -124,6 +130,7 @@ def lane_bytes_for(
     prefetch: int = 1,
     hold: str = "step",
     records_per_group: int = 1,
+    steps: int = 1,
     same_size: bool = False,
 ) -> int:
     """Returns the least `lane_bytes` with which such batches are always filled, and a producer can still
@@ -135,13 +142,16 @@ def lane_bytes_for(
         producers: producers that live at the same time and bring about as much each.
         prefetch, hold: as given to `Consumer.batches`.
         records_per_group: more than 1 where groups are put in fragments.
+        steps: steps that are held: 1, or those between two checkpoints under release_at="checkpoint".
         same_size: all records are as large as the largest. Otherwise the result includes gaps between records
             of other sizes.
 
     Raises:
         ValueError: one lane would have to hold more records than a lane can.
     """
-    held = records_held(groups, producers, prefetch=prefetch, hold=hold, records_per_group=records_per_group)
+    held = records_held(
+        groups, producers, prefetch=prefetch, hold=hold, records_per_group=records_per_group, steps=steps
+    )
     return lane_bytes_holding(held, record, same_size=same_size)
 
 

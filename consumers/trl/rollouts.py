@@ -244,6 +244,8 @@ class ShmRollouts:
             elif self._rank is not None and isinstance(over, Batch):
                 over.release()
                 self._rank.report_done()
+                if self.feed is not None:
+                    self.feed.trained([])  # counts a step
 
     def failed(self, error: BaseException) -> None:
         """Notes that a step failed over all that is held: it comes again, or is set aside, as `Feed.failed`.
@@ -331,7 +333,7 @@ class ShmRollouts:
         if self.feed is None:
             return
         version, own = self.feed.consumer.training_version, compress(batch.meta, rows.unscored)
-        if found := lags(batch, version):
+        if found := lags((meta.min_policy_version for meta in batch.meta), version):
             self._fresh |= {"staleness_mean": sum(found) / len(found), "staleness_max": float(max(found))}
         stale = sum(0 <= meta.min_policy_version < version for meta in own)
         if stale and not self._counts["rows_stale_as_fresh"]:

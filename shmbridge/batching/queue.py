@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shmbridge.atropos.env_status import EnvWeight
+from shmbridge.batch import Batch
 from shmbridge.batching.former import BatchFormer, Held
 from shmbridge.errors import BadArgument
 from shmbridge.hub.lanes import LaneSet
@@ -81,9 +82,11 @@ class GroupQueue:
         """Counts batches handed out other than by `take_groups`; a negative number: batches undone unread."""
         self._former.count_batch(batches)
 
-    def keep(self, records: list[Record]) -> Held:
-        """Takes over the leases of groups that a caller holds, to be kept without a batch and its arrays."""
+    def keep(self, records: list[Record], batch: Batch | None = None) -> Held:
+        """Takes over the leases of groups that a caller holds, or of their batch, to be kept without it."""
         held = Held(records)
+        if batch is not None:
+            batch.is_lent = True
         self._former.held_by_caller(held)
         return held
 

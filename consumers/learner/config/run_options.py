@@ -68,8 +68,10 @@ class CheckpointConfig:
         checkpoint
     save_every: steps between checkpoints
     keep: how many of the newest checkpoints to keep
-    hold_until_saved: hold every group until a checkpoint contains it: a killed run loses none, and lanes must
-        have room for the groups of --save-every steps
+    release_at: when groups are released: once their step is trained, or once a checkpoint contains it, so
+        that a killed run loses none; lanes then must have room for the groups of --save-every steps
+        [checkpoint, but earlier, with a warning, where lanes are full; step with several ranks]
+    hold_until_saved: --release-at checkpoint
     record (DIR): write every record into Parquet files there before it is trained with, for replay and for
         analysis
     on_full_disk: of --record: end with an error, or stop recording and train on
@@ -81,6 +83,7 @@ class CheckpointConfig:
     from_scratch: bool = False
     save_every: Positive = 50
     keep: Positive = 2
+    release_at: Literal["step", "checkpoint"] | None = None
     hold_until_saved: bool = False
     record: str | None = None
     on_full_disk: Literal["stop", "skip"] = "stop"
@@ -94,6 +97,9 @@ class BatchConfig:
     group_size: trajectories per group, for the registration
     accumulate: batches of --groups groups per optimizer step: the gradient is that of all their groups, and
         all are held until the step is done
+    set_aside_after: failures of a step after which its groups are tried in halves until the one at fault is
+        found, which is written into set_aside/ of the run directory and released; 0 ends the run instead. For
+        one process
     lanes: environments to take from at once; more wait for a free lane [as many as descriptors allow, 1024 at
         most]
     allocation_wait (SECONDS): with --policy fair: how long a batch waits for an environment that is promised
@@ -106,6 +112,7 @@ class BatchConfig:
     groups: Positive = 16
     group_size: Positive = 8
     accumulate: Positive = 1
+    set_aside_after: NotNegative = 2
     lanes: Positive | None = None
     allocation_wait: ZeroOrAbove = 10.0
     prefetch: Positive = 1
@@ -314,10 +321,13 @@ class LearnerConfig:
 
     @property
     def most_held(self) -> int:
-        """How many batches the learner holds at most before it releases any."""
-        return self.batch.accumulate * (
-            self.checkpoints.save_every if self.checkpoints.hold_until_saved else 1
-        )
+        """How many batches several ranks hold at most before they release any."""
+        return self.batch.accumulate * (self.checkpoints.save_every if self.holds_until_saved else 1)
+
+    @property
+    def holds_until_saved(self) -> bool:
+        """Whether the user asks to hold all groups until a checkpoint contains them."""
+        return self.checkpoints.hold_until_saved or self.checkpoints.release_at == "checkpoint"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LearnerConfig:
@@ -345,7 +355,8 @@ OnResume = Literal["free", "reported", "refused"]
 # of the earlier value alone.
 _ON_RESUME: Mapping[OnResume, str] = {
     "free": """
-        run_dir resume from_bridge from_scratch save_every keep hold_until_saved record on_full_disk lanes
+        run_dir resume from_bridge from_scratch save_every keep release_at hold_until_saved set_aside_after
+        record on_full_disk lanes
         allocation_wait prefetch host_copy batch_timeout batch_attempts batch_retry_delay max_wait_time
         mismatch_warn device threads micro_tokens batch_layout chunk_tokens gradient_checkpointing parallel
         process_group_timeout engine engine_patience wandb_project wandb_group eval_hook eval_every stop_when

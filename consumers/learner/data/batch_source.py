@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import shmbridge
+from shmbridge.consumers.advantages.credit import NoAdvantages
+from shmbridge.consumers.feed import Drained, Feed, Step, lacks_memory
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
-from shmbridge.consumers.learner.data.batch_wait import BatchWait, patience_of
+from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import StopSignals
+from shmbridge.consumers.learner.types import Refusal
 from shmbridge.consumers.learner.world import device_kind, say
 from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     from shmbridge.archive.recorder import Recorder
-    from shmbridge.batch import MakeBatch
     from shmbridge.consumers.device_batch import DeviceCopies
 
 
 class HubSource:
-    """The batches of a consumer, which its opener closes, for a learner of one process."""
+    """The batches of a feed, which its opener closes, for a learner of one process."""
 
-    def __init__(self, consumer: shmbridge.Consumer, config: LearnerConfig, stops: StopSignals) -> None:
-        self._consumer, self._config, self._stops = consumer, config, stops
-        self._make: MakeBatch | None = None
+    def __init__(self, feed: Feed, config: LearnerConfig, stops: StopSignals) -> None:
+        self._feed, self._consumer, self._config, self._stops = feed, feed.consumer, config, stops
+        self._steps: dict[int, Step] = {}  # handed out, by their batches
 
     @property
     def policy_version(self) -> int:
@@ -54,8 +56,8 @@ class HubSource:
         self._consumer.publish_policy_version(version)
 
     def stats(self) -> dict[str, float]:
-        """Counters of the bridge."""
-        return self._consumer.stats()
+        """Counters of the bridge, and of the feed."""
+        return self._feed.stats()
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
@@ -63,44 +65,80 @@ class HubSource:
 
         Its `next` raises NoBatch when the limits are exhausted, Stopped, and the bridge's errors.
         """
-        # no batch is formed after close
-        with device_copies(self._config) as copies, closing(self._iterate()) as batches:
-            self._make = None if copies is None else copies.batch
-            yield batches
+        with device_copies(self._config) as copies:
+            self._feed.make = None if copies is None else copies.batch
+            try:
+                yield iter(self._next, None)
+            except BaseException as error:
+                if not may_be_data(error):
+                    self.give_back()
+                raise
+            finally:
+                self._feed.rest()  # no batch is formed once the copies are closed
 
-    def _iterate(self) -> Generator[shmbridge.Batch, None, None]:
-        patience = patience_of(self._config.waiting)
+    def _next(self) -> shmbridge.Batch | None:
         missing = functools.partial(who_is_missing, self._consumer, self._config.batch.groups)
-        batches: Iterator[shmbridge.Batch] | None = None
-        while True:
-            wait = BatchWait(patience, missing, say)
-            batch: shmbridge.Batch | Literal["drained"] | None = None
-            with self._consumer.one_wait():  # of all attempts
-                while batch is None:
-                    # an iterator that timed out has ended; each applies one timeout to all its batches
-                    if batches is None:
-                        batches = self._batches(min(wait.left_s, wait.first_s))
-                    try:
-                        batch = next(batches, "drained")
-                    except shmbridge.ConsumerEmpty:
-                        batches = None
-                        wait.look()
-            if batch == "drained":
-                return
-            self._stops.check()
-            yield batch
+        wait = BatchWait(patience_of(self._config.waiting), missing, say)
+        with self._consumer.one_wait():  # of all attempts
+            while True:
+                try:
+                    step = self._feed.take(min(wait.left_s, wait.first_s))
+                except shmbridge.ConsumerEmpty:
+                    wait.look()
+                except Drained:
+                    return None
+                else:
+                    break
+        self._steps[id(step.batch)] = step
+        self._stops.check()
+        return step.batch
 
-    def _batches(self, timeout_s: float) -> Iterator[shmbridge.Batch]:
-        config = self._config
-        return self._consumer.batches(
-            groups=config.batch.groups,
-            layout="packed",
-            max_staleness=config.staleness.max_staleness,
-            prefetch=config.batch.prefetch,
-            hold="step" if config.most_held == 1 else "caller",
-            timeout_s=timeout_s,
-            make=self._make,
-        )
+    def trained(self, batches: Iterable[shmbridge.Batch]) -> None:
+        """Ends a step: its groups are released, or held for a checkpoint. Never blocks for records."""
+        self._feed.trained([self._steps.pop(id(batch)) for batch in batches])
+
+    @property
+    def holds(self) -> bool:
+        """Whether trained batches wait for a checkpoint."""
+        return self._feed.release_at == "checkpoint"
+
+    def out(self) -> list[shmbridge.Batch]:
+        """Returns the batches that are handed out and not trained."""
+        return [step.batch for step in self._steps.values()]
+
+    def longest_row(self) -> tuple[int, str]:
+        """Returns the tokens of the longest row that is out, and its group and environment."""
+        batch = max(self.out(), key=lambda batch: int(batch.lengths.max()))
+        row = int(batch.lengths.argmax())
+        meta = batch.meta[row]
+        return int(batch.lengths[row]), f"group {meta.group_id} of environment {meta.env_name!r}"
+
+    def saved(self) -> None:
+        """Releases what was held for a checkpoint, which is on disk. Never blocks."""
+        self._feed.checkpointed()
+
+    def failed(self, error: Exception) -> None:
+        """Counts a failure of the batches that are out; they come again, but for a group at fault.
+
+        Blocks for the disk. Raises the error if it is to end the run.
+        """
+        self._feed.failed(self._taken_back(), error)
+
+    def give_back(self) -> None:
+        """Returns the batches that are out: they come again, and nothing is counted. Never blocks."""
+        for step in reversed(self._taken_back()):
+            self._feed.give_back(step)
+
+    def _taken_back(self) -> list[Step]:
+        out = list(self._steps.values())
+        self._steps.clear()
+        return out
+
+
+def may_be_data(error: BaseException) -> bool:
+    """Returns whether the batches that are out may be at fault for an error of their step."""
+    others = NoBatch, NoAdvantages, Refusal, shmbridge.ShmBridgeError, OSError
+    return isinstance(error, Exception) and not isinstance(error, others) and not lacks_memory(error)
 
 
 def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies | None]:
@@ -113,26 +151,51 @@ def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies 
 
 
 def hub(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]) -> shmbridge.Consumer:
-    """Returns the hub of the configured bridge; it calls `screen` for each group. Raises as Consumer."""
-    limit = config.staleness.max_off_policy_steps
-    tap = recorder(config)
-    try:
-        consumer = shmbridge.Consumer(
+    """Returns the hub of several ranks; it calls `screen` for each group. Raises as Consumer."""
+    with _tapped(config) as options:
+        consumer = shmbridge.Consumer(config.run.bridge, run=run, **options)
+    consumer.screen(screen)
+    return consumer
+
+
+def feed_of(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]) -> Feed:
+    """Returns the feed of one process; it calls `screen` for each group. Raises as Feed."""
+    with _tapped(config) as options:
+        feed = Feed(
             config.run.bridge,
+            groups=config.batch.groups,
+            trained_together=config.batch.groups * config.batch.accumulate,
+            release_at="checkpoint" if config.holds_until_saved else config.checkpoints.release_at,
+            max_staleness=config.staleness.max_staleness,
+            set_aside_after=config.batch.set_aside_after,
             run=run,
-            lanes=config.batch.lanes or "auto",
-            allocation_wait_s=config.batch.allocation_wait,
-            policy=config.staleness.scheduler,
-            max_off_policy_steps=limit,
-            groups_per_step=None if limit is None else config.batch.groups,
-            tap=tap,
+            run_dir=config.run_dir,
+            start="from-scratch",  # `starting_point.py` has decided
+            prefetch=config.batch.prefetch,
+            **options,
         )
+    feed.consumer.screen(screen)
+    say(f"groups are released when their step is {'trained' if feed.release_at == 'step' else 'saved'}")
+    return feed
+
+
+@contextmanager
+def _tapped(config: LearnerConfig) -> Iterator[dict[str, Any]]:
+    """Yields the options of the consumer; on an error its recorder is closed."""
+    limit, tap = config.staleness.max_off_policy_steps, recorder(config)
+    try:
+        yield {
+            "lanes": config.batch.lanes or "auto",
+            "allocation_wait_s": config.batch.allocation_wait,
+            "policy": config.staleness.scheduler,
+            "max_off_policy_steps": limit,
+            "groups_per_step": None if limit is None else config.batch.groups,
+            "tap": tap,
+        }
     except BaseException:
         if tap is not None:
             tap.close()
         raise
-    consumer.screen(screen)
-    return consumer
 
 
 def recorder(config: LearnerConfig) -> Recorder | None:

@@ -8,7 +8,7 @@ all can continue or leave together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 import shmbridge
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
-from shmbridge.consumers.learner.data.batch_source import HubSource, hub, who_is_missing
+from shmbridge.consumers.learner.data.batch_source import HubSource, feed_of, hub, who_is_missing
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.world import PeerFailed, World, say
@@ -62,7 +62,7 @@ class RankStatus:
 
 
 class RankSource:
-    """This rank's shares of the batches of a bridge.
+    """This rank's shares of the batches of a bridge. A step that fails on one rank ends the run of all.
 
     Args:
         world: the ranks; rank 0 is the hub.
@@ -82,6 +82,7 @@ class RankSource:
     ) -> None:
         self._world, self._rank, self._consumer = world, rank, consumer
         self._config, self._stops = config, stops
+        self._held: list[shmbridge.Batch] = []  # trained since the last checkpoint
         # last published version
         self.policy_version = world.broadcast(-1 if consumer is None else consumer.policy_version)
         self.training_version = self.policy_version  # version of the weights being trained
@@ -108,6 +109,23 @@ class RankSource:
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.broadcast(version)
+
+    def trained(self, batches: Iterable[shmbridge.Batch]) -> None:
+        """Ends a step: its shares are released, or held for a checkpoint. Never blocks."""
+        self._held += batches
+        if not self._config.holds_until_saved:
+            self.saved()
+
+    @property
+    def holds(self) -> bool:
+        """Whether trained shares wait for a checkpoint."""
+        return self._config.holds_until_saved
+
+    def saved(self) -> None:
+        """Releases what was held for a checkpoint, which is on disk. Never blocks."""
+        for batch in self._held:
+            batch.release()
+        self._held = []
 
     def stats(self) -> dict[str, float]:
         """Returns the bridge's counters on rank 0, this rank's on the others."""
@@ -205,7 +223,7 @@ def opened(
         The errors of Consumer and Rank; PeerFailed if they were raised on another rank.
     """
     if world.size == 1:
-        with hub(config, run, screen) as alone:
+        with feed_of(config, run, screen) as alone:
             yield HubSource(alone, config, stops)
         return
     if config.batch.host_copy == "direct" and world.is_main:

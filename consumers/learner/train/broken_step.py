@@ -8,10 +8,9 @@ from contextlib import suppress
 
 import torch
 
+from shmbridge.consumers.feed import lacks_memory
 from shmbridge.consumers.learner.config.run_options import ComputeConfig
 from shmbridge.consumers.learner.train.grpo_update import Learner
-
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
 
 class BrokenStep(Exception):
@@ -35,9 +34,10 @@ def broken_step(
         learner: the learner that was training.
         rescue: saves, and returns what is on disk: `Saver.rescue`.
     """
-    what, step = (str(error).splitlines() or [""])[0], learner.step + 1
+    notes = getattr(error, "__notes__", [])
+    what, step = "; ".join([(str(error).splitlines() or [""])[0], *notes]), learner.step + 1
     details = "" if lacks_memory(error) else "".join(traceback.format_exception(error))
-    _free_activations(error)
+    free_activations(error)
     for free in (learner.drop_gradient, torch.cuda.empty_cache):
         # a broken device raises at each call; report the first error
         with suppress(RuntimeError):
@@ -58,7 +58,7 @@ def broken_step(
     return found
 
 
-def _free_activations(error: Exception) -> None:
+def free_activations(error: Exception) -> None:
     """Clears the frames of the computation, which hold the activations.
 
     The calling frames still hold the batch; it is not released and is redelivered.
@@ -69,20 +69,22 @@ def _free_activations(error: Exception) -> None:
     traceback.clear_frames(trace)
 
 
-def lacks_memory(error: BaseException) -> bool:
-    """Returns whether an error means that a device or the host is out of memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
+def is_of_device(error: BaseException) -> bool:
+    """Returns whether an error leaves the device useless for this process: every later call fails, too."""
+    return not lacks_memory(error) and (
+        "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+    )
 
 
 def _lower(compute: ComputeConfig, learner: Learner) -> str:
     """Returns the options that would save memory and are not in use yet."""
     if not learner.consistent:
         return "--param-dtype bfloat16, --lora-rank, or --parallel fsdp2 on more GPUs"
-    ways = [f"lower --micro-tokens ({compute.micro_tokens} now)"]
+    now = learner.objective.micro_tokens  # halved, down to the longest row, in a run of one process
+    ways = [f"lower --micro-tokens ({now} now)"] if now == compute.micro_tokens else []
     if not compute.gradient_checkpointing:
         ways.append("give --gradient-checkpointing")
     if compute.precision == "float32":
         ways.append("--precision bfloat16")
+    ways = ways or ["--max-token-len with --leave-out-long-rows, or --param-dtype bfloat16"]
     return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)

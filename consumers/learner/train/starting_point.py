@@ -189,11 +189,9 @@ def _resumed(
         if bridge.run_id != run_id and (progress.run_id or bridge.run_id):
             raise _ahead(config, bridge, trained, f"holds {path.name} of another run", other=True)
         if (behind := trained - progress.policy_version) > 0:
-            groups = (
-                "on the groups that were held for it"
-                if config.checkpoints.hold_until_saved
-                else "on other groups; --hold-until-saved would have held theirs"
-            )
+            groups = "on the groups that were held for it"
+            if not config.holds_until_saved:
+                groups = "on other groups, as far as theirs were released; --release-at checkpoint holds them"
             say(
                 f"{path.name} has policy version {progress.policy_version}, bridge {config.run.bridge} "
                 f"{trained}: up to {behind} {'step' if behind == 1 else 'steps'} after that checkpoint are "

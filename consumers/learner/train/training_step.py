@@ -10,11 +10,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 import shmbridge
+from shmbridge.consumers.feed import lacks_memory
 from shmbridge.consumers.learner.config.run_options import EarlyStopConfig, EvaluationConfig, LearnerConfig
-from shmbridge.consumers.learner.data.batch_source import HubSource
+from shmbridge.consumers.learner.data.batch_source import HubSource, may_be_data
 from shmbridge.consumers.learner.data.left_out import SaidOnce
 from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.data.rank_source import RankSource
@@ -25,6 +30,7 @@ from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.report.rank_metrics import merged, of_all_ranks
 from shmbridge.consumers.learner.report.samples import SampleLog
 from shmbridge.consumers.learner.report.step_times import StepCost
+from shmbridge.consumers.learner.train.broken_step import free_activations, is_of_device
 from shmbridge.consumers.learner.train.early_stop import EarlyStop
 from shmbridge.consumers.learner.train.engine_pushes import EnginePushes
 from shmbridge.consumers.learner.train.evaluation import EvalHook, TrainingScreen, load_hook
@@ -86,7 +92,6 @@ class TrainingStep:
         self._cost, self._said = StepCost(), SaidOnce()
         self._alarm = MismatchAlarm(config.objective.mismatch_warn, say)
         self._batches: list[shmbridge.Batch] = []  # of this step
-        self._held: list[shmbridge.Batch] = []  # of steps since the last checkpoint
         self._parts: list[Metrics] = []
         self._waited_s = self._computed_s = 0.0
         self._waiting_since = time.monotonic()
@@ -155,11 +160,16 @@ class TrainingStep:
                 f"{measured[DIFFERENCE]} -> what was trained is not what was put: end the run, and keep "
                 "this line and the lane"
             )
-        self._held += self._batches
-        if learner.step % self._config.checkpoints.save_every == 0 or learner.step >= self._config.run.steps:
-            self.save()
-        elif not self._config.checkpoints.hold_until_saved:
-            self._release()
+        due = (
+            learner.step % self._config.checkpoints.save_every == 0 or learner.step >= self._config.run.steps
+        )
+        if due:
+            self._saver.save(source.training_version)
+        source.trained(self._batches)
+        if due:
+            source.saved()
+        if due or not source.holds:
+            self._saver.consumed.released()
         metrics |= {
             **measured,
             "wait_s": self._waited_s,
@@ -196,15 +206,49 @@ class TrainingStep:
         self._around.engines.begin(version)
 
     def save(self) -> None:
-        """Writes a checkpoint unless this step has one, then releases its batches. Blocks for the disk."""
+        """Writes a checkpoint unless this step has one, then releases what waits. Blocks for the disk."""
         self._saver.save(self._source.training_version)
-        self._release()
-
-    def _release(self) -> None:
-        for batch in self._held:
-            batch.release()
-        self._held = []
+        self._source.saved()
         self._saver.consumed.released()
+
+    def begin_again(self, error: Exception) -> bool:
+        """Gives a step that could not be computed back, to be tried again; returns whether that may help.
+
+        Out of memory halves the micro-batches first, down to the longest row; any other error counts as a
+        failure of the step's groups, see `feed.py`. Blocks for the disk. Raises the error if it is to end
+        the run.
+        """
+        learner, source = self._learner, self._source
+        if not (isinstance(source, HubSource) and learner.consistent) or is_of_device(error):
+            return False
+        if not (lacks_memory(error) or may_be_data(error)):
+            return False
+        what = (
+            f"step {learner.step + 1} broke off: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+        if short := lacks_memory(error):
+            length, row = source.longest_row()
+            now = min(learner.objective.micro_tokens, max(batch.token_count for batch in source.out()))
+            if now <= length:
+                error.add_note(f"a micro-batch is one row by now; the longest has {length} tokens: {row}")
+                return False
+            lower = max(length, now // 2)
+            learner.objective = replace(learner.objective, micro_tokens=lower)
+            say(
+                f"{what} -> micro-batches of {lower} tokens from here on; the longest row has {length}: {row}"
+            )
+        free_activations(error)
+        with suppress(RuntimeError):
+            learner.drop_gradient()
+            torch.cuda.empty_cache()
+        self._batches, self._parts, self._waited_s, self._computed_s = [], [], 0.0, 0.0
+        self._waiting_since = time.monotonic()
+        if short:
+            source.give_back()
+        else:
+            source.failed(error)
+            say(f"{what} -> its groups are tried again")
+        return True
 
     def _measured(self) -> Metrics:
         """Returns the batches' metrics combined as one batch, over all ranks."""

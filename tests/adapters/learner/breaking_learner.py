@@ -1,20 +1,29 @@
-"""The learner as a program that raises at a given place of a given step: python breaking_learner.py WHERE
-STEP <the learner's options>.
+"""The learner as a program that breaks: python breaking_learner.py WHERE NUMBER <the learner's options>.
+
+WHERE is a place that raises from step NUMBER on; or "poison" or "abort", at a micro-batch with the token
+NUMBER; or "large", which is out of memory with a micro-batch of more than NUMBER tokens.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from shmbridge.consumers import grpo
+from shmbridge.consumers.learner.train import grpo_update
 from shmbridge.consumers.learner.train.grpo_update import Learner
 
 
 def main() -> int:
     """Run the learner; return its exit status."""
     where, step = sys.argv[1], int(sys.argv[2])
+    if where in ("poison", "abort", "large"):
+        break_at_micro_batches(where, step)
+        return grpo.main(sys.argv[3:])
     own = {"backward": torch.Tensor.backward, "update": torch.optim.AdamW.step}
     calls = 0
     applied = Learner.apply
@@ -49,6 +58,23 @@ def main() -> int:
     else:
         torch.Tensor.backward = {"memory": oom, "bug": bug}[where]
     return grpo.main(sys.argv[3:])
+
+
+def break_at_micro_batches(how: str, number: int) -> None:
+    """Plants the fault into the micro-batches of all steps."""
+    made = grpo_update.micro_batches
+
+    def breaking(*args: Any, **more: Any) -> Iterator[Any]:
+        for micro in made(*args, **more):
+            if how == "large" and micro.tokens.numel() > number:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if how != "large" and bool((micro.tokens == number).any()):
+                if how == "abort":
+                    os.abort()
+                raise FloatingPointError("the loss is not finite")
+            yield micro
+
+    grpo_update.micro_batches = breaking
 
 
 if __name__ == "__main__":

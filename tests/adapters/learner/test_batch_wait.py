@@ -5,16 +5,17 @@ by signals.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import queue
 import signal
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 import shmbridge
+from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data import batch_source
 from shmbridge.consumers.learner.data.batch_source import HubSource
@@ -23,7 +24,7 @@ from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 
 
 class Lanes:
-    """A consumer whose batches the test provides; it waits as long as asked, and counts the calls."""
+    """A feed whose batches the test provides; it waits as long as asked, and counts the calls."""
 
     paused = False
     policy_version = 0
@@ -32,8 +33,8 @@ class Lanes:
         self.queue = queue.SimpleQueue()
         for batch in batches:
             self.queue.put(batch)
-        self.asked = []
-        self.closed = self.waits = self.in_wait = 0
+        self.asked, self.consumer = [], self
+        self.rested = self.waits = self.in_wait = 0
 
     @contextlib.contextmanager
     def one_wait(self):
@@ -41,21 +42,26 @@ class Lanes:
         yield
         self.in_wait -= 1
 
-    def batches(self, *, timeout_s, **_):
+    def take(self, timeout_s):
         self.asked.append(timeout_s)
         try:
-            while True:
-                try:
-                    batch = self.queue.get(timeout=timeout_s)
-                except queue.Empty:
-                    raise shmbridge.ConsumerEmpty("nothing came") from None
-                if isinstance(batch, Exception):
-                    raise batch
-                if batch is None:
-                    return
-                yield batch
-        finally:
-            self.closed += 1
+            batch = self.queue.get(timeout=timeout_s)
+        except queue.Empty:
+            raise shmbridge.ConsumerEmpty("nothing came") from None
+        if isinstance(batch, Exception):
+            raise batch
+        if batch is None:
+            raise Drained("drained")
+        return SimpleNamespace(batch=batch)
+
+    def give_back(self, step):
+        pass
+
+    def trained(self, steps):
+        pass
+
+    def rest(self):
+        self.rested += 1
 
     def stats(self):
         return {"lanes_live": 0, "lanes_dead": 0, "queue_groups": 0}
@@ -81,10 +87,10 @@ def waited_for(lanes, stops=None, **limits):
             yield batch
 
 
-def test_batches_come_one_by_one_through_one_iteration():
+def test_batches_come_one_by_one():
     lanes = Lanes("a", "b", None)
     assert list(waited_for(lanes)) == ["a", "b"]
-    assert len(lanes.asked) == lanes.closed == 1
+    assert (len(lanes.asked), lanes.rested) == (3, 1)
 
 
 def test_a_limit_may_be_beyond_any_clock():
@@ -158,19 +164,19 @@ def test_a_signal_ends_the_wait():
     with StopSignals() as stops, pytest.raises(Stopped):
         timer.start()
         next(waited_for(lanes, stops))
-    assert lanes.closed == 1
+    assert lanes.rested == 1
 
 
-def test_a_batch_is_kept_by_nobody():
+def test_a_trained_batch_is_kept_by_nobody():
     class Batch:
         pass
 
-    lanes = Lanes(Batch(), None)
-    batches = waited_for(lanes)
-    batch = weakref.ref(next(batches))
-    assert next(batches, None) is None  # while the next is requested, nothing refers to the last
-    gc.collect()
-    assert batch() is None
+    source = HubSource(Lanes(Batch(), None), options(), StopSignals())
+    with source.batches() as batches:
+        source.trained([batch := next(batches)])
+        kept = weakref.ref(batch)
+        del batch
+        assert kept() is None
 
 
 def waits(**limits):

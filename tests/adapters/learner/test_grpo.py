@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from shmbridge.consumers import grpo
+from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.learner.checkpoint.checkpoint import load_progress
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.batch_source import HubSource, who_is_missing
@@ -24,11 +26,12 @@ from shmbridge.testing import json_lines
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 
 
-class FakeConsumer:
-    """The learner's side of a hub; records its calls in order."""
+class FakeFeed:
+    """The learner's side of a feed, and of its consumer; records its calls in order."""
 
-    def __init__(self, batches, version=0):
-        self._batches = batches
+    def __init__(self, batches, version=0, release_at="step"):
+        self._batches, self.consumer, self.release_at = iter(batches), self, release_at
+        self._held = []
         self.policy_version = self.training_version = version
         self.paused = False
         self.events = []
@@ -36,11 +39,25 @@ class FakeConsumer:
     def one_wait(self):
         return contextlib.nullcontext()
 
-    def batches(self, **options):
-        self.options = options
-        for batch in self._batches:
-            batch.release = lambda: self.events.append("release")
-            yield batch
+    def take(self, timeout_s):
+        if (batch := next(self._batches, None)) is None:
+            raise Drained("drained")
+        return SimpleNamespace(batch=batch)
+
+    def trained(self, steps):
+        self._held += steps
+        if self.release_at == "step":
+            self.checkpointed()
+
+    def checkpointed(self):
+        self.events += ["release"] * len(self._held)
+        self._held = []
+
+    def rest(self):
+        pass
+
+    def give_back(self, step):
+        self.events.append("give back")
 
     def publish_policy_version(self, version):
         self.events.append(f"version {version}")
@@ -59,7 +76,8 @@ class Session:
         self.options = parse(
             ["--bridge", "b", "--model", "m", "--lr", "1e-2", "--run-dir", str(tmp_path), *flags]
         )
-        self.consumer = FakeConsumer(batches, version)
+        release_at = "checkpoint" if self.options.holds_until_saved else "step"
+        self.consumer = FakeFeed(batches, version, release_at)
         self.learner = new_learner(model, self.options)
         self.saver = Saver(tmp_path / "checkpoints", self.learner, None, keep=2)
         self.metrics = tmp_path / "metrics.jsonl"
@@ -93,8 +111,6 @@ def test_a_step_publishes_weights_then_version_then_releases(tiny_model, batches
         *("weights 8", "version 8", "release"),
         *("weights 9", "version 9", "release"),
     ]
-    assert session.consumer.options["hold"] == "step"
-    assert session.consumer.options["layout"] == "packed"
 
 
 def test_metrics_say_what_happened(tiny_model, batches, tmp_path, capsys):
@@ -144,7 +160,7 @@ def test_a_signal_while_computing_leaves_the_batch_to_the_next_learner(tiny_mode
     with StopSignals() as stops, pytest.raises(Stopped) as stopped:
         session.learn(stops)
     assert stopped.value.signum == signal.SIGTERM
-    assert session.consumer.events == ["weights 1", "version 1", "release"]
+    assert session.consumer.events == ["weights 1", "version 1", "release", "give back"]
     assert len(session.logged()) == 1
 
 
@@ -169,7 +185,7 @@ def test_stop_signals_put_the_old_handlers_back():
 
 
 def test_a_wait_says_who_is_missing():
-    consumer = FakeConsumer([])
+    consumer = FakeFeed([])
     assert who_is_missing(consumer, 8) == "2 of 3 lanes have a living producer, 5 of 8 groups are there"
     consumer.paused = True
     assert who_is_missing(consumer, 8).endswith("there, the bridge is paused")
@@ -225,7 +241,6 @@ def test_several_batches_make_a_step_and_are_released_together(tiny_model, batch
         *("weights 9", "version 9", "release", "release"),
         *("weights 10", "version 10", "release"),  # drained: the last step takes what is there
     ]
-    assert session.consumer.options["hold"] == "caller"
     lines = session.logged()
     assert [(line["groups"], line["tokens"], line["trajectories"]) for line in lines] == [
         (4, 28, 8),

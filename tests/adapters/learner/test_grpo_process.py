@@ -15,6 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import shmbridge
+from shmbridge.archive.reading import read_archive
+from shmbridge.producers.replay import replay
 from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader
 
@@ -320,8 +322,9 @@ BREAKING = Path(__file__).with_name("breaking_learner.py")
             "memory",
             3,
             r"grpo: error: out of memory in forward or backward of step 4: "
-            r"CUDA out of memory\. Tried .* GiB\.; "
-            r"step 3 is saved -> lower --micro-tokens \(8192 now\), .*, then --resume\n",
+            r"CUDA out of memory\. Tried .* GiB\.; a micro-batch is one row by now; the longest has 4 "
+            r"tokens: group .* of environment 'test'; step 3 is saved -> give --gradient-checkpointing "
+            r".*, then --resume\n",
         ),
         pytest.param(
             "bug",
@@ -345,7 +348,8 @@ def test_an_error_in_a_step_saves_the_steps_before_it_and_its_batch_comes_again(
 ):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, 6 * GROUPS)
-        broken = start_learner("--steps", "5", "--save-every", "2", program=[str(BREAKING), where, "4"])
+        flags = ("--steps", "5", "--save-every", "2", "--release-at", "step", "--set-aside-after", "0")
+        broken = start_learner(*flags, program=[str(BREAKING), where, "4"])
         _, err = broken.communicate(timeout=90)
         assert broken.returncode == 5, err
         assert re.fullmatch(said, err), err
@@ -361,3 +365,49 @@ def test_an_error_in_a_step_saves_the_steps_before_it_and_its_batch_comes_again(
     # Records that a step released before the next update broke are not redelivered, as after a kill.
     trained = 5 if newest == 3 else 6
     assert len(left) == 6 * GROUPS - trained * GROUPS
+
+
+POISON = {"tokens": [[1, 22, 23]] * 4, "loss_mask": [[0, 0, 1]] * 4, "score": [1.0, 0.0, 0.0, 1.0]}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", ["poison", pytest.param("abort", marks=pytest.mark.long)])
+def test_a_group_that_breaks_every_step_is_set_aside_and_the_run_goes_on(
+    bridge, start_learner, tmp_path, how
+):
+    flags = ("--groups", "8", "--steps", "50", "--save-every", "1", "--max-wait-time", "4")
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, 2)
+        producer.put(POISON, policy_version=0)
+        put_groups(producer, 21)
+        ends = []
+        while not ends or ends[-1] == -signal.SIGABRT:
+            resume = ("--resume", "--from-scratch") if ends else ()
+            learner = start_learner(*flags, *resume, program=[str(BREAKING), how, "22"])
+            _, err = learner.communicate(timeout=90)
+            ends.append(learner.returncode)
+        assert ends[-1] == 3, err  # nothing came any more
+        assert (len(ends) > 1) == (how == "abort")
+        trained = sum(line["groups"] for line in metrics(tmp_path))
+        (aside,) = read_archive(tmp_path / "run" / "set_aside")
+        assert aside.sequence == 2
+        left = left_over(bridge)
+    assert trained + len(left) == 23
+    assert trained >= 16
+    assert replay(tmp_path / "run" / "set_aside", bridge).records == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("room", "ends"), [(20, 0), (3, 5)])
+def test_out_of_memory_halves_the_micro_batches_down_to_the_longest_row(
+    bridge, start_learner, tmp_path, room, ends
+):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS)
+        learner = start_learner("--steps", "1", program=[str(BREAKING), "large", str(room)])
+        out, err = learner.communicate(timeout=90)
+    assert learner.returncode == ends, err
+    halved = re.findall(r"-> micro-batches of (\d+) tokens from here on; the longest row has 4: group", out)
+    assert halved == (["16"] if ends == 0 else ["16", "8", "4"])
+    assert left_over(bridge) == ([] if ends == 0 else [0, 1])
+    assert not (tmp_path / "run" / "set_aside").exists()
