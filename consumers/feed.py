@@ -44,6 +44,7 @@ import shmbridge
 from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
+from shmbridge.batching.screen import Screen
 from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
@@ -108,7 +109,7 @@ class Step:
     @cached_property
     def unfit(self) -> dict[int, tuple[str, str]]:
         """Rows that cannot be trained, by number: what kind of row, and why."""
-        return self._feed._look_for_unfit(self.batch)
+        return unfit_rows(self.batch, self._feed._longest_row, self._feed._vocabulary)
 
     @cached_property
     def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
@@ -137,8 +138,9 @@ class Step:
         Any thread, at any time.
         """
         records = [record for group in self.groups for record in group.records]
-        stamps = (record.meta.min_policy_version for record in records for _ in range(record.rows))
-        return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
+        return lags(
+            (record.meta.min_policy_version for record in records for _ in range(record.rows)), version
+        )
 
     def __repr__(self) -> str:
         return f"<Step of {counted(len(self.groups), 'group')}, {counted(len(self.batch), 'row')}>"
@@ -179,6 +181,7 @@ class Feed:
         mask_truncated: nothing is trained of rows whose `finish_reason` is known and not "stop".
         make: makes a step's batch of its groups, in the thread that forms batches; None: shmbridge.Batch.
         prefetch: batches gathered ahead, still held.
+        screen: as of Consumer.screen: groups for which it returns False are released and counted.
         consumer: further options of shmbridge.Consumer.
 
     Attributes:
@@ -211,6 +214,7 @@ class Feed:
         start: Start | None = None,
         make: MakeBatch | None = None,
         prefetch: int = 0,
+        screen: Screen | None = None,
         **consumer: Any,
     ) -> None:
         choices = ("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit), ("split", split, Split)
@@ -239,7 +243,7 @@ class Feed:
         self._max_staleness = consumer.get("max_off_policy_steps") if max_staleness is None else max_staleness
         self._split, self._prefetch, self._pid = split, prefetch, os.getpid()
         self._after, self._on_unfit = set_aside_after, unfit
-        self._longest_row, self._vocabulary = longest_row, vocabulary
+        self._longest_row, self._vocabulary, self._screen = longest_row, vocabulary, screen
         self.counts: Counter[str] = Counter()
         self._taking = threading.Lock()  # around what takes from the consumer, for up to _ASK_S
         self._lock = threading.RLock()  # around what is held; never for long
@@ -562,32 +566,9 @@ class Feed:
 
     # -- rows that cannot be trained
 
-    def _look_for_unfit(self, batch: Batch) -> dict[int, tuple[str, str]]:
-        """Returns row -> (kind, why), of the rows that cannot be trained."""
-        found: dict[int, tuple[str, str]] = {}
-        if (most := self._longest_row) is not None:
-            for row in np.flatnonzero(batch.lengths > most).tolist():
-                found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {most}"
-        if (known := self._vocabulary) is not None:
-            places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= known))
-            rows, first = np.unique(
-                np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
-            )
-            for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
-                why = f"has token {batch.tokens[at]}, and the model knows {known}"
-                found.setdefault(row, ("unknown_token", why))
-        return found
-
     def _refuse(self, step: Step, row: int, unfit: tuple[str, str]) -> NoReturn:
         """Returns the step's groups, but for one that was refused too often; raises UnfitRow."""
-        meta, at = step.batch.meta[row], int(step.batch.group_index[row])
-        number = row - int(np.searchsorted(step.batch.group_index, at))
-        error = UnfitRow(
-            f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
-            hint='unfit="leave_out" trains without such rows, and counts them',
-            row=number,
-        )
-        bad = step.groups[at]
+        error, bad = unfit_row(step.batch, row, unfit), step.groups[int(step.batch.group_index[row])]
         self.consumer.queue.count_batch(-1)
         with self._lock:
             aside = self._failures is not None and self._failures.failed([_key(bad)]) is not None
@@ -755,10 +736,10 @@ class Feed:
     # -- what a checkpoint contains
 
     def _is_new(self, group: Group) -> bool:
-        """The consumer's screen: keeps out groups that the loaded state contains."""
+        """The consumer's screen: keeps out groups that the loaded state contains, and the trainer's."""
         known = all(self._known.contains(record.meta) for record in group.records)
         self.counts["groups_in_checkpoint"] += known
-        return not known
+        return not known and (self._screen is None or self._screen(group))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
@@ -865,6 +846,7 @@ class Feed:
             self._gathered.clear()
             if not (self._is_broken or (self._trained and self.release_at == "checkpoint")):
                 self._end_run()
+            self._begun = False  # a second close() has nothing to say
             self._steps.clear()
             self._trained.clear()
         if self._failures is not None:
@@ -885,6 +867,39 @@ class Feed:
             if keys and not isinstance(error, (UnfitRow, Drained)) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()
+
+
+def lags(stamps: Iterable[int], version: int) -> list[int]:
+    """Returns how many versions each stamp is behind this one; those below 0 are none."""
+    return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
+
+
+def unfit_rows(batch: Batch, longest_row: int | None, vocabulary: int | None) -> dict[int, tuple[str, str]]:
+    """Returns row -> (kind, why), of the rows of a packed batch that cannot be trained. Never blocks."""
+    found: dict[int, tuple[str, str]] = {}
+    if longest_row is not None:
+        for row in np.flatnonzero(batch.lengths > longest_row).tolist():
+            found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {longest_row}"
+    if vocabulary is not None:
+        places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
+        rows, first = np.unique(
+            np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
+        )
+        for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
+            why = f"has token {batch.tokens[at]}, and the model knows {vocabulary}"
+            found.setdefault(row, ("unknown_token", why))
+    return found
+
+
+def unfit_row(batch: Batch, row: int, unfit: tuple[str, str]) -> UnfitRow:
+    """Returns the error that names a row of `unfit_rows`. Never blocks."""
+    meta, at = batch.meta[row], int(batch.group_index[row])
+    number = row - int(np.searchsorted(batch.group_index, at))
+    return UnfitRow(
+        f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
+        hint='unfit="leave_out" trains without such rows, and counts them',
+        row=number,
+    )
 
 
 def lacks_memory(error: BaseException) -> bool:

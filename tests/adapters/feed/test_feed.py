@@ -749,6 +749,44 @@ def test_full_lanes_release_early_only_where_the_checkpoint_was_not_asked_for(
     assert "128 steps are released before a checkpoint has them" in caplog.text
 
 
+def test_a_trainer_keeps_groups_out_and_a_loaded_state_too(bridge, producer, tmp_path) -> None:
+    put(producer, range(6))
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        feed.trained(feed.take(5))
+        state = feed.state_dict()
+    odd = {"screen": lambda group: int(group.group_id[1:]) % 2 == 0}
+    with Feed(bridge, groups=1, run_dir=tmp_path, **odd) as feed:
+        feed.load_state_dict(state)
+        assert [numbers_of(feed.take(5)) for _ in range(2)] == [[2], [4]]
+        stats = feed.stats()
+    assert (stats["feed_groups_in_checkpoint_total"], stats["screened_total"]) == (1, 3)
+
+
+def test_a_version_published_after_a_save_opens_the_run_again(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    feed = Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path)
+    feed.begin_run(0)
+    feed.trained(feed.take(5))
+    feed.publish(1)
+    feed.checkpointed()
+    feed.trained(feed.take(5))
+    feed.publish(2)
+    assert producer.policy_version == 2
+    producer.close()
+    feed.close()
+    assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == [2]
+
+
+def test_a_feed_that_holds_for_a_checkpoint_may_be_closed_twice(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        feed.begin_run(0)
+        feed.trained(feed.take(5), version=1)
+        feed.close()
+    producer.close()
+    assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == [1]
+
+
 def test_lanes_have_room_for_the_steps_that_they_are_sized_for(bridge, tmp_path) -> None:
     record = sizing.record_bytes(2000, columns=["tokens"])
     lane = sizing.lane_bytes_for(record, groups=4, prefetch=0, steps=5, same_size=True)
