@@ -11,6 +11,8 @@ from shmbridge.consumers.roll.bridge_reader import BridgeDrained, BridgeReader
 from shmbridge.consumers.roll.rows import roll_rows
 from shmbridge.consumers.roll.settings import Settings
 from shmbridge.consumers.trajectories import trajectories
+from shmbridge.testing.known_groups import loss_matrix
+from tests.trainers.contract import Seen, assert_contract, fully_recorded, without
 from tests.trainers.roll.conftest import Queue
 
 LENGTH = 48
@@ -25,57 +27,44 @@ def loop(manager, step: int = 4) -> None:
     manager.run_rollout_loop(DataProto(meta_info={"seed": 1}))
 
 
-def differences(rollout, group, shift: int = 0) -> list[float]:
-    """Returns the greatest differences of masks, advantages and log-probabilities from what was put."""
-    worst = [0.0, 0.0, 0.0]
-    for at, row in enumerate(group.rows):
-        width = len(row.tokens)
-        wanted = [row.trained, row.advantages, row.logprobs]
-        columns = ["response_mask", "shm_advantages", "infer_logprobs"]
-        for number, (column, values) in enumerate(zip(columns, wanted, strict=True)):
-            if values is None or column not in rollout.batch:
-                continue
-            full = np.zeros(LENGTH, np.float32)
-            full[:width] = np.roll(values, shift)
-            got = rollout.batch[column][at].numpy().astype(np.float32)
-            worst[number] = max(worst[number], float(np.abs(got - full[LENGTH - len(got) :]).max()))
-    return worst
+def rows_of(rollout):
+    """The rows of one of ROLL's; what is a token shorter than the row begins at its second token."""
+    batch = rollout.batch
+    for at, length in enumerate(batch["attention_mask"].sum(-1).tolist()):
+        names = ("input_ids", "response_mask", "shm_advantages", "infer_logprobs")
+        arrays = [batch[name][at].float().numpy() if name in batch else None for name in names]
+        whole = [each if each is None else np.append(np.zeros(LENGTH - len(each)), each) for each in arrays]
+        assert (whole[0][length:] == 63).all()
+        assert not whole[1][length:].any()
+        yield Seen(*(each if each is None else each[:length] for each in whole))
 
 
-def test_known_groups_arrive_position_by_position(known, make_manager):
-    groups, _ = known
-    queue = Queue(5)
-    loop(make_manager(queue, infer_logprobs=False, max_staleness=2))
-    assert len(queue.rollouts) == 5
-    for rollout, group in zip(queue.rollouts, groups, strict=True):
-        assert differences(rollout, group) == [0.0, pytest.approx(0.0, abs=1e-6), 0.0], group.name
-        assert differences(rollout, group, shift=1)[1] > 0.01, "one position later they differ"
-        for at, row in enumerate(group.rows):
-            width = len(row.tokens)
-            assert rollout.batch["input_ids"][at].tolist() == [*row.tokens.tolist(), *[63] * (LENGTH - width)]
-            assert rollout.batch["attention_mask"][at].sum() == width
-            assert rollout.batch["prompt_mask"][at].sum() == row.prompt_length
-            assert rollout.batch["scores"][at].sum() == pytest.approx(row.score, abs=1e-6)
-            assert rollout.non_tensor_batch["episode_scores"][at] == row.score
-        assert set(rollout.non_tensor_batch["shm_group"]) == {group.group_id}
-        assert len(set(rollout.non_tensor_batch["traj_id"])) == 4
-        assert len(set(rollout.non_tensor_batch["traj_group_id"])) == 1
-        assert set(rollout.non_tensor_batch["shm_min_version"]) == {group.versions[0]}
-        assert set(rollout.non_tensor_batch["shm_step"]) == {group.versions[0]}
-    metrics = queue.rollouts[-1].meta_info["metrics"]
-    assert metrics["shm/columns_ignored/token_versions@sum"] == 4
-    assert metrics["shm/groups_put@max"] == 5
-    assert metrics["shm/rows_trimmed@sum"] == 0
-
-
-def test_logprobs_arrive_shifted_by_one_as_rolls_own(known, make_manager):
-    groups, _ = known
-    queue = Queue(2)
-    loop(make_manager(queue))
-    for rollout, group in zip(queue.rollouts, groups[:2], strict=True):
-        assert rollout.batch["infer_logprobs"].shape == (4, LENGTH - 1)
-        assert differences(rollout, group) == [0.0, 0.0, 0.0]
-        assert min(differences(rollout, group, shift=1)) > 0.01
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_groups_arrive_as_they_were_put(make_manager, make_producer, recorded, logprobs):
+    """Up to ROLL's queue; test_pipeline.py has its loss."""
+    groups = fully_recorded(loss_matrix()) if logprobs else loss_matrix()
+    producer = make_producer(lane_bytes="1M")
+    for group in groups:
+        group.put(producer)
+    trained = without(groups, "evaluation")
+    queue = Queue(len(trained))
+    loop(make_manager(queue, infer_logprobs=logprobs, max_staleness=2))
+    for rollout, group in zip(queue.rollouts, trained, strict=True):
+        prompts = rollout.batch["prompt_mask"].sum(-1).tolist()
+        assert prompts == [row.prompt_length for row in group.rows]
+        scores = [row.score for row in group.rows]
+        assert rollout.batch["scores"].sum(-1).tolist() == pytest.approx(scores, abs=1e-6)
+        objects = rollout.non_tensor_batch
+        assert objects["episode_scores"].tolist() == scores
+        assert (set(objects["shm_group"]), len(set(objects["traj_id"]))) == ({group.group_id}, 4)
+        assert set(objects["shm_min_version"]) == set(objects["shm_step"]) == {group.versions[0]}
+        assert len(set(objects["traj_group_id"])) == 1
+        metrics = rollout.meta_info["metrics"]
+        assert (metrics.get("shm/columns_ignored/token_versions@sum") == 4) == (group.name == "many versions")
+        assert metrics["shm/rows_trimmed@sum"] == 0
+    seen = [row for rollout in queue.rollouts for row in rows_of(rollout)]
+    setting, release = f"`infer_logprobs: {str(logprobs).lower()}`", recorded["commit"][:8]
+    assert_contract("ROLL, up to its queue", f"interface of {release}", setting, groups, seen)
 
 
 def test_rows_have_rolls_own_columns(known, make_manager, recorded):
@@ -266,18 +255,6 @@ def test_one_bridge_is_read_with_one_lag(bridge):
     reader.leave(orderly=True)
     reader.leave(orderly=True)
     BridgeReader.join(bridge, 1, 1, 1, shmbridge.Run()).leave(orderly=True)
-
-
-def test_groups_of_evaluation_are_not_trained(bridge):
-    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
-    with shmbridge.Producer(bridge, lane_bytes="64K") as producer:
-        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]}, group_id="eval", split="eval")
-        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]}, group_id="train")
-        taken = reader.take(lambda: False)
-        assert taken.group.records[0].meta.group_id == "train"
-        assert reader.stats()["left_out_total{eval}"] == 1
-        del taken
-        reader.leave(orderly=True)
 
 
 def test_a_drained_bridge_ends_the_wait(bridge):

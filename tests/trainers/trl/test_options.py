@@ -107,12 +107,6 @@ def test_truncated_completions_are_masked_by_finish_reason(trained):
     assert logged[0]["bridge/rows_truncated_total"] == 2
 
 
-def test_they_are_trained_if_not_asked_otherwise(trained):
-    trainer, stats = trained({}, finish_reason=[0, 1, 3, None])
-    assert trained_tokens(trainer) == [4] * 4
-    assert stats["trl_rows_truncated_total"] == 0
-
-
 @pytest.mark.parametrize(("recorded", "version", "stale"), [(False, 0, 4), (True, 0, 0), (False, 4, 0)])
 def test_stale_rows_that_count_as_fresh_are_named(trained, caplog, recorded, version, stale):
     logprobs = {"inference_logprobs": [np.full(7, -2.0, np.float32)] * 4} if recorded else {}
