@@ -4,9 +4,8 @@
     ...                                         # put them, and capture the rows in the trainer's own loss
     assert_contract("SkyRL", version("skyrl"), "`policy_loss_type=rollout_is`", groups, seen)
 
-Each framework lives in an environment of its own, and has a file that captures rows. Every such test leaves a
-line in build/loss_matrix. This file as a program takes them into loss_matrix.jsonl, of which `docs/_generate`
-makes the table of docs/reference/trainers.md.
+Each framework lives in an environment of its own, and has a file that captures rows. With LOSS_MATRIX=write
+these tests write loss_matrix.jsonl, of which `docs/_generate` makes the table of docs/reference/trainers.md.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 
 from shmbridge.testing.known_groups import KnownGroup, KnownRow
 
-MATRIX, LINES = Path(__file__).with_name("loss_matrix.jsonl"), Path(__file__).parents[2] / "build/loss_matrix"
+MATRIX = Path(__file__).with_name("loss_matrix.jsonl")
 ROUNDING = 1e-5  # of advantages that are made of scores
 
 Array = np.ndarray[Any, Any]
@@ -68,7 +67,7 @@ def compare(groups: Sequence[KnownGroup], seen: Iterable[Seen]) -> Differences:
     came = Counter(key for key, _ in rows)
     mask, worst = 0, dict[str, float]()
     for key, row in rows:
-        if key not in trained:
+        if key not in wanted or wanted[key][0].split == "eval":
             continue
         group, put = wanted[key]
         own = "advantages" if "advantages" in group.fragments[0] else "advantages_of_scores"
@@ -90,8 +89,8 @@ def compare(groups: Sequence[KnownGroup], seen: Iterable[Seen]) -> Differences:
 
 
 def _largest(differences: Array, at: Array) -> float:
-    """The largest at trained tokens; infinite if one is not a number."""
-    return float(np.abs(np.nan_to_num(differences, nan=np.inf))[at].max())
+    """The largest at some tokens; infinite if one is not a number."""
+    return float(np.abs(np.nan_to_num(differences, nan=np.inf))[at].max(initial=0.0))
 
 
 def _of_logprobs(row: Seen, put: KnownRow) -> float:
@@ -104,9 +103,8 @@ def _of_logprobs(row: Seen, put: KnownRow) -> float:
     if row.own_logprobs is not None:
         return _largest(row.old_logprobs - row.own_logprobs, put.trained)
     got = put.trained & ~np.isnan(row.old_logprobs)
-    if got.any() and (got != (put.trained & ~unknown)).any():
-        return np.inf
-    return _largest(row.old_logprobs - recorded, got) if got.any() else 0.0
+    as_put = (got == put.trained & ~unknown).all()
+    return _largest(row.old_logprobs - recorded, got) if as_put or not got.any() else np.inf
 
 
 def without(groups: Iterable[KnownGroup], *names: str) -> list[KnownGroup]:
@@ -145,8 +143,8 @@ def scored(groups: Iterable[KnownGroup], estimate: Callable[[Array], Array]) -> 
 
 def assert_contract(
     trainer: str, release: str, setting: str, groups: Sequence[KnownGroup], seen: Iterable[Seen]
-) -> Differences:
-    """Asserts that a loss got what was put, and leaves the line of the table.
+) -> None:
+    """Asserts that a loss got what was put, and that the table has its line; prints the line.
 
     Args:
         trainer: its name on the page.
@@ -156,39 +154,17 @@ def assert_contract(
         seen: what arrived.
     """
     found = compare(groups, seen)
-    print(found)
-    assert found.all_are_right(), found
     test = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0].split("[")[0].removeprefix("tests/")
-    line = {"trainer": trainer, "setting": setting, "release": release, "test": test}
-    LINES.mkdir(parents=True, exist_ok=True)
-    name = "".join(each if each.isalnum() else "-" for each in f"{trainer}-{setting}")
-    (LINES / f"{name}.json").write_text(json.dumps(line | asdict(found)))
-    known = [_form(each) for each in lines() if (each["trainer"], each["setting"]) == (trainer, setting)]
-    assert known == [_form(line | asdict(found))], (
-        "loss_matrix.jsonl has another line -> python tests/trainers/contract.py; python docs/_generate"
-    )
-    return found
-
-
-def _form(line: dict[str, Any]) -> list[Any]:
-    """What of a line is the same with every release and on every machine."""
-    numbers = [line[name] is None for name in ("advantages", "advantages_of_scores", "old_logprobs")]
-    return [line["test"], line["rows"], *numbers]
-
-
-def lines() -> list[dict[str, Any]]:
-    """The lines of the table."""
-    return [json.loads(line) for line in MATRIX.read_text().splitlines()]
-
-
-def main() -> None:
-    """Takes what tests have left into loss_matrix.jsonl."""
-    found = {(each["trainer"], each["setting"]): each for each in lines()}
-    for path in sorted(LINES.glob("*.json")):
-        line = json.loads(path.read_text())
-        found[line["trainer"], line["setting"]] = line
-    MATRIX.write_text("".join(f"{json.dumps(found[key])}\n" for key in sorted(found)))
-
-
-if __name__ == "__main__":
-    main()
+    line = {"trainer": trainer, "setting": setting, "release": release, "test": test} | asdict(found)
+    print(json.dumps(line))
+    assert found.all_are_right(), found
+    table = {
+        (each["trainer"], each["setting"]): each for each in map(json.loads, MATRIX.read_text().splitlines())
+    }
+    if os.environ.get("LOSS_MATRIX") == "write":
+        table[trainer, setting] = line
+        MATRIX.write_text("".join(f"{json.dumps(table[key])}\n" for key in sorted(table)))
+    there = table.get((trainer, setting), {})
+    differs = [key for key in ("test", "rows") if there.get(key) != line[key]]
+    differs += [key for key in line if (there.get(key) is None) != (line[key] is None)]
+    assert not differs, f"{MATRIX.name} differs in {differs} -> LOSS_MATRIX=write, and python docs/_generate"

@@ -18,6 +18,7 @@ def of(row) -> Seen:
 
 
 TRAINED = [of(row) for each in GROUPS if each.split == "train" for row in each.rows if row.trained.any()]
+PROMPT = of(next(row for each in GROUPS for row in each.rows if not row.trained.any()))
 EXAM = of(next(each for each in GROUPS if each.split == "eval").rows[0])
 
 
@@ -47,6 +48,7 @@ FAULTS = {
     "a log-probability is lost": changed("old_logprobs", np.nan, -1),
     "a row is missing": lambda row: [],
     "a row comes twice": lambda row: [row, row],
+    "a row of a prompt only is trained": lambda row: [row, replace(PROMPT, mask=PROMPT.tokens > 0)],
     "a row of an evaluation": lambda row: [row, EXAM],
     "a row that was never put": lambda row: [row, replace(row, tokens=np.append(row.tokens, 1))],
 }

@@ -82,8 +82,9 @@ def test_the_loss_gets_what_was_put(trained, setting):
     if setting == SAMPLERS:
         groups = fully_recorded(groups)
     seen, logged = trained(groups, *[setting] * bool(setting))
-    assert logged["held"] == 0
+    assert (logged["held"], logged["stats"]["left_out_total{eval}"]) == (0, 1)
     assert logged["shmbridge/rows_without_response"] == 1
+    assert logged.get("shmbridge/trajectories_truncated", 0) == 2 * (setting == OVERLONG)
     assert all((row.old_logprobs is None) == (setting != SAMPLERS) for row in seen.rows)
     if setting == OVERLONG:
         groups = without_truncated(groups)

@@ -67,16 +67,6 @@ def test_another_process_reads_what_was_put(arrived):
     assert_contract("TransferQueue, a store", version("TransferQueue"), "", loss_matrix(), seen)
 
 
-def test_columns_that_are_missing_are_missing(arrived):
-    assert "rollout_log_probs" not in arrived["no columns"][1]
-    assert "rollout_log_probs" in arrived["uneven"][1]
-
-
-def test_a_row_of_a_prompt_only_has_an_empty_response(arrived):
-    group, rows, _ = arrived["prompt only"]
-    assert [len(row) == 0 for row in rows["responses"]] == [not row.trained.any() for row in group.rows]
-
-
 def test_policy_versions_and_ids_arrive(arrived):
     group, rows, listed = arrived["many versions"]
     assert all(

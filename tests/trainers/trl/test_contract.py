@@ -56,5 +56,8 @@ def test_the_loss_gets_what_was_put(bridge, tiny, settings, setting, changed):
         stats = rollouts.stats()
     assert (stats["trl_rows_total"], stats["released_total"], stats["held"]) == (36, 11, 0)
     assert (stats["trl_rows_without_logprobs_total"], stats["trl_groups_fallback_total"]) == (7, 1)
-    wanted = without_truncated(groups) if "mask_truncated_completions" in changed else groups
+    masked = "mask_truncated_completions" in changed
+    ends = (stats["trl_rows_truncated_total"], stats["trl_rows_without_finish_reason_total"])
+    assert ends == (2 * masked, 32 * masked)
+    wanted = without_truncated(groups) if masked else groups
     assert_contract("TRL, `GRPOTrainer`", version("trl"), setting, wanted, trainer.seen)

@@ -93,20 +93,6 @@ def trained(bridge, tiny, settings, make_producer):
     return run
 
 
-def trained_tokens(trainer) -> list[int]:
-    return sorted((trainer.seen["completion_mask"] * trainer.seen["tool_mask"]).sum(1).tolist())
-
-
-def test_truncated_completions_are_masked_by_finish_reason(trained):
-    """Codes of finish_reason: stop, length, error. By their last tokens TRL would call all four truncated."""
-    trainer, stats = trained({"mask_truncated_completions": True}, finish_reason=[0, 1, 3, None])
-    assert trained_tokens(trainer) == [0, 0, 4, 4]
-    assert stats["trl_rows_truncated_total"] == 2
-    assert stats["trl_rows_without_finish_reason_total"] == 1
-    logged = [entry for entry in trainer.state.log_history if "bridge/rows_truncated_total" in entry]
-    assert logged[0]["bridge/rows_truncated_total"] == 2
-
-
 @pytest.mark.parametrize(("recorded", "version", "stale"), [(False, 0, 4), (True, 0, 0), (False, 4, 0)])
 def test_stale_rows_that_count_as_fresh_are_named(trained, caplog, recorded, version, stale):
     logprobs = {"inference_logprobs": [np.full(7, -2.0, np.float32)] * 4} if recorded else {}
