@@ -119,8 +119,9 @@ def loss_matrix(seed: int = 3, *, vocabulary: int = 64, rows: int = 4, version: 
     }
     groups[-1] = replace(groups[-1], name="many versions", fragments=[many])
     for name, each in made.items():
-        number, split = f"known-{seed}-{len(groups)}", "eval" if name == "evaluation" else "train"
-        groups.append(KnownGroup(name, number, (version, version), [_columns(each)], each, split))
+        split: Split = "eval" if name == "evaluation" else "train"
+        group_id, versions = f"known-{seed}-{len(groups)}", (version, version)
+        groups.append(KnownGroup(name, group_id, versions, [_columns(each)], each, split))
     return groups
 
 

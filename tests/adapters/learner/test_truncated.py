@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.training_rows import prepare
-from shmbridge.consumers.learner.train.objective import Objective
 from shmbridge.schema import FINISH_REASONS
 
 ROWS = [[1, 2, 3]] * 5
@@ -85,8 +83,3 @@ def test_answers_that_the_learner_masks_keep_their_length(packed_batch, options)
     assert metrics["trained_tokens"] == made.trained_count == 3
     assert metrics["atropos/avg_response_length"] == 6.0
     assert metrics["atropos/empty_response_count"] == 0
-
-
-def test_the_option_reaches_the_objective():
-    options = parse(["--bridge", "b", "--model", "m", "--steps", "1", "--truncated", "drop"])
-    assert Objective.of(options).truncated == "drop"

@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,8 +11,8 @@ from shmbridge.consumers.roll.rows import roll_rows
 from shmbridge.consumers.roll.settings import Settings
 from shmbridge.consumers.trajectories import trajectories
 from shmbridge.testing.known_groups import loss_matrix
-from tests.trainers.contract import Seen, assert_contract, fully_recorded, without
-from tests.trainers.roll.conftest import Queue
+from tests.trainers.contract import assert_contract, fully_recorded, without
+from tests.trainers.roll.conftest import Queue, rows_of
 
 LENGTH = 48
 pytestmark = pytest.mark.timeout(60)
@@ -25,18 +24,6 @@ def loop(manager, step: int = 4) -> None:
 
     manager.update_step(step)
     manager.run_rollout_loop(DataProto(meta_info={"seed": 1}))
-
-
-def rows_of(rollout):
-    """The rows of one of ROLL's; what is a token shorter than the row begins at its second token."""
-    batch = rollout.batch
-    for at, length in enumerate(batch["attention_mask"].sum(-1).tolist()):
-        names = ("input_ids", "response_mask", "shm_advantages", "infer_logprobs")
-        arrays = [batch[name][at].float().numpy() if name in batch else None for name in names]
-        whole = [each if each is None else np.append(np.zeros(LENGTH - len(each)), each) for each in arrays]
-        assert (whole[0][length:] == 63).all()
-        assert not whole[1][length:].any()
-        yield Seen(*(each if each is None else each[:length] for each in whole))
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
@@ -62,7 +49,9 @@ def test_groups_arrive_as_they_were_put(make_manager, make_producer, recorded, l
         metrics = rollout.meta_info["metrics"]
         assert (metrics.get("shm/columns_ignored/token_versions@sum") == 4) == (group.name == "many versions")
         assert metrics["shm/rows_trimmed@sum"] == 0
-    seen = [row for rollout in queue.rollouts for row in rows_of(rollout)]
+        assert (rollout.batch["input_ids"][~rollout.batch["attention_mask"].bool()] == 63).all()
+    columns = ("response_mask", "shm_advantages", "infer_logprobs")
+    seen = [row for rollout in queue.rollouts for row in rows_of(rollout.batch, *columns)]
     setting, release = f"`infer_logprobs: {str(logprobs).lower()}`", recorded["commit"][:8]
     assert_contract("ROLL, up to its queue", f"interface of {release}", setting, groups, seen)
 

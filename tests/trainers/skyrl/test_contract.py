@@ -26,20 +26,13 @@ class Captured:
     def _model(self, model, args, named):
         self._tokens, self._real_tokens = args[0], named.get("attention_mask", args[-1]).bool()
 
-    def __call__(self, log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs):
-        arrays = [loss_mask, advantages * 4 * NORM, rollout_logprobs]
+    def __call__(self, log_probs, old_log_probs, advantages, **named):
+        arrays = [named["loss_mask"], advantages * 4 * NORM, named["rollout_logprobs"]]
         for row, real in enumerate(self._real_tokens.numpy()):
-            before = np.zeros(len(real) - loss_mask.shape[1])  # all arrays end where the tokens end
+            before = np.zeros(len(real) - advantages.shape[1])  # all arrays end where the tokens end
             seen = [each if each is None else np.append(before, each[row].numpy())[real] for each in arrays]
             self.rows.append(Seen(self._tokens[row].numpy()[real], *seen))
-        return self._real(
-            log_probs,
-            old_log_probs,
-            advantages,
-            config,
-            loss_mask=loss_mask,
-            rollout_logprobs=rollout_logprobs,
-        )
+        return self._real(log_probs, old_log_probs, advantages, **named)
 
 
 @pytest.fixture

@@ -78,25 +78,17 @@ class Seen(ShmGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-@pytest.fixture
-def trained(bridge, tiny, settings, make_producer):
-    """`trained(changes of GRPOConfig, **columns)`: a trainer after a step on one group, and its counters."""
-
-    def run(changed, version=0, **columns):
-        with shm_rollout_func(bridge, timeout_s=30) as rollouts:
-            trainer = Seen(tiny, args=settings(**changed), rollout_func=rollouts)
-            make_producer(lane_bytes="1M").put(group(0, **columns), policy_version=version)
-            rollouts.publish(3)
-            trainer.train()
-            return trainer, rollouts.stats()
-
-    return run
-
-
 @pytest.mark.parametrize(("recorded", "version", "stale"), [(False, 0, 4), (True, 0, 0), (False, 4, 0)])
-def test_stale_rows_that_count_as_fresh_are_named(trained, caplog, recorded, version, stale):
+def test_stale_rows_that_count_as_fresh_are_named(
+    bridge, tiny, settings, make_producer, caplog, recorded, version, stale
+):
     logprobs = {"inference_logprobs": [np.full(7, -2.0, np.float32)] * 4} if recorded else {}
-    trainer, stats = trained({}, version, **logprobs)
+    with shm_rollout_func(bridge, timeout_s=30) as rollouts:
+        trainer = Seen(tiny, args=settings(), rollout_func=rollouts)
+        make_producer(lane_bytes="1M").put(group(0, **logprobs), policy_version=version)
+        rollouts.publish(3)
+        trainer.train()
+        stats = rollouts.stats()
     assert stats["trl_rows_stale_as_fresh_total"] == stale
     said = [each.message for each in caplog.records if "as if fresh" in each.message]
     assert len(said) == bool(stale)
