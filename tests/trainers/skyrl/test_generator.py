@@ -57,20 +57,6 @@ async def test_repetitions_are_put_in_order(make_generator, producer, prompts):
     assert output["stop_reasons"] == ["stop", "stop", "length", "stop"]
 
 
-async def test_rows_that_did_not_stop_train_nothing_if_asked(make_generator, producer, prompts):
-    """Codes of finish_reason: stop, length, abort; a row without one is trained."""
-    for _ in range(2):
-        producer.put(group(finish_reason=[0, 1, 2, None]))
-    generator = make_generator(of_feed={"mask_truncated": True})
-    output = await generated(generator, prompts(1, 4))
-    assert output["loss_masks"] == [[1] * 4, [0] * 4, [0] * 4, [1] * 4]
-    assert [sum(map(bool, row)) for row in output["rewards"]] == [4, 0, 0, 4]
-    assert output["rollout_metrics"]["shmbridge/trajectories_truncated"] == 2
-    assert output["rollout_metrics"]["shmbridge/trajectories_without_finish_reason"] == 1
-    output = await generated(make_generator(), prompts(1, 4))
-    assert output["loss_masks"] == [[1] * 4] * 4
-
-
 async def test_a_short_group_is_padded_by_rows_that_train_nothing(make_generator, producer, prompts):
     producer.put(group(rows=3))
     generator = make_generator()
@@ -325,15 +311,6 @@ async def test_rows_that_cannot_be_trained_are_places_without_loss(make_generato
     assert [row["instance_id"] for row in output["env_metrics"][3:5]] == ["a", "b"]
     assert output["rollout_metrics"]["shmbridge/rows_left_out"] == 5
     assert generator.feed.stats()["feed_rows_left_out_too_long_total"] == 4
-
-
-async def test_eval_groups_are_released_untrained(make_generator, producer, prompts):
-    producer.put(group(), group_id="eval", split="eval")
-    producer.put(group(), group_id="train")
-    generator = make_generator()
-    output = await generated(generator, prompts(1, 4))
-    assert output["env_metrics"][0]["group_id"] == "train"
-    assert generator.feed.stats()["left_out_total{eval}"] == 1
 
 
 async def test_an_evaluation_needs_a_generator_of_its_own(make_generator, prompts):
