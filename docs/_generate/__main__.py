@@ -14,6 +14,7 @@ import control_messages
 import launch_file
 import layout
 import learner_options
+import loss_matrix
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 PAGES = {
@@ -22,6 +23,7 @@ PAGES = {
     "launch-file.md": launch_file.page,
     "layout.md": layout.page,
     "control-messages.md": control_messages.page,
+    "trainers.md": loss_matrix.page,
 }
 
 

@@ -7,18 +7,21 @@
     group.rows[0].advantages               # equals what its loss got, position by position
 
 Rows of uneven lengths, masks of several turns, a row of a prompt only, columns that are missing, a group in
-two fragments, two policy versions. Imported by tests, never by the package.
+two fragments, two policy versions; `loss_matrix()` has more. Imported by tests, never by the package.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import shmbridge
+from shmbridge.schema import Split
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_NOT_RECORDED = (1.0, -9999.0, np.nan, np.inf)  # what environments write, by the row
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,9 @@ class KnownRow:
     prompt_length: int  # tokens before the response; L in a row of a prompt only
     trained: np.ndarray[Any, np.dtype[np.bool_]]  # (L,)
     advantages: Floats  # (L,) 0 where nothing is trained; made of the scores where the group has none
-    logprobs: Floats | None  # (L,) nats, 0 where nothing is trained
+    logprobs: Floats | None  # (L,) nats, 0 where nothing is trained, NaN where the sampler recorded none
     score: float
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,17 @@ class KnownGroup:
     versions: tuple[int, int]  # smallest and largest policy version
     fragments: Sequence[Mapping[str, Any]]  # what is put, in order
     rows: list[KnownRow]
+    split: Split = "train"
 
     def put(self, producer: shmbridge.Producer) -> None:
         """Puts all fragments; blocks as `Producer.put`."""
         for fragment in self.fragments:
             producer.put(
-                fragment, group_id=self.group_id, group_size=len(self.rows), policy_version=self.versions
+                fragment,
+                group_id=self.group_id,
+                group_size=len(self.rows),
+                policy_version=self.versions,
+                split=self.split,
             )
 
 
@@ -82,8 +91,42 @@ def known_groups(seed: int = 3, *, vocabulary: int = 64, rows: int = 4, version:
     return groups
 
 
-def _row(random: np.random.Generator, vocabulary: int) -> KnownRow:
-    """A prompt, and two or three turns of the policy with what a tool answered between them."""
+def loss_matrix(seed: int = 3, *, vocabulary: int = 64, rows: int = 4, version: int = 4) -> list[KnownGroup]:
+    """Returns the known groups and five more; arguments as of `known_groups`, the same for the same ones.
+
+    "many versions", in which each trained token has another version than the one before it, replaces "two
+    versions". "evaluation" may reach no loss. In "equal scores" only the advantages differ. In "truncated"
+    every second row has the `finish_reason` "length". In "ends untrained" no row ends in a trained token. In
+    "unknown log-probabilities" every row but the last lacks that of one token.
+    """
+    random = np.random.default_rng([seed, 1])
+    made = {
+        name: [_row(random, vocabulary, tail=name == "ends untrained") for _ in range(rows)]
+        for name in ("evaluation", "equal scores", "truncated", "ends untrained", "unknown log-probabilities")
+    }
+    made["equal scores"] = [replace(row, score=0.5) for row in made["equal scores"]]
+    made["truncated"] = [
+        replace(row, finish_reason="length" if at % 2 else "stop") for at, row in enumerate(made["truncated"])
+    ]
+    for row in made["unknown log-probabilities"][:-1]:
+        assert row.logprobs is not None
+        row.logprobs[row.trained.argmax()] = np.nan
+    groups = known_groups(seed, vocabulary=vocabulary, rows=rows, version=version)
+    many = _columns(groups[-1].rows) | {
+        "token_versions": [
+            np.where(row.trained, version - np.arange(len(row.tokens)) % 3, -1) for row in groups[-1].rows
+        ]
+    }
+    groups[-1] = replace(groups[-1], name="many versions", fragments=[many])
+    for name, each in made.items():
+        split: Split = "eval" if name == "evaluation" else "train"
+        group_id, versions = f"known-{seed}-{len(groups)}", (version, version)
+        groups.append(KnownGroup(name, group_id, versions, [_columns(each)], each, split))
+    return groups
+
+
+def _row(random: np.random.Generator, vocabulary: int, tail: bool = False) -> KnownRow:
+    """A prompt, and two or three turns of the policy with a tool's answers between them, or after all."""
     prompt = int(random.integers(2, 9))
     turns = [int(n) for n in random.integers(1, 8, random.integers(2, 4))]
     trained = [False] * prompt
@@ -91,6 +134,7 @@ def _row(random: np.random.Generator, vocabulary: int) -> KnownRow:
         trained += [True] * length
         if turn < len(turns) - 1:
             trained += [False] * int(random.integers(1, 5))
+    trained += [False] * (int(random.integers(1, 4)) if tail else 0)
     mask = np.array(trained)
     spread = random.normal(size=len(mask)).astype(np.float32)
     advantages = np.where(mask, spread, np.float32(0))
@@ -111,17 +155,22 @@ def _from_scores(rows: list[KnownRow]) -> list[KnownRow]:
 
 def _columns(rows: list[KnownRow]) -> dict[str, Any]:
     """As an environment writes them: Atropos' 1.0 for log-probabilities where nothing was sampled."""
-    return {
+    logprobs = [
+        np.where(row.trained, row.advantages if row.logprobs is None else row.logprobs, np.float32(1))
+        for row in rows
+    ]
+    for at, values in enumerate(logprobs):
+        values[np.isnan(values)] = _NOT_RECORDED[at % len(_NOT_RECORDED)]
+    columns = {
         "tokens": [row.tokens for row in rows],
         "prompt_length": [row.prompt_length for row in rows],
         "loss_mask": [row.trained.astype(np.uint8) for row in rows],
         "score": [row.score for row in rows],
         "advantages": [row.advantages for row in rows],
-        "inference_logprobs": [
-            np.where(row.trained, row.advantages if row.logprobs is None else row.logprobs, np.float32(1))
-            for row in rows
-        ],
+        "inference_logprobs": logprobs,
+        "finish_reason": [row.finish_reason for row in rows],
     }
+    return columns if rows[0].finish_reason else {k: v for k, v in columns.items() if k != "finish_reason"}
 
 
 def _versions(row: KnownRow, version: int) -> list[int]:

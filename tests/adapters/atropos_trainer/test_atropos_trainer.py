@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from legacy_run import config_of
 import shmbridge
 from shmbridge.consumers.atropos_trainer import BridgeData
 from shmbridge.consumers.feed import Drained
+from shmbridge.schema import recorded_logprobs
 from shmbridge.testing import wait_until
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.known_groups import known_groups, loss_matrix
 from shmbridge.watch import diagnosis
+from tests.trainers.contract import Seen, assert_contract
 
 HERE = Path(__file__).parent
 
@@ -42,36 +45,23 @@ def train(data, config):
         trainers.train_legacy(config)
 
 
-def arrived(losses, rows):
-    """Whether the loss got the rows' masks, advantages and log-probabilities, position by position."""
-    for (tokens, labels, advantages, logprobs), row in zip(losses, rows, strict=True):
-        length, trained = len(row.tokens) - 1, row.trained[1:]
-        assert tokens[0, :length].tolist() == row.tokens[:-1].tolist()
-        mask = labels[0] != -100
-        if mask[:length].tolist() != trained.tolist() or mask[length:].any():
-            return False
-        rounding = 0.0 if row.logprobs is not None else 1e-6  # made of scores where the group has no columns
-        wanted = row.advantages[1:][trained]
-        if not np.allclose(advantages[0, :length][trained], wanted, rtol=rounding, atol=0):
-            return False
-        if row.logprobs is not None and (logprobs[0, :length][trained] != row.logprobs[1:][trained]).any():
-            return False
-    return True
+def unshifted(tokens, labels, advantages, logprobs) -> Seen:
+    """The row of a micro-batch of one row; upstream's labels are one place before their tokens."""
+    length = np.flatnonzero(tokens[0])[-1] + 1  # padding is 0
+    arrays = (labels[0] != -100, advantages[0], recorded_logprobs(logprobs[0]))
+    return Seen(tokens[0, :length], *(np.append(np.zeros(1), each[: length - 1]) for each in arrays))
 
 
-def test_the_loss_sees_what_producers_wrote(bridge, tiny, tmp_path, losses, without_vllm):
-    groups = known_groups(vocabulary=28)
+def test_the_loss_gets_what_was_put(bridge, tiny, tmp_path, losses, without_vllm):
+    groups = loss_matrix(vocabulary=28)
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
         for group in groups:
             group.put(producer)
         with BridgeData(bridge, timeout_s=10) as data:
-            train(data, config_of(str(tiny), str(tmp_path), 1, 20))
+            train(data, config_of(str(tiny), str(tmp_path), 1, 36))
             assert (data.metrics["groups_fallback"], data.metrics["micro_batches_untrained"]) == (1, 1)
-    rows = [row for group in groups for row in group.rows if row.trained.any()]
-    assert arrived(losses, rows)
-    for column in (1, 2, 3):  # labels, advantages, log-probabilities
-        shifted = [[np.roll(each, at == column) for at, each in enumerate(loss)] for loss in losses]
-        assert not arrived(shifted, rows), column
+    seen = [unshifted(*loss) for loss in losses]
+    assert_contract("Atropos' example trainer", version("atroposlib"), "", groups, seen)
     assert shmbridge.clean(bridge).undelivered == {}
 
 
@@ -163,15 +153,6 @@ def test_a_module_that_is_not_upstreams_is_refused(bridge):
 def test_data_before_registration_says_what_to_call(bridge):
     with pytest.raises(RuntimeError, match="register_trainer"):
         BridgeData(bridge).get_data(1, 64)
-
-
-def test_groups_of_evaluation_are_not_trained(bridge):
-    with shmbridge.Producer(bridge, lane_bytes="1M") as producer, BridgeData(bridge, timeout_s=10) as data:
-        producer.put({"tokens": [[1, 2, 3]] * 4, "loss_mask": [[0, 1, 1]] * 4}, split="eval")
-        producer.put({"tokens": [[1, 7, 3]] * 4, "loss_mask": [[0, 1, 1]] * 4})
-        data.register_trainer(config_of("", "", 1, 4, size=4))
-        [(tokens, *_)], _ = data.get_data(4, 128)
-    assert tokens[0][0, 1] == 7
 
 
 def test_a_row_without_tokens_trains_nothing(bridge):

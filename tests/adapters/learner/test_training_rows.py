@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import shmbridge
 from shmbridge.consumers.advantages.credit import Credit, NoAdvantages
-from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB
 from shmbridge.consumers.learner.data.training_rows import prepare
 
 ROWS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
@@ -157,36 +155,6 @@ def test_broken_scores_are_no_reward(packed_batch):
     assert metrics["reward_mean"] == 0.5
     assert metrics["trajectories_no_signal"] == 1
     assert (metrics["groups"], metrics["groups_flat"]) == (2, 2)
-
-
-def test_a_real_batch_of_an_atropos_group_and_a_plain_one(bridge):
-    atropos = {
-        "tokens": [[1, 2, 3, 4], [1, 2, 5]],
-        "masks": [[-100, -100, 3, 4], [-100, -100, 5]],
-        "scores": [1.0, 0.0],
-        "advantages": [],  # what environments send for "none"
-        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25], [1.0, 1.0, -2.0]],
-        "overrides": [{}, {"temperature": 0.5}],
-        "group_overrides": {},
-    }
-    plain = {"tokens": [[6, 7]], "prompt_length": [1], "advantages": [np.array([0.0, 3.0], np.float32)]}
-    with (
-        shmbridge.Producer(bridge, env_name="test", lane_bytes="1M") as producer,
-        shmbridge.Consumer(bridge) as consumer,
-    ):
-        producer.put(atropos, timeout_s=5.0)
-        producer.put(plain, timeout_s=5.0)
-        with next(iter(consumer.batches(groups=2, layout="packed", prefetch=0))) as batch:
-            rows, metrics = prepare(batch, 0.9)
-
-    np.testing.assert_array_equal(rows.tokens, [1, 2, 3, 4, 1, 2, 5, 6, 7])
-    np.testing.assert_array_equal(rows.cu_seqlens, [0, 4, 7, 9])
-    np.testing.assert_array_equal(np.flatnonzero(rows.trained), [2, 3, 6, 8])
-    np.testing.assert_allclose(rows.advantages, [0, 0, 1, 1, 0, 0, -1, 0, 3], rtol=1e-3)
-    np.testing.assert_allclose(rows.sampled_logprobs[[2, 3, 6, 8]], [-0.5, -0.25, -2.0, NO_LOGPROB])
-    np.testing.assert_allclose(rows.temperature, [0.9, 0.5, 0.9])
-    assert metrics["trajectories_own_advantages"] == 1
-    assert metrics["reward_mean"] == 0.5
 
 
 def test_fresh_are_tokens_that_name_the_trained_version_themselves(packed_batch):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.training_rows import prepare
-from shmbridge.consumers.learner.train.objective import Objective
 from shmbridge.schema import FINISH_REASONS
 
 ROWS = [[1, 2, 3]] * 5
@@ -86,28 +83,3 @@ def test_answers_that_the_learner_masks_keep_their_length(packed_batch, options)
     assert metrics["trained_tokens"] == made.trained_count == 3
     assert metrics["atropos/avg_response_length"] == 6.0
     assert metrics["atropos/empty_response_count"] == 0
-
-
-def test_the_column_travels_from_put_to_the_learner(bridge):
-    with (
-        shmbridge.Producer(bridge, env_name="test", lane_bytes="1M") as producer,
-        shmbridge.Consumer(bridge) as consumer,
-    ):
-        producer.put(
-            {
-                "tokens": ROWS,
-                "loss_mask": [[0, 1, 1]] * 5,
-                "score": SCORES,
-                "finish_reason": [STOP, LENGTH, STOP, ABORT, STOP],
-            }
-        )
-        batch = next(consumer.batches(groups=1, layout="packed", prefetch=0, timeout_s=10.0))
-        rows, metrics = prepare(batch, 1.0, truncated="drop")
-        batch.release()
-    assert rows.trained.reshape(5, 3)[:, 1].tolist() == [True, False, True, False, True]
-    assert metrics["trajectories_truncated"] == 2
-
-
-def test_the_option_reaches_the_objective():
-    options = parse(["--bridge", "b", "--model", "m", "--steps", "1", "--truncated", "drop"])
-    assert Objective.of(options).truncated == "drop"

@@ -15,7 +15,8 @@ from shmbridge.consumers.record_factories import (
     torchtitan_training_sample,
 )
 from shmbridge.consumers.trajectories import trajectories
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.known_groups import loss_matrix
+from tests.trainers.contract import Seen, assert_contract, fully_recorded, without
 
 FIELDS = json.loads((Path(__file__).parent / "fields.json").read_text())
 KINDS = {"list[int]": int, "list[bool]": bool, "list[float]": float, "list[str]": str}
@@ -23,13 +24,13 @@ KINDS = {"list[int]": int, "list[bool]": bool, "list[float]": float, "list[str]"
 
 @pytest.fixture
 def rows(bridge):
-    """[(what was put of a row, its group, the Trajectory)], of all known groups."""
-    groups = known_groups()
+    """[(what was put of a row, its group, the Trajectory)], of all groups but the evaluation."""
+    groups = loss_matrix()
     with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, "gsm8k") as producer:
         for group in groups:
             group.put(producer)
-        with next(consumer.batches(groups=len(groups), timeout_s=10)) as batch:
-            put = [(row, group) for group in groups for row in group.rows]
+        with next(consumer.batches(groups=len(groups) - 1, timeout_s=10)) as batch:
+            put = [(row, group) for group in without(groups, "evaluation") for row in group.rows]
             made = [(*each, row) for each, row in zip(put, trajectories(batch)[0], strict=True)]
     return made
 
@@ -49,52 +50,47 @@ def check_fields(made: dict, trainer: str, name: str) -> None:
             assert type(value).__name__ == kind, field
 
 
-def close(values, wanted) -> None:
-    np.testing.assert_allclose(np.array(values, np.float32), wanted, rtol=1e-6)
+def seen(made: dict, *names: str, before: int = 0) -> Seen:
+    """A record as the contract compares it; `before` tokens have none of the values."""
+    tokens, *values = (made[name] for name in names)
+    arrays = [each if each is None else np.append(np.zeros(before), np.float32(each)) for each in values]
+    return Seen(np.array(tokens), *arrays)
 
 
 def test_torchtitan(rows):
-    for put, group, row in rows:
-        made = torchtitan_training_sample(row)
+    found = [torchtitan_training_sample(row) for _, _, row in rows]
+    for made, (_, group, _) in zip(found, rows, strict=True):
         check_fields(made, "torchtitan", "TrainingSample")
         check_fields(made["rollout_id"], "torchtitan", "RolloutTurnID")
-        assert made["token_ids"] == put.tokens.tolist()
-        assert made["loss_mask"] == put.trained.tolist()
-        close(made["advantage"], put.advantages)
-        if put.logprobs is None:
-            assert [math.isnan(value) for value in made["logprobs"]] == put.trained.tolist()
-        else:
-            close(made["logprobs"], put.logprobs)
-        assert (made["min_policy_version"], made["max_policy_version"]) == group.versions
-    ids = [torchtitan_training_sample(row)["rollout_id"] for _, _, row in rows]
-    assert [each["rollout_id"] for each in ids] == [0, 1, 2, 3] * 5
-    assert len({each["group_id"] for each in ids}) == 5
+        if group.name != "many versions":
+            assert (made["min_policy_version"], made["max_policy_version"]) == group.versions
+    ids = [made["rollout_id"] for made in found]
+    assert [each["rollout_id"] for each in ids] == [0, 1, 2, 3] * 9
+    assert len({each["group_id"] for each in ids}) == 9
     assert {each["turn_id"] for each in ids} == {0}
-
-
-def test_a_comparison_one_position_later_fails(rows):
-    put, _, row = rows[0]
-    with pytest.raises(AssertionError):
-        close(torchtitan_training_sample(row)["advantage"], np.roll(put.advantages, 1))
+    names = ("token_ids", "loss_mask", "advantage", "logprobs")
+    commit = f"commit {FIELDS['torchtitan']['commit'][:8]}"
+    assert_contract(
+        "torchtitan RL, its record", commit, "", loss_matrix(), [seen(made, *names) for made in found]
+    )
 
 
 def test_prime_rl(rows):
-    complete = [each for each in rows if each[0].logprobs is not None]
-    for put, _, row in complete:
-        made = prime_rl_training_sample(row, temperature=0.5)
+    complete = [row for put, group, row in rows if group in fully_recorded([group])]
+    found = [prime_rl_training_sample(row, temperature=0.5) for row in complete]
+    for made in found:
         check_fields(made, "prime_rl", "TrainingSample")
-        assert made["token_ids"] == put.tokens.tolist()
-        assert made["mask"] == put.trained.tolist()
-        close(made["logprobs"], put.logprobs)
-        close(made["advantages"], put.advantages)
-        assert made["temperatures"] == [0.5] * len(put.tokens)
+        assert made["temperatures"] == [0.5] * len(made["token_ids"])
         assert made["env_name"] == "gsm8k"
-    packed = prime_rl_micro_batch([row for _, _, row in complete[:3]])
+    names = ("token_ids", "mask", "advantages", "logprobs")
+    commit, groups = f"commit {FIELDS['prime_rl']['commit'][:8]}", fully_recorded(loss_matrix())
+    assert_contract("prime-rl, its record", commit, "", groups, [seen(made, *names) for made in found])
+    packed = prime_rl_micro_batch(complete[:3])
     check_fields(packed, "prime_rl", "MicroBatch")
-    lengths = [len(put.tokens) for put, _, _ in complete[:3]]
+    lengths = [len(row.tokens) for row in complete[:3]]
     assert packed["sequence_lengths"] == packed["seq_lens"] == lengths
     assert packed["position_ids"] == [at for length in lengths for at in range(length)]
-    close(packed["advantages"], np.concatenate([put.advantages for put, _, _ in complete[:3]]))
+    assert packed["advantages"] == [value for made in found[:3] for value in made["advantages"]]
     tokens = ("input_ids", "loss_mask", "advantages", "inference_logprobs", "temperatures", "env_names")
     assert {len(packed[name]) for name in tokens} == {sum(lengths)}
 
@@ -108,22 +104,20 @@ def test_prime_rl_refuses_what_it_could_not_train(rows):
 
 
 def test_slime(rows):
+    records = []
     for number, (put, group, row) in enumerate(rows):
         made = slime_sample(row, number)
         check_fields(made, "slime", "Sample")
-        assert made["tokens"] == put.tokens.tolist()
         assert made["response_length"] == len(put.tokens) - put.prompt_length == len(made["loss_mask"])
-        assert made["loss_mask"] == put.trained[put.prompt_length :].astype(int).tolist()
-        close(made["train_metadata"]["advantages"], put.advantages[put.prompt_length :])
-        if put.logprobs is None:
-            assert made["rollout_log_probs"] is None
-        else:
-            close(made["rollout_log_probs"], put.logprobs[put.prompt_length :])
         assert made["reward"] == put.score
         assert made["remove_sample"] == (not put.trained.any())
-        mixed = group.name == "two versions" and put.trained.sum() > 1
-        assert made["weight_versions"] == (["2", "4"] if mixed else ["4"])
-        assert made["status"] == "completed"
+        versions = dict(group.fragments[0]).get("token_versions", [[4]] * 4)[row.number]
+        assert made["weight_versions"] == [str(each) for each in np.unique(versions) if each >= 0]
+        assert made["status"] == ("truncated" if put.finish_reason == "length" else "completed")
+        names = ("tokens", "loss_mask", "advantages", "rollout_log_probs")
+        records.append(seen(made | made["train_metadata"], *names, before=put.prompt_length))
+    commit = f"commit {FIELDS['slime']['commit'][:8]}"
+    assert_contract("slime, its record", commit, "", loss_matrix(), records)
 
 
 def test_temperature_finish_and_row_index_are_the_rows_own(bridge, producer, consumer):

@@ -9,7 +9,7 @@ PAGE = TESTS.parent / "docs/reference/trainers.md"
 
 def test_every_test_that_the_page_names_is_there():
     named = re.findall(r"`([a-z_/]+\.py)::(\w+)`", PAGE.read_text())
-    assert len(named) > 20
+    assert len(named) >= 20
     missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (TESTS / path).read_text()]
     assert not missing
 

@@ -5,10 +5,14 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+
+from tests.trainers.contract import Seen
 
 HERE = Path(__file__).parent
 CHECKOUT = os.environ.get("SHMBRIDGE_ROLL_CHECKOUT", "")
@@ -40,6 +44,20 @@ def needs_checkout() -> str:
     if not CHECKOUT:
         pytest.skip("set SHMBRIDGE_ROLL_CHECKOUT to a checkout of github.com/alibaba/ROLL")
     return CHECKOUT
+
+
+def rows_of(batch, *columns: str) -> Iterator[Seen]:
+    """The rows of ROLL's columns of a mask, advantages and log-probabilities, for tests/trainers/contract.py.
+
+    A column that is one shorter than the tokens begins at the second one.
+    """
+    there = set(batch.keys())
+    for at, length in enumerate(np.asarray(batch["attention_mask"]).sum(-1).tolist()):
+        tokens = np.asarray(batch["input_ids"][at])
+        arrays = [np.asarray(batch[name][at], np.float32) if name in there else None for name in columns]
+        whole = [each if each is None else np.pad(each, (len(tokens) - len(each), 0)) for each in arrays]
+        assert not whole[0][length:].any()
+        yield Seen(tokens[:length], *(each if each is None else each[:length] for each in whole))
 
 
 class Call:

@@ -4,7 +4,6 @@ import json
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,9 @@ from shmbridge.consumers.roll.rows import GROUP, roll_rows
 from shmbridge.consumers.roll.settings import WORD, Settings, workers_of
 from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.consumers.trajectories import trajectories
-from tests.trainers.roll.conftest import Queue
+from shmbridge.testing.known_groups import loss_matrix
+from tests.trainers.contract import assert_contract, fully_recorded, without
+from tests.trainers.roll.conftest import Queue, rows_of
 
 LENGTH = 48
 pytestmark = pytest.mark.timeout(60)
@@ -28,57 +29,34 @@ def loop(manager, step: int = 4) -> None:
     manager.run_rollout_loop(DataProto(meta_info={"seed": 1}))
 
 
-def differences(rollout, group, shift: int = 0) -> list[float]:
-    """Returns the greatest differences of masks, advantages and log-probabilities from what was put."""
-    worst = [0.0, 0.0, 0.0]
-    for at, row in enumerate(group.rows):
-        width = len(row.tokens)
-        wanted = [row.trained, row.advantages, row.logprobs]
-        columns = ["response_mask", "shm_advantages", "infer_logprobs"]
-        for number, (column, values) in enumerate(zip(columns, wanted, strict=True)):
-            if values is None or column not in rollout.batch:
-                continue
-            full = np.zeros(LENGTH, np.float32)
-            full[:width] = np.roll(values, shift)
-            got = rollout.batch[column][at].numpy().astype(np.float32)
-            worst[number] = max(worst[number], float(np.abs(got - full[LENGTH - len(got) :]).max()))
-    return worst
-
-
-def test_known_groups_arrive_position_by_position(known, make_manager):
-    groups, _ = known
-    queue = Queue(5)
-    loop(make_manager(queue, infer_logprobs=False, max_staleness=2))
-    assert len(queue.rollouts) == 5
-    for rollout, group in zip(queue.rollouts, groups, strict=True):
-        assert differences(rollout, group) == [0.0, pytest.approx(0.0, abs=1e-6), 0.0], group.name
-        assert differences(rollout, group, shift=1)[1] > 0.01, "one position later they differ"
-        for at, row in enumerate(group.rows):
-            width = len(row.tokens)
-            assert rollout.batch["input_ids"][at].tolist() == [*row.tokens.tolist(), *[63] * (LENGTH - width)]
-            assert rollout.batch["attention_mask"][at].sum() == width
-            assert rollout.batch["prompt_mask"][at].sum() == row.prompt_length
-            assert rollout.batch["scores"][at].sum() == pytest.approx(row.score, abs=1e-6)
-            assert rollout.non_tensor_batch["episode_scores"][at] == row.score
-        assert set(rollout.non_tensor_batch["shm_group"]) == {group.group_id}
-        assert len(set(rollout.non_tensor_batch["traj_id"])) == 4
-        assert len(set(rollout.non_tensor_batch["traj_group_id"])) == 1
-        assert set(rollout.non_tensor_batch["shm_min_version"]) == {group.versions[0]}
-        assert set(rollout.non_tensor_batch["shm_step"]) == {group.versions[0]}
-    metrics = queue.rollouts[-1].meta_info["metrics"]
-    assert metrics["shm/columns_ignored/token_versions@sum"] == 4
-    assert metrics["shm/groups@max"] == 5
-    assert metrics["shm/rows_trimmed@sum"] == 0
-
-
-def test_logprobs_arrive_shifted_by_one_as_rolls_own(known, make_manager):
-    groups, _ = known
-    queue = Queue(2)
-    loop(make_manager(queue))
-    for rollout, group in zip(queue.rollouts, groups[:2], strict=True):
-        assert rollout.batch["infer_logprobs"].shape == (4, LENGTH - 1)
-        assert differences(rollout, group) == [0.0, 0.0, 0.0]
-        assert min(differences(rollout, group, shift=1)) > 0.01
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_groups_arrive_as_they_were_put(make_manager, make_producer, recorded, logprobs):
+    """Up to ROLL's queue; test_pipeline.py has its loss."""
+    groups = fully_recorded(loss_matrix()) if logprobs else loss_matrix()
+    producer = make_producer(lane_bytes="1M")
+    for group in groups:
+        group.put(producer)
+    trained = without(groups, "evaluation")
+    queue = Queue(len(trained))
+    loop(make_manager(queue, infer_logprobs=logprobs, max_staleness=2))
+    for rollout, group in zip(queue.rollouts, trained, strict=True):
+        prompts = rollout.batch["prompt_mask"].sum(-1).tolist()
+        assert prompts == [row.prompt_length for row in group.rows]
+        scores = [row.score for row in group.rows]
+        assert rollout.batch["scores"].sum(-1).tolist() == pytest.approx(scores, abs=1e-6)
+        objects = rollout.non_tensor_batch
+        assert objects["episode_scores"].tolist() == scores
+        assert (set(objects["shm_group"]), len(set(objects["traj_id"]))) == ({group.group_id}, 4)
+        assert set(objects["shm_min_version"]) == set(objects["shm_step"]) == {group.versions[0]}
+        assert len(set(objects["traj_group_id"])) == 1
+        metrics = rollout.meta_info["metrics"]
+        assert (metrics.get("shm/columns_ignored/token_versions@sum") == 4) == (group.name == "many versions")
+        assert metrics["shm/rows_trimmed@sum"] == 0
+        assert (rollout.batch["input_ids"][~rollout.batch["attention_mask"].bool()] == 63).all()
+    columns = ("response_mask", "shm_advantages", "infer_logprobs")
+    seen = [row for rollout in queue.rollouts for row in rows_of(rollout.batch, *columns)]
+    setting, release = f"`infer_logprobs: {str(logprobs).lower()}`", recorded["commit"][:8]
+    assert_contract("ROLL, up to its queue", f"interface of {release}", setting, groups, seen)
 
 
 def test_rows_have_rolls_own_columns(known, make_manager, recorded):

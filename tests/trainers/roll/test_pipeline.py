@@ -4,6 +4,7 @@ Needs a checkout. A run starts a dozen Ray processes that each import ROLL: half
 """
 
 import dataclasses
+import json
 import os
 import pickle
 import runpy
@@ -13,15 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.known_groups import known_groups, loss_matrix
+from tests.trainers.contract import Seen, assert_contract, compare, fully_recorded
+from tests.trainers.roll.conftest import rows_of
 from tests.trainers.roll.test_killed import next_consumer
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
-LENGTH = 48
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -87,47 +88,28 @@ def start(needs_checkout, bridge, model, tmp_path):
         each.end()
 
 
-def rows_of(groups) -> dict[tuple[int, ...], object]:
-    """Tokens -> the row that was put."""
-    return {tuple(row.tokens.tolist()): row for group in groups for row in group.rows}
+def rows_of_step(seen: list[dict], step: int) -> list[Seen]:
+    """The rows of all micro-batches of a step, and the old log-probabilities of ROLL's ratio."""
+    columns = ("response_mask", "advantages", "old_log_probs")
+    return [row for batch in seen if batch["step"] == step for row in rows_of(batch, *columns)]
 
 
-def worst_difference(seen: list[dict], rows, shift: int = 0) -> dict[str, float]:
-    """Returns the greatest difference of each column of ROLL's loss from what was put."""
-    worst = {"response_mask": 0.0, "advantages": 0.0, "infer_logprobs": 0.0, "old_log_probs": 0.0}
-    for batch in seen:
-        for at, ids in enumerate(batch["input_ids"]):
-            row = rows[tuple(ids[: batch["attention_mask"][at].sum()].tolist())]
-            wanted = {
-                "response_mask": row.trained,
-                "advantages": row.advantages,
-                "infer_logprobs": row.logprobs,
-                "old_log_probs": row.logprobs,
-            }
-            for name in set(worst) & set(batch):
-                full = np.zeros(LENGTH, np.float32)
-                full[: len(row.tokens)] = np.roll(wanted[name], shift)
-                got = batch[name][at].astype(np.float32)
-                worst[name] = max(worst[name], float(np.abs(got - full[LENGTH - len(got) :]).max()))
-    return worst
-
-
-def test_the_known_groups_in_rolls_own_loss_and_a_policy_that_learns(start, bridge):
-    """Three steps on the same four groups that have log-probabilities, advantages by the pipeline."""
-    groups = [group for group in known_groups(version=0, vocabulary=12) if group.name != "no columns"]
+def test_the_loss_gets_what_was_put_and_the_policy_learns(start, bridge):
+    """Three steps on the same groups, all of which have log-probabilities; advantages by the pipeline."""
+    groups = fully_recorded(loss_matrix(version=0, vocabulary=12))
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
         for step in range(3):
             for group in groups:
                 put(producer, group, step)
-        run = start("--logprobs", "--groups", "4", "--steps", "3", "--by", "pipeline")
+        run = start("--logprobs", "--groups", "7", "--steps", "3", "--by", "pipeline")
         run.says("DONE")
     seen = run.seen()
-    assert [batch["step"] for batch in seen] == [0] * 4 + [1] * 4 + [2] * 4
-    rows = rows_of(groups)
-    columns = ("response_mask", "advantages", "infer_logprobs", "old_log_probs")
-    assert worst_difference(seen, rows) == dict.fromkeys(columns, 0.0)
-    assert min(worst_difference(seen, rows, shift=1).values()) > 0.1, "one position later they differ"
+    assert [batch["step"] for batch in seen] == [0] * 7 + [1] * 7 + [2] * 7
+    release = f"commit {json.loads((HERE / 'interface.json').read_text())['commit'][:8]}"
+    assert_contract("ROLL", release, "`ShmAgenticPipeline`", groups, rows_of_step(seen, 0))
+    assert all(compare(groups, rows_of_step(seen, step)).all_are_right() for step in (1, 2))
     wins = [sum(gain(batch) for batch in seen if batch["step"] == step) for step in range(3)]
+    print(wins)
     assert wins[0] < wins[1] < wins[2], "advantage-weighted log-probability rises"
     with next_consumer(bridge) as left:
         assert not left.poll(), "all were trained, and released"
@@ -137,7 +119,13 @@ def put(producer, group, version: int = 0) -> None:
     """Puts a group that began at a version, whatever versions its test wants elsewhere."""
     for fragment in group.fragments:
         columns = {name: values for name, values in fragment.items() if name != "token_versions"}
-        producer.put(columns, group_id=group.group_id, group_size=len(group.rows), policy_version=version)
+        producer.put(
+            columns,
+            group_id=group.group_id,
+            group_size=len(group.rows),
+            policy_version=version,
+            split=group.split,
+        )
 
 
 def gain(batch: dict) -> float:
@@ -165,11 +153,8 @@ def test_killed_between_batch_and_step_then_trained_by_the_actors_hook(start, br
         run = start("--by", "worker")
         assert run.says("BATCH") == first
         run.says("DONE")
-    rows = rows_of(groups)
-    worst = worst_difference(run.seen(), rows)
-    assert worst["advantages"] < 1e-6
-    assert worst["response_mask"] == 0.0
-    assert worst_difference(run.seen(), rows, shift=1)["advantages"] > 0.1
+    release = f"commit {json.loads((HERE / 'interface.json').read_text())['commit'][:8]}"
+    assert_contract("ROLL", release, "`ShmActorWorker`", groups, rows_of_step(run.seen(), 0))
     with next_consumer(bridge) as left:
         assert not left.poll()
 

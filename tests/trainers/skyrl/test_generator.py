@@ -57,20 +57,6 @@ async def test_repetitions_are_put_in_order(make_generator, producer, prompts):
     assert output["stop_reasons"] == ["stop", "stop", "length", "stop"]
 
 
-async def test_rows_that_did_not_stop_train_nothing_if_asked(make_generator, producer, prompts):
-    """Codes of finish_reason: stop, length, abort; a row without one is trained."""
-    for _ in range(2):
-        producer.put(group(finish_reason=[0, 1, 2, None]))
-    generator = make_generator(of_feed={"mask_truncated": True})
-    output = await generated(generator, prompts(1, 4))
-    assert output["loss_masks"] == [[1] * 4, [0] * 4, [0] * 4, [1] * 4]
-    assert [sum(map(bool, row)) for row in output["rewards"]] == [4, 0, 0, 4]
-    assert output["rollout_metrics"]["shmbridge/trajectories_truncated"] == 2
-    assert output["rollout_metrics"]["shmbridge/trajectories_without_finish_reason"] == 1
-    output = await generated(make_generator(), prompts(1, 4))
-    assert output["loss_masks"] == [[1] * 4] * 4
-
-
 async def test_a_short_group_is_padded_by_rows_that_train_nothing(make_generator, producer, prompts):
     producer.put(group(rows=3))
     generator = make_generator()

@@ -5,6 +5,7 @@ On a CPU only its attention kernel and the name of its GPU are replaced: cpu_att
 
 import queue
 from collections import defaultdict
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from shmbridge.consumers.trl import (
     ShmRolloutWorker,
     ShmWeightTransfer,
 )
+from shmbridge.testing.known_groups import loss_matrix
 from shmbridge.weights import WeightsReader
+from tests.trainers.contract import Seen, assert_contract, fully_recorded, without
 from tests.trainers.trl.cpu_attention import on_cpu
 from tests.trainers.trl.target_groups import TARGET, group
 
@@ -40,7 +43,7 @@ class NoTransfer:
             pass
 
 
-class Seen(AsyncGRPOTrainer):
+class Captured(AsyncGRPOTrainer):
     """Keeps what TRL's own loss is called with."""
 
     def compute_loss(self, model, inputs, **more):
@@ -70,7 +73,7 @@ def start(tiny, tmp_path, monkeypatch):
     """Makes the real trainer for a worker."""
     on_cpu(monkeypatch)
 
-    def make(worker, trainer=Seen, weight_transfer=None, **changed):
+    def make(worker, trainer=Captured, weight_transfer=None, **changed):
         given = {
             "output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, "dtype": "float32",
             "seed": 3, "report_to": [], "save_strategy": "no", "logging_steps": 1,
@@ -90,55 +93,48 @@ def start(tiny, tmp_path, monkeypatch):
     return make
 
 
-def known_with_logprobs(known):
-    """The known groups that the async trainer takes: it has no log-probabilities but the sampler's."""
-    return [each for each in known if each.name != "no columns"]
+def rows_of(inputs):
+    """The rows of TRL's packed batch, a trie of the samples in pre-order.
 
-
-def terms_of(inputs) -> dict[tuple[int, ...], dict[int, list[tuple[float, float]]]]:
-    """Tokens up to the trained one -> its (advantage, old log-probability) at every position of a row.
-
-    TRL's loss has one term per trained token: the packed position that predicts it, and these two.
+    Its loss has one term per trained token: the position that predicts it, its advantage and its old
+    log-probability. A row that was split into samples is one path of the trie, with the terms of all of them.
     """
-    found = defaultdict(list)
     real = inputs["attention_mask"][0].bool()
     ids, depths = inputs["input_ids"][0][real].tolist(), inputs["position_ids"][0][real].tolist()
     labels = inputs["shift_labels"][0][real].tolist()
-    paths: list[tuple[int, ...]] = []
-    stack: list[int] = []
-    for token, depth in zip(ids, depths, strict=True):  # a trie, in pre-order
+    paths, leaves, terms, stack = [], [], defaultdict(list), []
+    for at, (token, depth) in enumerate(zip(ids, depths, strict=True)):
         stack[depth:] = [token]
         paths.append(tuple(stack))
-    for at, advantage, logprob in zip(
-        *(inputs[name][0].tolist() for name in ("token_index", "advantages", "old_log_probs")), strict=True
-    ):
+        if at + 1 == len(ids) or depths[at + 1] <= depth:
+            leaves.append(paths[-1])
+    names = ("token_index", "advantages", "old_log_probs")
+    for at, *term in zip(*(inputs[name][0].tolist() for name in names), strict=True):
         if at >= 0:
-            found[(*paths[at], labels[at])].append((advantage, logprob))
-    return found
-
-
-def wanted_terms(groups, shifted: str = ""):
-    """The same of what was put; one array of each row may be shifted by a token."""
-    wanted = defaultdict(list)
-    for row in (row for each in groups for row in each.rows):
-        trained, advantages, logprobs = (
-            np.roll(getattr(row, name), name == shifted) for name in ("trained", "advantages", "logprobs")
-        )
-        for at in np.flatnonzero(trained):
-            term = (float(advantages[at]), float(logprobs[at]))
-            wanted[tuple(row.tokens[: at + 1].tolist())].append(term)
-    return wanted
-
-
-def as_numbers(terms):
-    return {key: sorted(values) for key, values in sorted(terms.items())}
+            terms[(*paths[at], labels[at])].append(term)
+    for leaf in leaves:
+        of_tokens = [terms.pop(leaf[: at + 1], []) for at in range(len(leaf))]
+        values = np.array([term[0] if term else (0.0, 0.0) for term in of_tokens], np.float32)
+        row = Seen(np.array(leaf), np.array([len(term) > 0 for term in of_tokens]), *values.T)
+        yield from [row] * max(1, *map(len, of_tokens))  # a token with two terms is a row that comes twice
+    assert not terms, "of tokens that were not forwarded"
 
 
 @pytest.fixture
-def packed(make_worker, start, known, make_producer):
-    """What the loss of the real trainer got of the known groups, and the worker's counters."""
-    groups = known_with_logprobs(known)
-    rows = [row for each in groups for row in each.rows]
+def groups():
+    """Those that the async trainer takes: it has no log-probabilities but the sampler's."""
+    return fully_recorded(loss_matrix())
+
+
+@pytest.fixture
+def rows(groups):
+    """The rows in which something is trained."""
+    return [row for each in without(groups, "evaluation") for row in each.rows if row.trained.any()]
+
+
+@pytest.fixture
+def packed(make_worker, start, groups, rows, make_producer):
+    """What the loss of the real trainer got of these groups, and the worker's counters."""
     samples = sum(len(np.unique(row.advantages[row.trained])) for row in rows)
     worker = make_worker()
     # TRL fetches one micro-batch ahead: a second copy of the groups is that one
@@ -157,38 +153,25 @@ def packed(make_worker, start, known, make_producer):
     return trainer.seen[0], stats
 
 
-def test_the_loss_gets_advantages_per_token_of_split_rows(packed, known):
+def test_the_loss_gets_what_was_put_of_split_rows(packed, groups, rows):
     inputs, stats = packed
-    got, wanted = as_numbers(terms_of(inputs)), as_numbers(wanted_terms(known_with_logprobs(known)))
-    assert got.keys() == wanted.keys()
-    for key, terms in wanted.items():
-        np.testing.assert_allclose(got[key], terms, rtol=1e-6, err_msg=str(key))
-    assert stats["trl_rows_split_total"] == 2 * 15  # all but the row of a prompt only, which trains nothing
-    assert stats["trl_rows_untrained_total"] == 2
-    # every sample of a row shares its tokens: they are forwarded once
-    assert int(inputs["global_n_forward_tokens"][0]) < 2 * sum(
-        len(row.tokens) for each in known_with_logprobs(known) for row in each.rows
+    assert_contract("TRL, `AsyncGRPOTrainer`", metadata.version("trl"), "", groups, rows_of(inputs))
+    assert stats["trl_rows_split_total"] == 2 * sum(
+        len(np.unique(row.advantages[row.trained])) > 1 for row in rows
     )
+    assert stats["trl_rows_untrained_total"] == 2  # the row of a prompt only
+    # every sample of a row shares its tokens: they are forwarded once
+    assert int(inputs["global_n_forward_tokens"][0]) < 2 * sum(len(row.tokens) for row in rows)
 
 
-def test_a_shift_by_one_would_be_seen(packed, known):
-    got = as_numbers(terms_of(packed[0]))
-    for shifted in ("trained", "advantages", "logprobs"):
-        wanted = as_numbers(wanted_terms(known_with_logprobs(known), shifted))
-        same = got.keys() == wanted.keys() and all(
-            np.allclose(got[key], terms, rtol=1e-6) for key, terms in wanted.items()
-        )
-        assert not same, shifted
-
-
-def test_its_numbers_are_those_of_the_loss_by_definition(packed, tiny, known):
+def test_its_numbers_are_those_of_the_loss_by_definition(packed, tiny, rows):
     """The stand-in for the kernel is right: packed log-probabilities are those of each row alone."""
     from transformers import AutoModelForCausalLM
 
     inputs, _ = packed
     model = AutoModelForCausalLM.from_pretrained(tiny)
     loss, count = 0.0, 0
-    for row in (row for each in known_with_logprobs(known) for row in each.rows):
+    for row in rows:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(row.tokens[None].astype(np.int64))).logits[0].float()
         logprobs = torch.log_softmax(logits, -1)
@@ -316,16 +299,6 @@ def test_a_drained_bridge_ends_when_less_than_a_batch_is_left(make_worker, make_
         while worker.rollout_buffer.get(timeout=0.1):
             got += 1
     assert got > 4
-
-
-def test_groups_of_evaluation_are_not_trained(make_worker, make_producer, known):
-    worker = make_worker(per_token="mean")
-    producer = make_producer(lane_bytes="1M")
-    for fragment in known[3].fragments:
-        producer.put(fragment, group_id="exam", group_size=4, split="eval")
-    known[0].put(producer)
-    assert worker.rollout_buffer.get(timeout=5).metrics["reward"] == known[0].rows[0].score
-    assert worker.stats()["left_out_total{eval}"] == 1
 
 
 def test_unknown_words_are_refused(bridge):

@@ -78,45 +78,17 @@ class Seen(ShmGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-@pytest.fixture
-def trained(bridge, tiny, settings, make_producer):
-    """`trained(changes of GRPOConfig, **columns)`: a trainer after a step on one group, and its counters."""
-
-    def run(changed, version=0, **columns):
-        with shm_rollout_func(bridge, timeout_s=30) as rollouts:
-            trainer = Seen(tiny, args=settings(**changed), rollout_func=rollouts)
-            make_producer(lane_bytes="1M").put(group(0, **columns), policy_version=version)
-            rollouts.publish(3)
-            trainer.train()
-            return trainer, rollouts.stats()
-
-    return run
-
-
-def trained_tokens(trainer) -> list[int]:
-    return sorted((trainer.seen["completion_mask"] * trainer.seen["tool_mask"]).sum(1).tolist())
-
-
-def test_truncated_completions_are_masked_by_finish_reason(trained):
-    """Codes of finish_reason: stop, length, error. By their last tokens TRL would call all four truncated."""
-    trainer, stats = trained({"mask_truncated_completions": True}, finish_reason=[0, 1, 3, None])
-    assert trained_tokens(trainer) == [0, 0, 4, 4]
-    assert stats["trl_rows_truncated_total"] == 2
-    assert stats["trl_rows_without_finish_reason_total"] == 1
-    logged = [entry for entry in trainer.state.log_history if "bridge/rows_truncated_total" in entry]
-    assert logged[0]["bridge/rows_truncated_total"] == 2
-
-
-def test_they_are_trained_if_not_asked_otherwise(trained):
-    trainer, stats = trained({}, finish_reason=[0, 1, 3, None])
-    assert trained_tokens(trainer) == [4] * 4
-    assert stats["trl_rows_truncated_total"] == 0
-
-
 @pytest.mark.parametrize(("recorded", "version", "stale"), [(False, 0, 4), (True, 0, 0), (False, 4, 0)])
-def test_stale_rows_that_count_as_fresh_are_named(trained, caplog, recorded, version, stale):
+def test_stale_rows_that_count_as_fresh_are_named(
+    bridge, tiny, settings, make_producer, caplog, recorded, version, stale
+):
     logprobs = {"inference_logprobs": [np.full(7, -2.0, np.float32)] * 4} if recorded else {}
-    trainer, stats = trained({}, version, **logprobs)
+    with shm_rollout_func(bridge, timeout_s=30) as rollouts:
+        trainer = Seen(tiny, args=settings(), rollout_func=rollouts)
+        make_producer(lane_bytes="1M").put(group(0, **logprobs), policy_version=version)
+        rollouts.publish(3)
+        trainer.train()
+        stats = rollouts.stats()
     assert stats["trl_rows_stale_as_fresh_total"] == stale
     said = [each.message for each in caplog.records if "as if fresh" in each.message]
     assert len(said) == bool(stale)

@@ -9,6 +9,7 @@ import random
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import pytest
 from verl_process import Trainer
 
 import shmbridge
-from shmbridge.testing.known_groups import KnownRow, known_groups
+from shmbridge.testing.known_groups import KnownGroup, loss_matrix
 from shmbridge.weights import WeightsReader
+from tests.trainers.contract import Seen, assert_contract, fully_recorded
 
 pytestmark = pytest.mark.timeout(600)
 
-STEPS = [("uneven", "prompt only"), ("fragments", "uneven again"), ("two versions", "fragments again")]
-TARGET_STEPS, ROWS, TARGET = 3, 4, 9
+STEPS, TARGET_STEPS, ROWS, TARGET = 4, 3, 4, 9
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Run:
 
     trainer: Trainer
     log: str
-    steps: list[list[KnownRow]]  # the rows of each step of known groups
+    groups: list[KnownGroup]  # two a step, and one of an evaluation
     weights: tuple[int | None, dict[str, np.ndarray]]
     again: list[tuple[str, bool]]  # group ids that the next consumer got, and whether as redelivered
     policy_version: int
@@ -54,17 +55,15 @@ def target_group() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def run(start_trainer) -> Iterator[Run]:
     bridge = f"verl-{uuid.uuid4().hex[:12]}"
-    once, again = ({g.name: g for g in known_groups(seed, vocabulary=28, version=2)} for seed in (3, 4))
-    named = {**once, "uneven again": again["uneven"], "fragments again": again["fragments"]}
-    trained = 2 * (len(STEPS) + TARGET_STEPS)
+    groups = fully_recorded(loss_matrix(vocabulary=28, version=2))
+    groups.append(loss_matrix(4, vocabulary=28, version=2)[0])
     try:
         with shmbridge.Producer(bridge, env_name="known", lane_bytes="1M") as producer:
-            for step in STEPS:
-                for name in step:
-                    named[name].put(producer)
+            for group in groups:
+                group.put(producer)
             for number in range(2 * TARGET_STEPS + 4):
                 producer.put(target_group(), group_id=f"target-{number}", policy_version=0)
-            halt_at = len(STEPS) + TARGET_STEPS + 1
+            halt_at = STEPS + TARGET_STEPS + 1
             trainer = start_trainer(
                 bridge, 20, "actor_rollout_ref.actor.policy_loss.loss_mode=recorded",
                 f"actor_rollout_ref.rollout.n={ROWS}",
@@ -89,65 +88,39 @@ def run(start_trainer) -> Iterator[Run]:
                 record.release()
             del records, record
             version = consumer.policy_version
-        assert trained == 12
-        rows = [[row for name in step for row in named[name].rows] for step in STEPS]
-        yield Run(trainer, trainer.log(), rows, weights, again, version)
+        yield Run(trainer, trainer.log(), groups, weights, again, version)
     finally:
         shmbridge.clean(bridge, dry_run=False)
 
 
-def differences(rows: list[KnownRow], loss: dict[str, np.ndarray], shift: int = 0) -> float:
-    """Returns the largest difference of what the loss got from the producer's values; inf for a wrong mask.
-
-    verl reorders rows: each is found by its log-probabilities, which are random numbers.
-    """
-    worst, taken = 0.0, set()
-    for row in rows:
-        if row.prompt_length == len(row.tokens):
-            continue  # without a response: left out, and counted
-        width = loss["mask"].shape[1]
-
-        def padded(values: Any, row: KnownRow = row, width: int = width) -> np.ndarray:
-            response = np.roll(np.asarray(values, np.float32), shift)[row.prompt_length :]
-            return np.pad(response, (0, width - len(response)))
-
-        logprobs = padded(row.logprobs)
-        found = int(np.abs(loss["old_log_probs"] - logprobs).sum(1).argmin())
-        assert found not in taken or shift
-        taken.add(found)
-        if not np.array_equal(loss["mask"][found], padded(row.trained)):
-            return float("inf")
-        trained = loss["mask"][found] > 0
-        for name, values in (("advantages", padded(row.advantages)), ("old_log_probs", logprobs)):
-            worst = max(worst, float(np.abs((loss[name][found] - values) * trained).max()))
-    return worst
+def seen(loss: dict[str, np.ndarray]) -> Iterator[Seen]:
+    """The rows of one call of the loss."""
+    for row, (prompt, response) in enumerate(zip(loss["prompts"], loss["responses"], strict=True)):
+        prompt, response = prompt[prompt >= 0], response[response >= 0]
+        arrays = [loss[name][row][: len(response)] for name in ("mask", "advantages", "old_log_probs")]
+        before = np.zeros(len(prompt))
+        yield Seen(np.append(prompt, response), *(np.append(before, each) for each in arrays))
 
 
-@pytest.mark.parametrize("step", range(len(STEPS)))
-def test_the_loss_gets_the_producers_numbers_at_every_position(run, step):
-    loss = run.trainer.loss(step + 1)
-    assert differences(run.steps[step], loss) == 0.0
-    real = [row for row in run.steps[step] if row.prompt_length < len(row.tokens)]
-    assert int((loss["mask"].sum(1) > 0).sum()) == len(real), "rows of padding train nothing"
-    assert np.abs(loss["advantages"] * (1 - loss["mask"])).max() == 0.0
-
-
-def test_the_comparison_sees_a_shift_by_one(run):
-    assert differences(run.steps[0], run.trainer.loss(1), shift=1) > 0.1
+def test_the_loss_gets_what_was_put(run):
+    losses = [run.trainer.loss(step + 1) for step in range(STEPS)]
+    assert_contract("verl", version("verl"), "", run.groups, [row for loss in losses for row in seen(loss)])
+    for loss in losses:
+        assert np.abs(loss["advantages"] * (1 - loss["mask"])).max() == 0.0
 
 
 def test_weights_of_every_step_came_out_and_the_engines_side_sees_them(run, tiny):
     from safetensors.numpy import load_file
 
     version, tensors = run.weights
-    assert (version, run.policy_version) == (len(STEPS) + TARGET_STEPS,) * 2
+    assert (version, run.policy_version) == (STEPS + TARGET_STEPS,) * 2
     before = load_file(tiny / "model.safetensors")
     changed = [name for name in before if not np.array_equal(before[name], tensors[name])]
     assert len(changed) == len(before)
 
 
 def test_the_target_tokens_become_likelier(run):
-    first, last = len(STEPS) + 1, len(STEPS) + TARGET_STEPS + 1
+    first, last = STEPS + 1, STEPS + TARGET_STEPS + 1
     means = []
     for step in range(first, last + 1):
         loss = run.trainer.loss(step)
@@ -167,7 +140,7 @@ def test_a_killed_trainers_step_comes_again_and_nothing_else(run):
 def test_the_recipes_metrics_are_in_verls_log(run):
     line = next(line for line in run.log.splitlines() if "step:1 -" in line)
     metrics = dict(each.rsplit(":", 1) for each in line.split(" - ") if ":" in each)
-    rows = run.steps[0]
+    rows = run.groups[0].rows + run.groups[1].rows
     scores = [row.score for row in rows]
     assert float(metrics["atropos/mean_score"]) == pytest.approx(np.mean(scores))
     assert float(metrics["atropos/num_environments"]) == 1

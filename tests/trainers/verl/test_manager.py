@@ -8,11 +8,13 @@ import threading
 import types
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from verl_loop import configured
 from verl_process import until
 
@@ -20,7 +22,8 @@ import shmbridge
 from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.trained_bridge import BridgeAhead
-from shmbridge.testing.known_groups import KnownGroup, KnownRow, known_groups
+from shmbridge.testing.known_groups import known_groups, loss_matrix
+from tests.trainers.contract import Seen, assert_contract, scored, without
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -110,37 +113,56 @@ def advantages_of(config: Any, batch: Any) -> Any:
     return tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=fields)
 
 
-def expected(group: KnownGroup) -> list[KnownRow]:
-    return [row for row in group.rows if row.prompt_length < len(row.tokens)]
+def grpo(scores: np.ndarray) -> np.ndarray:
+    return (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
 
 
-def test_the_known_groups_reach_verls_advantages(make_manager, make_buffer, make_producer, queue):
-    groups, manager = known_groups(vocabulary=28, version=2), make_manager()
+def rloo(scores: np.ndarray) -> np.ndarray:
+    return scores - (scores.sum() - scores) / (len(scores) - 1)
+
+
+FILTERED = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=score"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "overrides", "made_of"),
+    [
+        ("`bypass_mode=False`", [], lambda groups: groups),
+        ("`adv_estimator=grpo`", ["algorithm.adv_estimator=grpo"], lambda groups: scored(groups, grpo)),
+        ("`adv_estimator=rloo`", ["algorithm.adv_estimator=rloo"], lambda groups: scored(groups, rloo)),
+        ("`filter_groups.metric=score`", FILTERED, lambda groups: without(groups, "equal scores")),
+    ],
+)
+def test_verls_advantages_are_those_that_were_put(
+    make_manager, make_buffer, make_producer, queue, setting, overrides, made_of
+):
+    """Of the step before the loss, with verl's own estimators and filter; test_loop.py has the loss."""
+    groups, manager, refilled = loss_matrix(vocabulary=28, version=2), make_manager(*overrides), []
+    wanted = made_of(groups)
     with make_producer(lane_bytes="1M") as producer:
         for group in groups:
             group.put(producer)
-        uids = ask(queue, manager, len(groups), step=3)
-        batch, _ = make_buffer().sample(3, "train", len(groups))
+        uids = ask(queue, manager, 9, step=3)
+        buffer = make_buffer(refilled.append, metric="score" if overrides == FILTERED else None)
+        batch, _ = buffer.sample(3, "train", len(wanted) - 1)
         rows = advantages_of(manager.config, batch)
-    assert len(batch.keys) == 19
-    for uid, group in zip(uids, groups, strict=True):
-        places = [at for at, key in enumerate(batch.keys) if key.startswith(uid)]
-        assert len(places) == len(expected(group)), group.name
-        for row in expected(group):
-            response = row.tokens[row.prompt_length :]
-            at = next(place for place in places if np.array_equal(rows["responses"][place].numpy(), response))
-            assert list(rows["extra_fields"])[at]["origin"]["group_id"] == group.group_id
-            assert np.array_equal(rows["prompts"][at].numpy(), row.tokens[: row.prompt_length])
-            assert np.array_equal(rows["response_mask"][at].numpy() > 0, row.trained[row.prompt_length :])
-            found = rows["advantages"][at].numpy()
-            assert np.array_equal(found, row.advantages[row.prompt_length :]), group.name
-            assert np.array_equal(found, rows["returns"][at].numpy())
-            assert batch.tags[at]["min_global_steps"] == group.versions[0]
-            assert batch.tags[at]["max_global_steps"] == group.versions[1]
+    assert refilled == [1] * (len(groups) - len(wanted))
+    assert all(torch.equal(*each) for each in zip(rows["advantages"], rows["returns"], strict=True))
+    of_groups = dict(zip(uids, without(groups, "evaluation"), strict=True))
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        versions = (tag["min_global_steps"], tag["max_global_steps"])
+        assert versions == of_groups[key.split("_")[0]].versions
+    seen = []
+    for row in range(len(batch.keys)):
+        names = ("prompts", "responses", "response_mask", "advantages")
+        prompt, response, *arrays = (rows[name][row].numpy() for name in names)
+        before = np.zeros(len(prompt))
+        seen.append(Seen(np.append(prompt, response), *(np.append(before, each) for each in arrays), None))
+    assert_contract("verl, up to its loss", version("verl"), setting, wanted, seen)
     stats = manager.stats()
-    assert stats["rows_without_response_total"] == 1
-    assert stats["groups_fallback_total"] == 1
-    assert stats["groups_held"] == 5
+    assert (stats["rows_without_response_total"], stats["left_out_total{eval}"]) == (1, 1)
+    manager.release_cleared()
+    assert manager.stats()["groups_cleared_total"] == len(refilled)
 
 
 def test_records_are_released_after_their_step_only(make_manager, make_buffer, make_producer, queue, bridge):
@@ -269,37 +291,6 @@ def test_stale_groups_are_dropped_by_verls_own_rule(make_manager, make_buffer, m
     assert metrics["training/off_policy/evicted_samples_staleness/max"] == 4  # steps 2 to 5
 
 
-def test_verls_filter_of_groups_judges_scores_and_not_advantages(
-    make_manager, make_buffer, make_producer, queue
-):
-    """Of the two groups, one has equal scores; the other one's advantages sum to 0 in every row."""
-    filtered = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=score"]
-    manager, refilled = make_manager(*filtered), []
-    rows = {"tokens": [[1, 2, 3]] * 4, "prompt_length": [1] * 4, "loss_mask": [[0, 1, 1]] * 4}
-    with make_producer(lane_bytes="1M") as producer:
-        producer.put({**rows, "score": [1.0] * 4, "advantages": [[0, 1, each] for each in range(4)]})
-        producer.put(
-            {**rows, "score": [1.0, 2.0, 3.0, 4.0], "advantages": [[0, each, -each] for each in range(4)]}
-        )
-        _, kept = ask(queue, manager, 2)
-        batch, metrics = make_buffer(refilled.append, metric="score").sample(1, "train", 1)
-    assert {key.split("_")[0] for key in batch.keys} == {kept}
-    assert metrics["training/filter_groups/evicted_samples"] == len(refilled) == 1
-    manager.release_cleared()
-    assert manager.stats()["feed_groups_dropped_total{cleared}"] == 1
-
-
-def test_groups_of_evaluations_are_not_trained(make_manager, make_buffer, make_producer, queue):
-    manager = make_manager()
-    with make_producer(lane_bytes="1M") as producer:
-        known = known_groups(vocabulary=28, version=2)
-        producer.put(known[0].fragments[0], split="eval")
-        producer.put(known[0].fragments[0], group_id="train")
-        ask(queue, manager, 1)
-        make_buffer().sample(1, "train", 1)
-    assert manager.stats()["left_out_total{eval}"] == 1
-
-
 def test_a_group_without_any_response_is_a_failed_prompt_that_verl_replaces(
     make_manager, make_buffer, make_producer, queue
 ):
@@ -333,22 +324,6 @@ def test_columns_that_verl_has_no_place_for_are_counted_by_name(
     stats = manager.stats()
     assert stats["columns_ignored{messages}_total"] == rows
     assert stats["rows_of_other_temperature_total"] == rows
-
-
-def test_verls_grpo_gets_scores_and_centres_rewards(make_manager, make_buffer, make_producer, queue):
-    """The seed recipe's fallback centred log-probabilities; arXiv 2402.03300 centres rewards."""
-    manager = make_manager("algorithm.adv_estimator=grpo")
-    group = known_groups(vocabulary=28, version=2)[0]
-    with make_producer(lane_bytes="1M") as producer:
-        group.put(producer)
-        ask(queue, manager, 1)
-        batch, _ = make_buffer().sample(1, "train", 1)
-        rows = advantages_of(manager.config, batch)
-    scores = np.array([row.score for row in group.rows])
-    for at, score in enumerate(scores):
-        wanted = (score - scores.mean()) / (scores.std(ddof=1) + 1e-6)
-        trained = rows["response_mask"][at].numpy() > 0
-        assert rows["advantages"][at].numpy()[trained] == pytest.approx(wanted, abs=1e-5)
 
 
 def error_after(manager: Any, queue: Any, buffer: Any) -> BaseException:
