@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import msgspec
 
@@ -68,12 +68,10 @@ class CheckpointConfig:
         checkpoint
     save_every: steps between checkpoints
     keep: how many of the newest checkpoints to keep
-    release_at: when groups are released: once their step is trained, or once a checkpoint contains it, so
-        that a killed run loses none; lanes then must have room for the groups of --save-every steps
-        [checkpoint, but earlier, with a warning, where lanes are full; step with several ranks]
+    release_at: release groups once their step is trained, or once a checkpoint has it: lanes need room for
+        --save-every steps [checkpoint, but early, and said, in full lanes; step with several ranks]
     hold_until_saved: --release-at checkpoint
-    record (DIR): write every record into Parquet files there before it is trained with, for replay and for
-        analysis
+    record (DIR): write every record into Parquet files there before it is trained with
     on_full_disk: of --record: end with an error, or stop recording and train on
     """
 
@@ -97,9 +95,8 @@ class BatchConfig:
     group_size: trajectories per group, for the registration
     accumulate: batches of --groups groups per optimizer step: the gradient is that of all their groups, and
         all are held until the step is done
-    set_aside_after: failures of a step after which its groups are tried in halves until the one at fault is
-        found, which is written into set_aside/ of the run directory and released; 0 ends the run instead. For
-        one process
+    set_aside_after: failures of a step after which its groups are tried in halves, and the one at fault goes
+        into set_aside/ of the run directory; 0 ends the run instead. For one process
     lanes: environments to take from at once; more wait for a free lane [as many as descriptors allow, 1024 at
         most]
     allocation_wait (SECONDS): with --policy fair: how long a batch waits for an environment that is promised
@@ -343,34 +340,31 @@ class LearnerConfig:
 
     def document(self) -> dict[str, dict[str, Any]]:
         """Returns all of it as plain mappings, lists, numbers and texts."""
-        found: dict[str, dict[str, Any]] = msgspec.to_builtins(self)
-        return found
+        return cast(dict[str, dict[str, Any]], msgspec.to_builtins(self))
 
 
 SECTIONS: dict[str, Any] = get_type_hints(LearnerConfig)
 OPTIONS = {each.name: each for section, kind in SECTIONS.items() for each in options_of(section, kind)}
 OnResume = Literal["free", "reported", "refused"]
-# What --resume does with an option that differs from the run's earlier config.yaml: nothing, since it changes
-# nothing that is trained; prints both values and notes them in config.yaml; or ends, since the checkpoint is
-# of the earlier value alone.
+# What --resume does with an option that differs from config.yaml: nothing, since it changes nothing that is
+# trained; prints and notes both values; or ends, since the checkpoint is of the earlier value alone.
 _ON_RESUME: Mapping[OnResume, str] = {
     "free": """
         run_dir resume from_bridge from_scratch save_every keep release_at hold_until_saved set_aside_after
-        record on_full_disk lanes
-        allocation_wait prefetch host_copy batch_timeout batch_attempts batch_retry_delay max_wait_time
-        mismatch_warn device threads micro_tokens batch_layout chunk_tokens gradient_checkpointing parallel
-        process_group_timeout engine engine_patience wandb_project wandb_group eval_hook eval_every stop_when
-        stop_patience stop_no_better stop_stall log_every progress sample_every tensorboard wandb wandb_name
+        record on_full_disk lanes allocation_wait prefetch host_copy batch_timeout batch_attempts
+        batch_retry_delay max_wait_time mismatch_warn device threads micro_tokens batch_layout chunk_tokens
+        gradient_checkpointing parallel process_group_timeout engine engine_patience wandb_project
+        wandb_group eval_hook eval_every stop_when stop_patience stop_no_better stop_stall log_every progress
+        sample_every tensorboard wandb wandb_name
     """,
     "reported": """
         bridge steps seed groups group_size accumulate max_staleness max_off_policy_steps policy loss
         clip_low clip_high clip_dual mask_ratio mask_ratio_sequence max_answer_tokens tis_cap tis_level
         max_token_staleness truncated kl_coef kl_estimator entropy temperature train_whole_rows ignore_images
         leave_out_unknown_tokens leave_out_long_rows sft_normalization advantages use_advantages
-        fallback_to_grpo clip_advantages
-        process_rewards process_over process_discount process_weight token_rewards token_discount
-        token_weight overlong_length overlong_buffer lr warmup schedule schedule_option weight_decay
-        max_grad_norm precision no_weights publish_every pause max_token_len
+        fallback_to_grpo clip_advantages process_rewards process_over process_discount process_weight
+        token_rewards token_discount token_weight overlong_length overlong_buffer lr warmup schedule
+        schedule_option weight_decay max_grad_norm precision no_weights publish_every pause max_token_len
     """,
     "refused": "model lora_rank lora_alpha lora_dropout lora_targets param_dtype",
 }
@@ -393,7 +387,7 @@ _ALSO = {
     "max_steps": "steps",
     "save_steps": "save_every",
     "output_dir": "run_dir",
-    "use_advantage_weighting": "loss",  # of the recipe for verl: --loss sft is cross-entropy times advantage
+    "use_advantage_weighting": "loss",  # of verl's recipe: --loss sft is cross-entropy times advantage
     "advantage_normalization": "sft_normalization",
     "advantage_clipping": "clip_advantages",
 }

@@ -31,7 +31,8 @@ ORDER = {
         advantages dataset_parts engines gateway pinned
         dataset device_batch losses policy_server_parts pretrained
         tested_versions trained_bridge trainer_settings trajectories vllm
-        feed learner policy_server vllm_weights
+        feed
+        learner policy_server vllm_weights
         grpo weight_sync
         __init__
         atropos_trainer record_factories roll skyrl transfer_queue trl
