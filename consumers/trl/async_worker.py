@@ -111,15 +111,11 @@ class ShmRolloutWorker:
         check_options(bridge, credit, consumer)
         warn_if_untested(*TESTED)
         self.bridge, self.per_token, self.most_parts, self.unscored = bridge, per_token, most_parts, unscored
-        feed: dict[str, Any] = {
-            "max_staleness": max_staleness,
-            "groups": groups,
-            "credit": credit,
-            "whole_rows": whole_rows,
-        }
-        feed |= {"set_aside_after": set_aside_after, "unfit": unfit, "longest_row": longest_row}
         run = shmbridge.Run(batch_size=64, max_token_len=0, num_steps=ALL)
-        self._options: dict[str, Any] = {"run": run, "start": start, "run_dir": run_dir, **feed, **consumer}
+        self._options: dict[str, Any] = {"run": run, "start": start, "run_dir": run_dir, **consumer}
+        self._options |= {"max_staleness": max_staleness, "groups": groups, "credit": credit}
+        self._options |= {"whole_rows": whole_rows, "set_aside_after": set_aside_after}
+        self._options |= {"unfit": unfit, "longest_row": longest_row}
         held_for = UPDATES_HELD if hold == "updates" else None
         self.rollout_buffer = SampleBuffer(self._fetch, lambda step: self._open().trained(step), held_for)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
