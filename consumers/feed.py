@@ -88,11 +88,15 @@ class Step:
         rows: those that can be trained, as `Trajectory`.
         unfit: the others.
         metrics: where the advantages come from, how stale the rows are, and how many were left out.
+        early: the trainer's to set: it keeps the step until it is asked for, so that nothing waits for its
+            end.
     """
 
     def __init__(self, groups: list[Group], feed: Feed, held: Held) -> None:
         self.groups, self._feed, self._held = groups, feed, held
         self.keys = [_key(group) for group in groups]
+        self.early = False
+        self._counted = True  # as a step of the run; parts are, once they are trained
 
     @cached_property
     def batch(self) -> Batch:
@@ -109,7 +113,9 @@ class Step:
     @cached_property
     def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
         feed = self._feed
-        rows, metrics = trajectories(self.batch, feed.credit, whole_rows=feed.whole_rows)
+        rows, metrics = trajectories(
+            self.batch, feed.credit, whole_rows=feed.whole_rows, mask_truncated=feed.mask_truncated
+        )
         if lags := self.lags(feed.consumer.training_version):
             metrics |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
         metrics["rows_left_out"] = float(len(self.unfit))
@@ -126,8 +132,12 @@ class Step:
         return self._read[0]
 
     def lags(self, version: int) -> list[int]:
-        """Returns how many versions each row is behind this one, of the rows that were stamped."""
-        stamps = (meta.min_policy_version for meta in self.batch.meta)
+        """Returns how many versions each row is behind this one, of the rows that were stamped.
+
+        Any thread, at any time.
+        """
+        records = [record for group in self.groups for record in group.records]
+        stamps = (record.meta.min_policy_version for record in records for _ in range(record.rows))
         return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
 
     def __repr__(self) -> str:
@@ -166,6 +176,7 @@ class Feed:
             refuses it, "from-bridge" goes on with its weights, which the trainer has loaded with
             `load_published`, "from-scratch" gives them up.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        mask_truncated: nothing is trained of rows whose `finish_reason` is known and not "stop".
         make: makes a step's batch of its groups, in the thread that forms batches; None: shmbridge.Batch.
         prefetch: batches gathered ahead, still held.
         consumer: further options of shmbridge.Consumer.
@@ -196,6 +207,7 @@ class Feed:
         vocabulary: int | None = None,
         credit: Credit | None = None,
         whole_rows: bool = False,
+        mask_truncated: bool = False,
         start: Start | None = None,
         make: MakeBatch | None = None,
         prefetch: int = 0,
@@ -216,6 +228,7 @@ class Feed:
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
         self._strict = release_at is not None
         self.credit, self.whole_rows, self.make = credit or Credit(), whole_rows, make
+        self.mask_truncated = mask_truncated
         self._groups, self._rows, self._exact = groups or 8, rows, exact
         self._together = trained_together or self._groups
         limited = consumer.get("max_off_policy_steps") is not None
@@ -244,6 +257,7 @@ class Feed:
         self._found = trained_as(bridge_info(bridge))  # before this process publishes anything
         self._run_id: str | None = None  # of the loaded state
         self._may_start = self._is_broken = self._begun = self._saved = False  # saved: all that is trained
+        self._run_ended = False  # in the bridge
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
         self.consumer = shmbridge.Consumer(bridge, run, **consumer)
@@ -273,7 +287,7 @@ class Feed:
 
         Raises BridgeAhead as `take`; ValueError: versions only rise.
         """
-        self._require_start()
+        self.require_start()
         goes_on = self._run_id is not None or self._start == "from-bridge"
         self._run_id = self._run_id or (self._found[0] if goes_on else "") or secrets.token_hex(8)
         self.consumer.publish_policy_version(
@@ -281,7 +295,8 @@ class Feed:
         )
         self._begun = True
 
-    def _require_start(self) -> None:
+    def require_start(self) -> None:
+        """Raises BridgeAhead as `take`, for a trainer that is about to publish weights. Never blocks."""
         if not self._may_start:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
@@ -331,7 +346,7 @@ class Feed:
             self.give_back(call.result())
 
     def _take(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
-        self._require_start()
+        self.require_start()
         began_s = time.monotonic()
         with self.consumer.one_wait():
             while not (over.is_set() or self._closing.is_set()):
@@ -409,16 +424,19 @@ class Feed:
             if isinstance(wrong, ConsumerEmpty):
                 return None
             if isinstance(wrong, BatchTooBig):
-                if self._groups_out() >= self._together:  # the trainer has a whole step, and releases it
+                out = self._groups_out()
+                if out >= self._together or self._saving:  # a whole step is trained, or saved: then released
                     return None
                 if self._trained and not self._strict:
                     self._release_early(wrong)
                     return None
+                what = f"{wrong.message}; the trainer has {out} of the {self._together} groups of a step"
                 if self._trained:
                     raise BatchTooBig(
-                        f"{wrong.message}; {counted(len(self._trained), 'step')} wait for a checkpoint",
+                        f"{what}, and {counted(len(self._trained), 'step')} wait for a checkpoint",
                         hint='save more often, give environments larger lanes, or release_at="step"',
                     ) from None
+                raise BatchTooBig(what, hint=wrong.hint) from None
             raise
         if batch is None:
             self._batches = None
@@ -449,7 +467,7 @@ class Feed:
 
     def _groups_out(self) -> int:
         with self._lock:
-            return sum(len(step.groups) for step in self._steps.values())
+            return sum(len(step.groups) for step in self._steps.values() if not step.early)
 
     def _next_again(self) -> list[Group] | None:
         """Returns the first groups that come again and may go into a step now; discards the stale ones."""
@@ -483,7 +501,8 @@ class Feed:
         if not self._exact or self._failures is None or not self._failures.counts:
             return False
         with self._lock:
-            out = [*self._gathered, *(group for step in self._steps.values() for group in step.groups)]
+            begun = (step for step in self._steps.values() if not step.early)
+            out = [*self._gathered, *(group for step in begun for group in step.groups)]
         these, others = (
             {self._failures.set_of(_key(group)) for group in some} - {None} for some in (groups, out)
         )
@@ -522,10 +541,14 @@ class Feed:
     def parts(self, step: Step) -> list[Step]:
         """Returns a step per group in place of the step, for a trainer that trains groups one by one.
 
-        Each is to be ended by itself, or several together. Never blocks; any thread.
+        Each is to be ended by itself, or several together, which then count as one step of the run. Never
+        blocks; any thread.
         """
         self._end([step], begun=True)
+        self._uncount([step])
         made = [Step([group], self, self.consumer.queue.keep(list(group.records))) for group in step.groups]
+        for each in made:
+            each._counted = False
         with self._lock:
             self._steps.update((id(each), each) for each in made)
         return made
@@ -586,18 +609,28 @@ class Feed:
             version: of the weights that the step made; published to the environments. None: not published.
         """
         over = self._end(step, trained=True)
-        self._aside_in_a_row = 0
+        self._aside_in_a_row, self._saved = 0, False
         self.counts["steps_trained"] += 1
+        if over and not any(each._counted for each in over):
+            self.consumer.queue.count_batch()
         if self.release_at == "step":
             _release(over)
         else:
             with self._lock:
                 self._trained += [each._held for each in over]
         if version is not None:
-            run_id = self._run_id if self._begun and self._saved else None  # then the run is open again
-            self._saved = False
-            same_as = None if run_id is None else version
-            self.consumer.publish_policy_version(version, run_id=run_id, same_as=same_as)
+            self.publish(version)
+
+    def publish(self, version: int) -> None:
+        """Publishes the version of the weights that the trained steps made. Never blocks; any thread.
+
+        For a trainer that publishes later than `trained`.
+        """
+        again = self._run_ended and not self._saved  # a checkpoint has steps before, and not the last ones
+        self._run_ended = self._run_ended and not again
+        self.consumer.publish_policy_version(
+            version, run_id=self._run_id if again else None, same_as=version if again else None
+        )
 
     def dropped(self, step: Step | Sequence[Step], why: str) -> None:
         """Releases groups that the trainer will not train, counted as `groups_dropped{why}`. Any thread."""
@@ -628,7 +661,7 @@ class Feed:
         """Tells the bridge that the trainer has saved what it trained."""
         if self._begun and not self._saved:
             self.consumer.end_run()
-            self._saved = True
+            self._saved = self._run_ended = True
 
     def failed(self, step: Step | Sequence[Step], error: BaseException) -> None:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
@@ -638,7 +671,7 @@ class Feed:
         they are not at fault.
         """
         over = self._end(step)
-        self.consumer.queue.count_batch(-1)
+        self._uncount(over)
         self.counts["steps_failed"] += 1
         spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
         no_memory = lacks_memory(error)
@@ -674,10 +707,14 @@ class Feed:
 
     def give_back(self, step: Step) -> None:
         """Returns an unread step: it comes again before all others, and nothing is counted. Any thread."""
-        self._end(step)
-        self.consumer.queue.count_batch(-1)
+        self._uncount(self._end(step))
         with self._lock:
             self._again.appendleft(step.groups)
+
+    def _uncount(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            if step._counted:
+                self.consumer.queue.count_batch(-1)
 
     def _end(self, step: Step | Sequence[Step], *, trained: bool = False, begun: bool = False) -> list[Step]:
         """Ends steps, and returns them; `begun`: their groups stay begun."""
@@ -727,6 +764,7 @@ class Feed:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
 
         They are few: the steps since the last checkpoint, and those of the loaded state that may come again.
+        Until `checkpointed`, a full lane is waited for: it will have room then.
         """
         with self._lock:
             self._saving = list(self._trained)
@@ -755,14 +793,18 @@ class Feed:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 
-    def save_state(self, folder: str | Path) -> None:
-        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json. Blocks for the disk."""
-        file = Path(folder) / STATE
+    def save_state(self, folder: str | Path) -> dict[str, Any]:
+        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json, and returns it.
+
+        Blocks for the disk.
+        """
+        state, file = self.state_dict(), Path(folder) / STATE
         with file.with_suffix(".new").open("w") as new:
-            json.dump(self.state_dict(), new)
+            json.dump(state, new)
             new.flush()
             os.fsync(new.fileno())
         Path(new.name).replace(file)
+        return state
 
     def load_state(self, folder: str | Path) -> bool:
         """Loads what `save_state` wrote; returns False if the folder has no such file. Blocks for the disk.
@@ -785,7 +827,7 @@ class Feed:
                 "feed_steps_out": float(len(self._steps)),
                 "feed_steps_trained_held": float(len(self._trained)),
             }
-        names = ((name.partition("{"), count) for name, count in self.counts.items())
+        names = [(name.partition("{"), count) for name, count in list(self.counts.items())]
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
@@ -847,7 +889,8 @@ class Feed:
 
 def lacks_memory(error: BaseException) -> bool:
     """Returns whether an error means that a device or the host is out of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, not imported
+    # by name: torch's, which is not imported, and Ray's copy of it, a class made of two
+    if any(each.__name__ in ("MemoryError", "OutOfMemoryError") for each in type(error).mro()):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 

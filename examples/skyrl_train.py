@@ -121,6 +121,17 @@ def cpu_worker_class() -> type:
         def all_reduce(self, data: Any, *_: Any, **__: Any) -> Any:
             return data
 
+        def save_checkpoint(self, *, ckpt_dir: str, **parts: Any) -> None:
+            Path(ckpt_dir).mkdir(parents=True, exist_ok=True)
+            states = {name: parts[name].state_dict() for name in ("model", "optimizer", "scheduler")}
+            torch.save(states, Path(ckpt_dir) / "states.pt")
+
+        def load_checkpoint(self, *, ckpt_dir: str, **parts: Any) -> Any:
+            states = torch.load(Path(ckpt_dir) / "states.pt")
+            for name, state in states.items():
+                parts[name].load_state_dict(state)
+            return ckpt_dir, states
+
     class CpuPolicyWorker(FSDPPolicyWorkerBase):
         def init_worker_process_group(self) -> None:
             if not torch.distributed.is_initialized():
@@ -171,6 +182,12 @@ def local_dispatch_class() -> type:
         def optim_step(self, model: str, **_: Any) -> Any:
             return self.worker.optim_step()
 
+        def save_checkpoint(self, model: str, ckpt_dir: str, tokenizer: Any = None, **_: Any) -> None:
+            self.worker.save_checkpoint(ckpt_dir, tokenizer)
+
+        def load_checkpoint(self, model: str, ckpt_dir: str, **options: Any) -> None:
+            self.worker.load_checkpoint(ckpt_dir, **options)
+
         def empty_cache(self, model: str | None = None) -> None:
             pass
 
@@ -195,7 +212,7 @@ def _run_apart(call: Any) -> Any:
 
 
 @contextmanager
-def experiment(cfg: Any, consumer: shmbridge.Consumer | None = None) -> Any:
+def experiment(cfg: Any, feed: Any = None) -> Any:
     """Yields the trainer of an experiment, with its worker, ready to train."""
     without_cuda()
     from shmbridge.consumers.skyrl.entrypoint import ShmExp
@@ -203,7 +220,7 @@ def experiment(cfg: Any, consumer: shmbridge.Consumer | None = None) -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ShmExp(cfg, consumer) as exp:
+    with ShmExp(cfg, feed) as exp:
         client = exp.get_inference_client()
         exp.trainer = trainer = exp.get_trainer(
             cfg,
@@ -222,6 +239,7 @@ def experiment(cfg: Any, consumer: shmbridge.Consumer | None = None) -> Any:
         worker.init_worker_process_group()
         worker.init_model(cfg.trainer.policy.model.path)
         trainer.dispatch = local_dispatch_class()(cfg, worker, client)
+        trainer._cleanup_old_checkpoints = lambda: None  # asks Ray for the nodes
         try:
             yield trainer
         finally:
@@ -290,7 +308,7 @@ def main() -> None:
             print(
                 f"log-probability of the rewarded token: {before:.2f} -> "
                 f"{target_logprob(trainer.dispatch.worker):.2f}; policy version "
-                f"{trainer.generator.consumer.policy_version}"
+                f"{trainer.generator.feed.consumer.policy_version}"
             )
         if args.bridge is None:
             environment.join()

@@ -34,7 +34,7 @@ def places(
     they stay in the order of the group. With `step_wise`, an episode may have several rows.
 
     Args:
-        group: the rows of one group, at least one.
+        group: the rows of one group, also none.
         repetitions: SkyRL's `generator.n_samples_per_prompt`.
         step_wise: SkyRL's `generator.step_wise_trajectories`.
         long_groups: "trim" leaves out the episodes after the first `repetitions`.
@@ -44,14 +44,15 @@ def places(
             several rows without `step_wise`.
     """
     episodes = _episodes(group)
-    meta = group[0].meta
     several = next((rows for rows in episodes if len(rows) > 1), None)
     if several is not None and not step_wise:
+        meta = group[0].meta
         raise GroupDoesNotFit(
             f"group {meta.group_id} of environment {meta.env_name!r} has an episode of {len(several)} rows "
             "-> generator.step_wise_trajectories=true"
         )
     if len(episodes) > repetitions and long_groups == "refuse":
+        meta = group[0].meta
         raise GroupDoesNotFit(
             f"group {meta.group_id} of environment {meta.env_name!r} has {len(episodes)} trajectories, "
             f"n_samples_per_prompt is {repetitions} -> generator.n_samples_per_prompt={len(episodes)}, or "

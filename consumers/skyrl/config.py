@@ -8,14 +8,23 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import LOSSES_WITHOUT_OLD_LOGPRO
 from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
 
 from shmbridge.config import check_bridge_name, check_timeout
+from shmbridge.consumers.feed import ReleaseAt, Unfit
 from shmbridge.consumers.skyrl.arrange import LongGroups
 from shmbridge.consumers.skyrl.estimator import NAME
+from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import Refused, refuse
 from shmbridge.errors import BadArgument, BadBridgeName
 
 Match = Literal["arrival", "instance"]
 MATCHES: tuple[str, ...] = get_args(Match)
 LONG_GROUPS: tuple[str, ...] = get_args(LongGroups)
+CHOICES = {
+    "match": MATCHES,
+    "long_groups": LONG_GROUPS,
+    "release_at": get_args(ReleaseAt),
+    "unfit": get_args(Unfit),
+    "start": get_args(Start),
+}
 
 
 class ConfigDoesNotFit(ValueError):
@@ -24,7 +33,7 @@ class ConfigDoesNotFit(ValueError):
 
 @dataclass
 class BridgeConfig(BaseConfig):
-    """The section `bridge`; the words are those of ShmGenerator."""
+    """The section `bridge`; the words are those of ShmGenerator and of Feed."""
 
     name: str = "run1"
     max_staleness: int | None = None  # versions; None: the limit of fully_async there, else none
@@ -33,6 +42,10 @@ class BridgeConfig(BaseConfig):
     steps: int = 1000  # per epoch, where prompts are empty: data.train_data=[]
     max_token_len: int = 0  # tokens of a trajectory that environments may send; 0: any number
     timeout_s: float | None = None
+    release_at: str | None = None  # None: "checkpoint" if SkyRL saves checkpoints, else "step"
+    unfit: str = "refuse"
+    set_aside_after: int = 2
+    start: str | None = None
     # URLs of engines to which each version is pushed; those that follow the bridge need no mention
     engines: list[str] = field(default_factory=list)
 
@@ -61,6 +74,9 @@ REFUSED = (
             f"{_ALGORITHM}.zero_variance_filter=false; environments drop such groups"),
     Refused(f"{_ALGORITHM}.use_kl_in_reward", "it subtracts from rewards, which are advantages here",
             f"{_ALGORITHM}.use_kl_in_reward=false {_ALGORITHM}.use_kl_loss=true"),
+    Refused(f"{_ALGORITHM}.enable_sample_support_replay",
+            "it wants the tokens that the sampler chose among, which a bridge does not carry",
+            f"{_ALGORITHM}.enable_sample_support_replay=false"),
     Refused("trainer.placement.colocate_all",
             "it shares the GPUs with engines of SkyRL's own; there are none",
             "trainer.placement.colocate_all=false"),
@@ -83,6 +99,11 @@ def check(cfg: Any) -> None:
     Never blocks.
     """
     _check_bridge(cfg.bridge)
+    if cfg.bridge.release_at == "checkpoint" and cfg.trainer.ckpt_interval <= 0:
+        _refuse(
+            f"bridge.release_at=checkpoint, and trainer.ckpt_interval={cfg.trainer.ckpt_interval} saves none",
+            "trainer.ckpt_interval=1, or bridge.release_at=step",
+        )
     refuse(REFUSED, cfg, ConfigDoesNotFit)
 
 
@@ -117,10 +138,11 @@ def _check_bridge(bridge: Any) -> None:
         check_timeout(bridge.timeout_s)
     except (BadBridgeName, BadArgument) as wrong:
         _refuse(f"bridge.name={bridge.name} bridge.timeout_s={bridge.timeout_s}: {wrong.message}", wrong.hint)
-    for name, allowed in (("match", MATCHES), ("long_groups", LONG_GROUPS)):
-        if (given := getattr(bridge, name)) not in allowed:
+    for name, allowed in CHOICES.items():
+        given = getattr(bridge, name)
+        if given not in allowed and not (given is None and name in ("release_at", "start")):
             _refuse(f"bridge.{name}={given} is none of {', '.join(allowed)}", f"bridge.{name}={allowed[0]}")
-    for name, least in (("max_staleness", 0), ("steps", 1), ("max_token_len", 0)):
+    for name, least in (("max_staleness", 0), ("steps", 1), ("max_token_len", 0), ("set_aside_after", 0)):
         given = getattr(bridge, name)
         if not (given is None and name == "max_staleness") and (not isinstance(given, int) or given < least):
             _refuse(f"bridge.{name}={given} is no whole number of at least {least}", f"bridge.{name}={least}")

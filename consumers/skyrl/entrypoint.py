@@ -4,20 +4,27 @@
         trainer.override_entrypoint=shmbridge.consumers.skyrl.entrypoint \\
         bridge.name=run1 data.train_data=[] trainer.algorithm.advantage_estimator=shmbridge ...
 
-The Ray task that runs the trainer is the hub of the bridge.
+The Ray task that runs the trainer is the consumer of the bridge.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+import typing
+from types import TracebackType
 from typing import Any
 
 import ray
+import transformers
+from skyrl.backends.skyrl_train.utils.io import io
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils import initialize_ray, validate_cfg
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
+from shmbridge.consumers.feed import Drained, Feed
 from shmbridge.consumers.skyrl.arrange import GroupDoesNotFit
 from shmbridge.consumers.skyrl.config import (
     ConfigDoesNotFit,
@@ -29,14 +36,16 @@ from shmbridge.consumers.skyrl.config import (
 from shmbridge.consumers.skyrl.generator import NobodyAsks, NoLogprobs, NotEvaluated, ShmGenerator
 from shmbridge.consumers.skyrl.inference_client import ShmInferenceClient
 from shmbridge.consumers.skyrl.prompts import EmptyPrompts
-from shmbridge.consumers.skyrl.take import RolloutsOver
 from shmbridge.consumers.skyrl.trainer import ShmAsyncTrainer, ShmTrainer, ShmTrainerSim
+from shmbridge.consumers.trained_bridge import bridge_info, load_published, trained_as
+
+log = logging.getLogger(__name__)
 
 OVERRIDE = "trainer.override_entrypoint="
 # What ends training and is no fault of a program: each says what to change.
 TO_CHANGE = (
-    shmbridge.ShmBridgeError, ConfigDoesNotFit, GroupDoesNotFit, NoAdvantages, NoLogprobs, NobodyAsks,
-    NotEvaluated, RolloutsOver,
+    shmbridge.ShmBridgeError, ConfigDoesNotFit, Drained, GroupDoesNotFit, NoAdvantages, NoLogprobs,
+    NobodyAsks, NotEvaluated,
 )  # fmt: skip
 
 
@@ -45,18 +54,57 @@ class ShmExp(BasePPOExp):
 
     Args:
         cfg: a ShmTrainConfig.
-        consumer: the hub; None: opened here, by the name in the config, and closed by `close`.
+        feed: of the bridge; None: opened here, as the config says, and closed by `close`.
 
     Raises:
-        ConfigDoesNotFit: a setting does not go with a bridge. ConsumerTaken: the bridge has a living hub.
+        ConfigDoesNotFit: a setting does not go with a bridge. ConsumerTaken: the bridge has a consumer.
     """
 
-    def __init__(self, cfg: ShmTrainConfig, consumer: shmbridge.Consumer | None = None) -> None:
+    def __init__(self, cfg: ShmTrainConfig, feed: Feed | None = None) -> None:
         check(cfg)
         self.cfg = cfg
         super().__init__(cfg)
-        self._owned = consumer is None
-        self.consumer = consumer or shmbridge.Consumer(cfg.bridge.name, run=self._run())
+        self._owned = feed is None
+        self.feed = feed or self._feed()
+
+    def _feed(self) -> Feed:
+        trainer, bridge = self.cfg.trainer, typing.cast(Any, self.cfg.bridge)  # checked words
+        local = "" if io.is_cloud_path(trainer.ckpt_path) else trainer.ckpt_path
+        if bridge.start == "from-bridge":
+            self._take_weights(os.path.join(local or f"runs/{bridge.name}", "from-bridge"))
+        model = transformers.AutoConfig.from_pretrained(trainer.policy.model.path, trust_remote_code=True)
+        model = model.get_text_config()
+        limits = bridge.max_token_len, getattr(model, "max_position_embeddings", None)
+        return Feed(
+            bridge.name,
+            groups=trainer.policy_mini_batch_size
+            if trainer.fully_async.enabled
+            else trainer.train_batch_size,
+            exact=True,
+            release_at=bridge.release_at,
+            max_staleness=max_staleness(self.cfg),
+            set_aside_after=bridge.set_aside_after,
+            run=self._run(),
+            run_dir=local or None,
+            unfit=bridge.unfit,
+            longest_row=min((limit for limit in limits if limit), default=None),
+            vocabulary=getattr(model, "vocab_size", None),
+            mask_truncated=self.cfg.generator.apply_overlong_filtering,
+            start=bridge.start,
+        )
+
+    def _take_weights(self, folder: str) -> None:
+        """Lets SkyRL's policy begin with the bridge's weights; a checkpoint that is loaded replaces them."""
+        bridge, policy = self.cfg.bridge.name, self.cfg.trainer.policy.model
+        if trained_as(bridge_info(bridge))[1] is None:
+            log.warning("bridge %r has no trained weights: a new run begins with %s", bridge, policy.path)
+            return
+        model = transformers.AutoModelForCausalLM.from_pretrained(policy.path, trust_remote_code=True)
+        version = load_published(bridge, model)
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        log.info("version %d of bridge %r is in %s, for the policy to begin with", version, bridge, folder)
+        policy.path = folder
 
     def _run(self) -> shmbridge.Run:
         trainer, generator = self.cfg.trainer, self.cfg.generator
@@ -65,6 +113,7 @@ class ShmExp(BasePPOExp):
             batch_size=trainer.train_batch_size * generator.n_samples_per_prompt,
             max_token_len=self.cfg.bridge.max_token_len,
             num_steps=min(steps, trainer.max_training_steps or steps),
+            save_checkpoint_interval=max(trainer.ckpt_interval, 0) or -1,
         )
 
     def get_train_dataset(self) -> Any:
@@ -76,25 +125,18 @@ class ShmExp(BasePPOExp):
     def get_inference_client(self) -> ShmInferenceClient:
         """Returns the client that starts no engine, and publishes policy versions."""
         bridge = self.cfg.bridge
-        return ShmInferenceClient(
-            self.consumer, bridge.name, self.cfg.trainer.policy.model.path, bridge.engines
-        )
+        return ShmInferenceClient(self.feed, bridge.name, self.cfg.trainer.policy.model.path, bridge.engines)
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> ShmGenerator:
         """Returns the generator that reads the bridge."""
         return ShmGenerator(
-            self.consumer,
+            self.feed,
             cfg.generator.n_samples_per_prompt,
             step_wise=cfg.generator.step_wise_trajectories,
             long_groups=cfg.bridge.long_groups,
             match=cfg.bridge.match,
-            max_staleness=max_staleness(cfg),
             logprobs="all" if needs_logprobs(cfg) else "any",
-            mask_truncated=cfg.generator.apply_overlong_filtering,
             timeout_s=cfg.bridge.timeout_s,
-            prompts_per_step=cfg.trainer.policy_mini_batch_size
-            if cfg.trainer.fully_async.enabled
-            else cfg.trainer.train_batch_size,
         )
 
     def get_trainer(self, cfg: Any, **parts: Any) -> Any:
@@ -106,18 +148,19 @@ class ShmExp(BasePPOExp):
         return ShmTrainer(cfg=cfg, **parts)
 
     def close(self) -> None:
-        """Ends the generator's calls, and the hub if it was opened here. Releases nothing. Idempotent."""
-        trainer = getattr(self, "trainer", None)
-        if trainer is not None:
-            trainer.generator.close()
-        if self._owned:
-            self.consumer.close()
+        """Closes the feed if it was opened here. Releases nothing. Idempotent."""
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> ShmExp:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (trainer := getattr(self, "trainer", None)) is not None:
+            trainer.generator.close()  # what failed, the trainer has told the feed
+        if self._owned:
+            self.feed.__exit__(kind, error, trace)
 
 
 def train(cfg: ShmTrainConfig) -> None:

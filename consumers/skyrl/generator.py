@@ -1,18 +1,17 @@
 """A SkyRL generator whose rollouts come from a bridge: per-token advantages as token-level rewards.
 
-    generator = ShmGenerator(consumer, repetitions=8)
+    generator = ShmGenerator(Feed("run1", groups=4, exact=True), repetitions=8)
     trainer = ShmTrainer(cfg=cfg, generator=generator, ...)
 
-**Hub**: the process of SkyRL's trainer (the Ray task of its entrypoint). SkyRL's workers get tensors from it,
-not from the bridge.
+**Consumer**: the process of SkyRL's trainer (the Ray task of its entrypoint). SkyRL's workers get tensors
+from it, not from the bridge.
 
-**Released**: when `RayPPOTrainer.train_critic_and_policy` returns, so after the optimizer steps of the batch
-that the group is in; `trainer.py` calls `ShmGenerator.trained`. Under the simulated trainer: when
-`_run_training` returns. A checkpoint is no condition.
+**Released**: what a step trained, when SkyRL has saved a checkpoint after it; where it saves none, when
+`RayPPOTrainer.train_critic_and_policy` returns, or `_run_training` of the simulated trainer. `trainer.py`
+tells the feed.
 
-**Again after a kill**: every group that `generate` has returned and whose step had not ended, marked
-`redelivered`, and every group not yet taken. Under fully asynchronous training that includes the groups in
-SkyRL's own buffer.
+**Again after a kill**: every group that was not released, marked `redelivered`, but for those that the loaded
+checkpoint contains. Under fully asynchronous training that includes the groups in SkyRL's own buffer.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import get_rollout_metrics
 
-import shmbridge
-from shmbridge import Batch
 from shmbridge.config import check_choice
+from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.skyrl.arrange import LongGroups, places, rows_left_out
 from shmbridge.consumers.skyrl.config import LONG_GROUPS, MATCHES, Match
 from shmbridge.consumers.skyrl.rows import READ, Row, masked_row, row_of
-from shmbridge.consumers.skyrl.take import GroupTaker, HeldGroups, abandon
-from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored, trajectories
+from shmbridge.consumers.trajectories import Trajectory, columns_ignored
 
 EVAL = "eval"
 
@@ -51,10 +49,11 @@ class NobodyAsks(RuntimeError):
     """Groups wait for prompts that the trainer does not ask for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
     """One group, as SkyRL takes it."""
 
+    step: Step  # of this group alone
     rows: list[Row]
     repetitions: list[int]
     is_last: list[bool]
@@ -64,10 +63,9 @@ class _Group:
 class ShmGenerator(GeneratorInterface):
     """Answers each prompt with a group of the bridge, for one event loop.
 
-    Eval groups of the bridge are released untrained, and counted in `left_out_total{eval}`.
-
     Args:
-        consumer: the hub; nobody else takes from it. Stays open.
+        feed: gives exact steps, of as many groups as the trainer trains at once; it decides on staleness,
+            advantages, rows that cannot be trained, and when groups are released. Stays open.
         repetitions: rows per prompt, SkyRL's `generator.n_samples_per_prompt`.
         step_wise: an episode may have several rows, SkyRL's `generator.step_wise_trajectories`.
         long_groups: what happens to a group of more than `repetitions` trajectories: "refuse" raises, "trim"
@@ -75,46 +73,32 @@ class ShmGenerator(GeneratorInterface):
         match: "arrival" gives the next prompt the next group; "instance" gives it the next group of the same
             instance (column `instance_id`, else the group's id), and keeps others until they are asked for.
         most_early: groups kept so, before it is an error.
-        max_staleness: groups more policy versions behind are discarded and counted; None: none.
         logprobs: "all" refuses rows without log-probabilities; "any" hands out none for a whole batch if one
             row has none.
-        credit: how advantages are made where a group has none of its own.
-        mask_truncated: rows that ended for another reason than "stop" train nothing, SkyRL's
-            `generator.apply_overlong_filtering`.
         timeout_s: longest wait of `generate`; None: for ever.
-        prompts_per_step: prompts that the trainer must have before it trains and releases any; None: not
-            known. With fewer handed out, lanes that are full are an error (BatchTooBig), and no wait.
         evaluator: answers the prompts of an evaluation; None: that is an error.
     """
 
     def __init__(
         self,
-        consumer: shmbridge.Consumer,
+        feed: Feed,
         repetitions: int,
         *,
         step_wise: bool = False,
         long_groups: LongGroups = "refuse",
         match: Match = "arrival",
         most_early: int = 1024,
-        max_staleness: int | None = None,
         logprobs: Literal["all", "any"] = "any",
-        credit: Credit | None = None,
-        mask_truncated: bool = False,
         timeout_s: float | None = None,
-        prompts_per_step: int | None = None,
         evaluator: GeneratorInterface | None = None,
     ) -> None:
         check_choice("match", match, MATCHES)
         check_choice("long_groups", long_groups, LONG_GROUPS)
-        self.consumer, self.repetitions, self.step_wise = consumer, repetitions, step_wise
+        self.feed, self.repetitions, self.step_wise = feed, repetitions, step_wise
         self._long_groups, self._match, self._most_early = long_groups, match, most_early
-        self._logprobs, self._credit, self._evaluator = logprobs, credit or Credit(), evaluator
-        self._mask_truncated = mask_truncated
-        self._held, self._per_step = HeldGroups(), prompts_per_step or 1
-        self._taker = GroupTaker(
-            consumer, max_staleness=max_staleness, timeout_s=timeout_s, is_to_release=self._is_to_release
-        )
-        self._early: dict[str, deque[tuple[Batch, _Group]]] = {}
+        self._logprobs, self._evaluator, self._timeout_s = logprobs, evaluator, timeout_s
+        self._held: dict[str, Step] = {}  # what the trainer has, by prompt
+        self._early: dict[str, deque[_Group]] = {}
         self._one_takes = asyncio.Lock()
         self._totals: Counter[str] = Counter()
 
@@ -131,7 +115,7 @@ class ShmGenerator(GeneratorInterface):
 
         Raises:
             GroupDoesNotFit, NoLogprobs, NoAdvantages: the groups come again, unread.
-            NotEvaluated, NobodyAsks. ConsumerEmpty, RolloutsOver, BatchTooBig: as `GroupTaker.take`.
+            NotEvaluated, NobodyAsks. ConsumerEmpty, Drained, BatchTooBig, UnfitRow: as `Feed.take`.
         """
         metadata = input_batch.get("batch_metadata")
         if metadata is not None and metadata.training_phase == EVAL:
@@ -143,26 +127,35 @@ class ShmGenerator(GeneratorInterface):
             return await self._evaluator.generate(input_batch)
         prompts = _prompts(input_batch, self.repetitions)
         if self._match == "arrival":
-            batch, groups = await self._taker.take(len(prompts), self._groups_of)
-            self._held.hold(prompts, batch)
+            groups = await self._take(len(prompts))
         else:
             groups = await self._of_instances(prompts)
+        for prompt, group in zip(prompts, groups, strict=True):
+            group.step.early = False
+            if (before := self._held.pop(prompt, None)) is not None:  # asked for again, untrained
+                self.feed.give_back(before)
+            self._held[prompt] = group.step
         return self._output(prompts, groups)
 
-    def trained(self, uids: Iterable[str]) -> int:
-        """Releases the groups of these prompts: their optimizer steps are over. Counts a step.
+    def trained(self, uids: Iterable[str]) -> None:
+        """Tells the feed that a step on the groups of these prompts is over. Never blocks for records.
 
-        Never blocks for long; any thread. Prompts that hold nothing are ignored.
-
-        Returns:
-            Batches released.
+        Any thread. Prompts that hold nothing are ignored.
         """
-        self.consumer.queue.count_batch()
-        return self._held.release(uids)
+        if steps := self._end(uids):
+            self.feed.trained(steps)
+
+    def failed(self, uids: Iterable[str], error: BaseException) -> None:
+        """Tells the feed that a step on these groups failed; blocks and raises as it. Any thread."""
+        if steps := self._end(uids):
+            self.feed.failed(steps, error)
+
+    def _end(self, uids: Iterable[str]) -> list[Step]:
+        return [step for uid in uids if (step := self._held.pop(uid, None)) is not None]
 
     def staleness(self, uids: Iterable[str]) -> dict[str, float]:
         """Returns metrics on how many versions behind the held rows of these prompts are. Any thread."""
-        behind = self._held.staleness(uids, self.consumer.training_version)
+        behind = self._lags(step for uid in uids if (step := self._held.get(uid)) is not None)
         if not behind:
             return {}
         return {
@@ -170,6 +163,10 @@ class ShmGenerator(GeneratorInterface):
             "shmbridge/staleness_trained_mean": sum(behind) / len(behind),
             "shmbridge/staleness_trained_max": float(max(behind)),
         }
+
+    def _lags(self, steps: Iterable[Step]) -> list[int]:
+        current = self.feed.consumer.training_version
+        return [lag for step in steps for lag in step.lags(current)]
 
     @property
     def held(self) -> int:
@@ -180,34 +177,32 @@ class ShmGenerator(GeneratorInterface):
         """Returns counters since the beginning, such as `rows_masked` and `columns_ignored{name}`, and
         `early_groups` now. Never blocks.
         """
-        early = sum(map(len, self._early.values()))
-        eval_groups = self.consumer.stats()["left_out_total{eval}"]
-        now = {"left_out_total{eval}": eval_groups, "early_groups": float(early)}
-        return {name: float(count) for name, count in self._totals.items()} | now
+        early = float(sum(map(len, self._early.values())))
+        return {**{name: float(count) for name, count in self._totals.items()}, "early_groups": early}
 
     def close(self) -> None:
-        """Ends the calls under way; releases nothing: the next consumer gets what is held.
-
-        Leaves the consumer open. Blocks until the taker's thread has ended. Idempotent.
-        """
-        self._taker.close()
-        self._held.abandon()
-        for waiting in self._early.values():
-            for batch, _ in waiting:
-                abandon(batch)
+        """Gives back what is not trained: it comes to the next consumer. Leaves the feed open. Idempotent."""
+        early = [group.step for groups in self._early.values() for group in groups]
+        for step in (*self._held.values(), *early):
+            self.feed.give_back(step)
+        self._held.clear()
         self._early.clear()
 
     # -- groups
 
-    def _is_to_release(self) -> tuple[bool, str]:
-        held = len(self._held)
-        return (
-            held >= self._per_step,
-            f"SkyRL has {held} of the {self._per_step} groups that it trains at once",
-        )
+    async def _take(self, groups: int) -> list[_Group]:
+        step = await self.feed.take_async(self._timeout_s, groups=groups)
+        try:
+            made = await asyncio.to_thread(self._groups_of, step)
+        except BaseException:
+            self.feed.give_back(step)
+            raise
+        for group, part in zip(made, self.feed.parts(step), strict=True):
+            group.step = part
+        return made
 
     async def _of_instances(self, prompts: list[str]) -> list[_Group]:
-        found: list[tuple[Batch, _Group]] = []
+        found: list[_Group] = []
         try:
             for number, prompt in enumerate(prompts):
                 found.append(await self._of_instance(prompt, prompts[number:]))
@@ -215,11 +210,9 @@ class ShmGenerator(GeneratorInterface):
             for prompt, each in zip(prompts, found, strict=False):
                 self._early.setdefault(prompt, deque()).appendleft(each)
             raise
-        for prompt, (batch, _) in zip(prompts, found, strict=True):
-            self._held.hold([prompt], batch)
-        return [group for _, group in found]
+        return found
 
-    async def _of_instance(self, prompt: str, asked: list[str]) -> tuple[Batch, _Group]:
+    async def _of_instance(self, prompt: str, asked: list[str]) -> _Group:
         while not self._early.get(prompt):
             async with self._one_takes:
                 if self._early.get(prompt):
@@ -231,41 +224,40 @@ class ShmGenerator(GeneratorInterface):
                         f"trainer asks for {', '.join(asked[:4])} -> give trainer and environments the same "
                         "data set, or bridge.match=arrival"
                     )
-                batch, (group,) = await self._taker.take(1, self._groups_of)
-                instance = group.rows[0].metrics["instance_id"]
-                self._early.setdefault(instance, deque()).append((batch, group))
+                (group,) = await self._take(1)
+                group.step.early = True
+                self._early.setdefault(group.rows[0].metrics["instance_id"], deque()).append(group)
         found = self._early[prompt].popleft()
         if not self._early[prompt]:
             del self._early[prompt]
         return found
 
-    def _groups_of(self, batch: Batch) -> list[_Group]:
-        """Makes the lists; in the taker's thread."""
-        rows, credit_metrics = trajectories(batch, self._credit, mask_truncated=self._mask_truncated)
-        made = [
-            self._group(list(each)) for _, each in groupby(rows, key=lambda row: batch.group_index[row.row])
-        ]
+    def _groups_of(self, step: Step) -> list[_Group]:
+        """Makes the lists; in a thread."""
+        batch, rows = step.batch, step.rows
+        of: list[list[Trajectory]] = [[] for _ in step.groups]
+        for row in rows:
+            of[batch.group_index[row.row]].append(row)
+        made = [self._group(step, at, group) for at, group in enumerate(of)]
         ignored = columns_ignored(batch, READ)
         made[0].counts.update({f"columns_ignored{{{name}}}": count for name, count in ignored.items()})
         made[0].counts.update(
-            {name: int(value) for name, value in credit_metrics.items() if not name.endswith("_mean")}
+            {name: int(value) for name, value in step.metrics.items() if not name.endswith(("_mean", "_max"))}
         )
         return made
 
-    def _group(self, group: list[Trajectory]) -> _Group:
+    def _group(self, step: Step, at: int, group: list[Trajectory]) -> _Group:
+        like = group[0] if group else _no_row(step, at)
+        meta = like.meta
         arranged = places(group, self.repetitions, step_wise=self.step_wise, long_groups=self._long_groups)
-        rows = [
-            masked_row(group[0]) if each.trajectory is None else row_of(each.trajectory) for each in arranged
-        ]
+        rows = [masked_row(like) if each.trajectory is None else row_of(each.trajectory) for each in arranged]
         without = sum(row.logprobs is None for row in rows)
         if without and self._logprobs == "all":
-            meta = group[0].meta
             raise NoLogprobs(
                 f"group {meta.group_id} of environment {meta.env_name!r} has {without} of {len(rows)} rows "
                 "without inference_logprobs, and this loss compares with the sampler -> have the environment "
                 "record them, or choose a loss that does not: trainer.algorithm.policy_loss_type=regular"
             )
-        meta = group[0].meta
         counts: Counter[str] = Counter(
             groups=1,
             groups_redelivered=int(meta.redelivered),
@@ -275,7 +267,7 @@ class ShmGenerator(GeneratorInterface):
             rows_without_logprobs=without,
         )
         return _Group(
-            rows, [each.repetition for each in arranged], [each.is_last for each in arranged], counts
+            step, rows, [each.repetition for each in arranged], [each.is_last for each in arranged], counts
         )
 
     # -- what SkyRL gets
@@ -302,7 +294,7 @@ class ShmGenerator(GeneratorInterface):
             "rollout_metrics": {
                 **get_rollout_metrics(responses, rewards, loss_masks=masks),
                 **{f"shmbridge/{name}": count for name, count in counts.items()},
-                **self._versions(rows),
+                **self._versions(groups),
                 **_scores(groups),
             },
             "rollout_logprobs": None if None in logprobs else logprobs,
@@ -315,16 +307,20 @@ class ShmGenerator(GeneratorInterface):
             "image_grid_thw": None,
         }
 
-    def _versions(self, rows: list[Row]) -> dict[str, float]:
+    def _versions(self, groups: list[_Group]) -> dict[str, float]:
         """Metrics on versions; their names tell SkyRL how to put several groups together."""
-        current = self.consumer.training_version
-        stamped = [version for row in rows if (version := row.metrics["min_policy_version"]) >= 0]
-        found = {"shmbridge/policy_version_max": float(current)}
-        if stamped and current >= 0:
-            behind = [max(0, current - version) for version in stamped]
+        found = {"shmbridge/policy_version_max": float(self.feed.consumer.training_version)}
+        if behind := self._lags(group.step for group in groups):
             found["shmbridge/staleness_mean"] = sum(behind) / len(behind)
             found["shmbridge/staleness_max"] = float(max(behind))
         return found
+
+
+def _no_row(step: Step, at: int) -> Trajectory:
+    """Returns a row without tokens, that says which group it is of: one of which no row can be trained."""
+    batch, row = step.batch, int(np.searchsorted(step.batch.group_index, at))
+    nothing = np.zeros(0, bool)
+    return Trajectory(batch, row, 0, batch.tokens[:0], 0, nothing, np.zeros(0, np.float32), None, False)
 
 
 def _scores(groups: list[_Group]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
 
-import shmbridge
+from shmbridge.consumers.feed import Feed
 from shmbridge.weights import WeightsReader
 
 
@@ -21,13 +21,13 @@ class SampledElsewhere(RuntimeError):
 
 
 class ShmInferenceClient(InferenceEngineInterface):
-    """SkyRL's inference client over a bridge; lives in the trainer's process, beside the hub.
+    """SkyRL's inference client over a bridge; lives in the trainer's process, beside the feed.
 
-    Ray copies it into the policy's workers: there it has no consumer, and only says what the sender of
-    weights needs. Three words and a number travel so.
+    Ray copies it into the policy's workers: there it has no feed, and only says what the sender of weights
+    needs. Three words and a number travel so.
 
     Args:
-        consumer: the hub; None in a worker. Stays open.
+        feed: of the bridge; None in a worker. Stays open.
         bridge: its bridge.
         model_name: what SkyRL calls the model.
         engines: URLs of engines to which each version is pushed; engines that follow the bridge by
@@ -37,18 +37,19 @@ class ShmInferenceClient(InferenceEngineInterface):
 
     def __init__(
         self,
-        consumer: shmbridge.Consumer | None,
+        feed: Feed | None,
         bridge: str,
         model_name: str = "",
         engines: Sequence[str] = (),
         least_version: int = 0,
     ) -> None:
-        self._consumer, self.bridge, self._model_name = consumer, bridge, model_name
+        self._feed, self.bridge, self._model_name = feed, bridge, model_name
         self.engines, self.least_version = tuple(engines), least_version
         self._reader: WeightsReader | None = None
+        self._begun = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        least = self.least_version if self._consumer is None else self._consumer.policy_version + 1
+        least = self.least_version if self._feed is None else self.weight_version + 1
         return ShmInferenceClient, (None, self.bridge, self._model_name, self.engines, least)
 
     # -- what SkyRL's dispatch calls in the trainer's process
@@ -56,20 +57,21 @@ class ShmInferenceClient(InferenceEngineInterface):
     def increment_weight_version(self) -> None:
         """Publishes the policy version: that of the newest weights in the bridge, or else the next number.
 
-        Called by SkyRL at the end of each weight sync. Never blocks.
+        Called by SkyRL at the end of each weight sync; the first begins the run. Never blocks.
         """
-        if self._consumer is None:
+        if self._feed is None:
             return
         if self._reader is None:
             self._reader = WeightsReader(self.bridge)
         weights = self._reader.version
-        following = self._consumer.policy_version + 1
-        self._consumer.publish_policy_version(following if weights is None else max(weights, following))
+        following = self.weight_version + 1
+        publish, self._begun = self._feed.publish if self._begun else self._feed.begin_run, True
+        publish(following if weights is None else max(weights, following))
 
     @property
     def weight_version(self) -> int:
         """The published policy version; -1 before the first."""
-        return -1 if self._consumer is None else self._consumer.policy_version
+        return -1 if self._feed is None else self._feed.consumer.policy_version
 
     @property
     def model_name(self) -> str:
@@ -97,7 +99,7 @@ class ShmInferenceClient(InferenceEngineInterface):
         """Does nothing: sessions are the environments' affair."""
 
     async def teardown(self) -> None:
-        """Closes the reader of weights; the consumer stays open."""
+        """Closes the reader of weights; the feed stays open."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

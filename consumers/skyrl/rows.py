@@ -63,7 +63,10 @@ def row_of(trajectory: Trajectory) -> Row:
 
 
 def masked_row(like: Trajectory) -> Row:
-    """Returns two tokens of which nothing is trained, for a place that no row of the group fills."""
+    """Returns two tokens of which nothing is trained, for a place that no row of the group fills.
+
+    `like` may have no tokens.
+    """
     first = int(like.tokens[0]) if len(like.tokens) else 0
     metrics = _identity(like) | {"masked": True}
     return Row([first], [first], [0.0], [0], [0.0], "abort", metrics)

@@ -124,12 +124,15 @@ def test_what_waits_for_a_checkpoint_keeps_its_lanes_and_no_arrays(bridge, produ
         more = threading.Thread(target=put, args=(producer, range(3)))  # the lane has 256 slots
         more.start()
         feed.trained(feed.take(5))
-        with pytest.raises(shmbridge.BatchTooBig, match="128 steps wait for a checkpoint"):
+        with pytest.raises(shmbridge.BatchTooBig, match=r"has 0 of the 2 .*, and 128 steps wait for a check"):
             feed.take(20)
-        feed.checkpointed()
+        state = feed.state_dict()  # as the checkpoint begins to be written
+        later = threading.Timer(3, feed.checkpointed, args=(state,))
+        later.start()
+        assert numbers_of(feed.take(20)) == [1, 2]
+        later.join()
         more.join(20)
-        feed.trained(feed.take(5))
-        assert feed.stats()["held"] == 2
+        assert feed.stats()["held"] == 2  # those that were just taken
 
 
 def test_a_kill_between_save_and_release_loses_nothing_and_repeats_nothing(
@@ -229,13 +232,17 @@ def test_interrupts_count_nothing_and_the_groups_come_again(bridge, producer, tm
         assert feed.stats()["batches_total"] == 1
 
 
-def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path) -> None:
+OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})  # as torch's
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OutOfMemoryError, type("Remote", (OutOfMemoryError,), {})])
+def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path, kind) -> None:
     put(producer, [1])
     producer.put({"tokens": [[7] * 50], "loss_mask": [[1] * 50], "score": [1.0]}, group_id="long")
     with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
         for _ in range(3):
-            with pytest.raises(MemoryError) as raised:
-                feed.failed(feed.take(5), MemoryError("alloc"))
+            with pytest.raises(kind) as raised:
+                feed.failed(feed.take(5), kind("alloc"))
             assert "50 tokens: group long of environment 'sums'" in raised.value.__notes__[0]
         assert len(feed.take(5).groups) == 2
 
@@ -299,6 +306,19 @@ def test_a_feed_that_is_only_asked_now_and_then_gets_all(bridge, producer, tmp_p
             numbers += numbers_of(step)
             feed.trained(step)
     assert numbers == [*range(40)]
+
+
+def test_counters_are_read_while_another_thread_counts(bridge, tmp_path) -> None:
+    with Feed(bridge, run_dir=tmp_path) as feed:
+        counting = threading.Thread(target=lambda: [feed.counts.update([f"n{n}"]) for n in range(20_000)])
+        often, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-6)
+        try:
+            counting.start()
+            while counting.is_alive():
+                feed.stats()
+        finally:
+            sys.setswitchinterval(often)
+        assert feed.stats()["feed_n19999_total"] == 1
 
 
 def test_a_wait_in_one_thread_does_not_hold_up_another(bridge, tmp_path) -> None:
@@ -600,8 +620,14 @@ def test_parts_of_a_step_end_by_themselves(bridge, producer, tmp_path) -> None:
         feed.give_back(fourth)
         stats = feed.stats()
         assert (stats["released_total"], stats["feed_steps_trained_held"]) == (1, 2)
+        assert feed.consumer.current_step == 1  # environments end by the trainer's steps
         assert stats["feed_groups_dropped_total{stale}"] == 1
+        (last,) = feed.parts(feed.take(5, groups=1))
+        assert numbers_of(last) == [3]
+        assert feed.consumer.current_step == 1
+        feed.failed(last, RuntimeError("flaky"))
         assert numbers_of(feed.take(5, groups=1)) == [3]
+        assert feed.consumer.current_step == 2
         (held,) = feed.state_dict()["held"].values()
         assert held == [0, 2]
         assert feed.state_of(third) == feed.state_dict() | {"held": {producer.producer_id: [2]}}
@@ -617,11 +643,26 @@ def test_full_lanes_are_waited_for_while_the_trainer_has_a_step_to_release(
         out = [feed.take(5) for _ in range(128)]
         more = threading.Thread(target=put, args=(producer, range(256, 258)))
         more.start()
-        later = threading.Timer(3, feed.trained, args=(out.pop(0),))
+        for step in out:
+            step.early = True
+        with pytest.raises(shmbridge.BatchTooBig, match="has 0 of the 2 groups"):
+            feed.take(20)
+        out[0].early = False
+        later = threading.Timer(3, feed.trained, args=(out[0],))
         later.start()
         assert numbers_of(feed.take(20)) == [256, 257]
         later.join()
         more.join()
+
+
+def test_rows_that_did_not_stop_train_nothing_if_asked(bridge, producer, tmp_path) -> None:
+    """Codes of finish_reason: stop, length, abort; a row without one is trained."""
+    rows = {"tokens": [[1, 1]] * 4, "loss_mask": [[0, 1]] * 4, "score": [0.0, 1.0, 2.0, 3.0]}
+    producer.put(rows | {"finish_reason": [0, 1, 2, None]})
+    with Feed(bridge, groups=1, run_dir=tmp_path, mask_truncated=True) as feed:
+        step = feed.take(5)
+        assert [row.trained.sum() for row in step.rows] == [1, 0, 0, 1]
+        assert step.metrics["trajectories_truncated"] == 2
 
 
 TRAINED = """
@@ -631,10 +672,16 @@ from shmbridge.consumers import Feed
 bridge, folder, end = sys.argv[1:4]
 with Feed(bridge, groups=2, release_at="checkpoint", run_dir=folder) as feed:
     feed.begin_run(4)
-    feed.trained(feed.take(10), version=5)
-    feed.save_state(folder)
-    if end == "saved":
-        feed.checkpointed()
+    later = end in ("published later", "trained on")  # as trainers that publish after their save
+    feed.trained(feed.take(10), version=None if later else 5)
+    state = feed.save_state(folder)
+    if end == "saved" or later:
+        feed.checkpointed(state)
+    if later:
+        feed.publish(5)
+    if end == "trained on":
+        feed.trained(feed.take(10))
+        feed.publish(6)
     if end != "exit":
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -660,7 +707,7 @@ def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environ
         for folder, why in ((None, "no checkpoint was loaded"), (other, "is of another run")):
             with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
                 assert folder is None or feed.load_state(folder)
-                for refused in (lambda: feed.take(0), lambda: feed.begin_run(6)):
+                for refused in (feed.require_start, lambda: feed.take(0), lambda: feed.begin_run(6)):
                     with pytest.raises(BridgeAhead, match=f"trained up to version 5, and .*{why}"):
                         refused()
                 assert feed.consumer.policy_version == 5
@@ -675,9 +722,12 @@ def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environ
                 numbers_of(feed.take(5))
 
 
-@pytest.mark.parametrize(("end", "kept"), [("saved", []), ("exit", [5]), ("killed", [5])])
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [("saved", []), ("exit", [5]), ("killed", [5]), ("published later", []), ("trained on", [6])],
+)
 def test_a_bridge_keeps_what_no_checkpoint_has(bridge, producer, tmp_path, end, kept) -> None:
-    put(producer, range(2))
+    put(producer, range(4))
     producer.close()
     trained(bridge, tmp_path, end)
     assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == kept

@@ -46,20 +46,25 @@ def prompts():
 
 
 @pytest.fixture
-def make_generator(consumer, bridge):
-    """Generators over the test's consumer; what they hold is discarded after the test."""
+def make_generator(bridge, tmp_path):
+    """Generators over a feed, one at a time; what they hold is discarded after the test."""
+    from shmbridge.consumers.feed import Feed
     from shmbridge.consumers.skyrl.generator import ShmGenerator
 
-    made = []
+    made, feeds = [], []
 
-    def generator(repetitions=4, **options):
-        options.setdefault("timeout_s", 30.0)
-        made.append(ShmGenerator(consumer, repetitions, **options))
+    def close():
+        while made:
+            made.pop().close()
+        while feeds:
+            feeds.pop().close()
+
+    def generator(repetitions=4, *, timeout_s=30.0, of_feed=None, **options):
+        close()
+        feeds.append(Feed(bridge, exact=True, **{"groups": 1, "run_dir": tmp_path} | (of_feed or {})))
+        made.append(ShmGenerator(feeds[-1], repetitions, timeout_s=timeout_s, **options))
         return made[-1]
 
     yield generator
-    for each in made:
-        each.close()
-    made.clear()
-    consumer.close()
+    close()
     shmbridge.Consumer(bridge, resume="discard").close()

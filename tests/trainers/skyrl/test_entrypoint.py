@@ -60,6 +60,11 @@ def test_skyrls_program_trains_from_a_bridge_under_ray(example, tiny, bridge, tm
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
+        ("bridge.release_at=never", "none of step, checkpoint -> bridge.release_at=step"),
+        ("bridge.release_at=checkpoint", "ckpt_interval=-1 saves none -> trainer.ckpt_interval=1"),
+        ("bridge.unfit=drop", "none of refuse, leave_out -> bridge.unfit=refuse"),
+        ("bridge.start=anew", "none of from-bridge, from-scratch"),
+        ("bridge.set_aside_after=-1", "at least 0 -> bridge.set_aside_after=0"),
         ("bridge.match=foo", "none of arrival, instance -> bridge.match=arrival"),
         ("bridge.long_groups=cut", "none of refuse, trim -> bridge.long_groups=refuse"),
         ("bridge.name=a/b", "a/b"),
@@ -147,19 +152,21 @@ def test_the_workers_of_skyrl_keep_their_code_and_send_into_the_bridge(example):
     assert bases.index(FSDPPolicyWorkerBase) < bases.index(BridgeWeights)
 
 
-def test_what_the_client_refuses_and_what_ray_copies_of_it(consumer, bridge):
+def test_what_the_client_refuses_and_what_ray_copies_of_it(bridge, tmp_path):
     import asyncio
     import pickle
 
+    from shmbridge.consumers.feed import Feed
     from shmbridge.consumers.skyrl.inference_client import SampledElsewhere, ShmInferenceClient
 
-    consumer.publish_policy_version(7)
-    client = ShmInferenceClient(consumer, bridge, "tiny", ["http://127.0.0.1:1"])
-    there = pickle.loads(pickle.dumps(client))
-    assert (there.bridge, there.engines, there.least_version) == (bridge, ("http://127.0.0.1:1",), 8)
-    assert there.weight_version == -1
-    with pytest.raises(SampledElsewhere, match=r"generate\(\)"):
-        asyncio.run(client.generate({}))
-    client.increment_weight_version()  # no weights in the segment: the next number
-    assert client.weight_version == consumer.policy_version == 8
-    asyncio.run(client.teardown())
+    with Feed(bridge, run_dir=tmp_path) as feed:
+        feed.begin_run(7)
+        client = ShmInferenceClient(feed, bridge, "tiny", ["http://127.0.0.1:1"])
+        there = pickle.loads(pickle.dumps(client))
+        assert (there.bridge, there.engines, there.least_version) == (bridge, ("http://127.0.0.1:1",), 8)
+        assert there.weight_version == -1
+        with pytest.raises(SampledElsewhere, match=r"generate\(\)"):
+            asyncio.run(client.generate({}))
+        client.increment_weight_version()  # no weights in the segment: the next number
+        assert client.weight_version == feed.consumer.policy_version == 8
+        asyncio.run(client.teardown())

@@ -61,7 +61,7 @@ async def test_rows_that_did_not_stop_train_nothing_if_asked(make_generator, pro
     """Codes of finish_reason: stop, length, abort; a row without one is trained."""
     for _ in range(2):
         producer.put(group(finish_reason=[0, 1, 2, None]))
-    generator = make_generator(mask_truncated=True)
+    generator = make_generator(of_feed={"mask_truncated": True})
     output = await generated(generator, prompts(1, 4))
     assert output["loss_masks"] == [[1] * 4, [0] * 4, [0] * 4, [1] * 4]
     assert [sum(map(bool, row)) for row in output["rewards"]] == [4, 0, 0, 4]
@@ -82,7 +82,7 @@ async def test_a_short_group_is_padded_by_rows_that_train_nothing(make_generator
     assert generator.stats()["rows_masked"] == 1
 
 
-async def test_a_long_group_is_refused_and_stays(make_generator, producer, consumer, prompts):
+async def test_a_long_group_is_refused_and_stays(make_generator, producer, prompts):
     from shmbridge.consumers.skyrl.arrange import GroupDoesNotFit
 
     producer.put(group(rows=5), group_id="long")
@@ -92,9 +92,8 @@ async def test_a_long_group_is_refused_and_stays(make_generator, producer, consu
     ):
         await generated(generator, prompts(1, 4))
     assert generator.held == 0
-    (again,) = consumer.take_groups(groups=1, timeout_s=5.0)
-    assert again.records[0].meta.group_id == "long"
-    again.records[0].release()
+    again = await generator.feed.take_async(5.0)
+    assert again.groups[0].group_id == "long"
 
 
 async def test_a_long_group_is_trimmed_and_counted(make_generator, producer, prompts):
@@ -138,7 +137,7 @@ async def test_instances_find_their_prompts_in_any_order(make_generator, produce
     assert generator.stats()["early_groups"] == 1
     late = await generated(generator, prompts(1, 4, first=7))
     assert late["env_metrics"][0]["group_id"] == "of-7"
-    assert generator.held == 4
+    assert generator.held == generator.feed.stats()["feed_steps_out"] == 4
 
 
 async def test_calls_at_once_find_their_instances(make_generator, producer, prompts):
@@ -172,7 +171,7 @@ async def test_the_event_loop_goes_on_while_nothing_comes(make_generator, produc
     assert (await call)["rewards"]
 
 
-async def test_a_cancelled_call_leaves_its_groups(make_generator, producer, consumer, prompts):
+async def test_a_cancelled_call_leaves_its_groups(make_generator, producer, prompts):
     generator = make_generator()
     call = asyncio.create_task(generator.generate(prompts(2, 4)))
     await asyncio.sleep(0.05)
@@ -205,8 +204,8 @@ def put_on(make_producer):
 
 
 async def test_a_step_that_can_never_fit_is_an_error_with_the_numbers(make_generator, put_on, prompts):
-    generator = make_generator(prompts_per_step=20)
-    words = r"20 groups cannot be filled.* 64 KiB .*SkyRL has 0 of the 20 groups.*lane_bytes"
+    generator = make_generator(of_feed={"groups": 20})
+    words = r"20 groups cannot be filled.* 64 KiB .*the trainer has 0 of the 20 groups.*lane_bytes"
     with pytest.raises(shmbridge.BatchTooBig, match=words):
         await generator.generate(prompts(20, 4))
 
@@ -215,14 +214,14 @@ async def test_groups_that_wait_in_skyrls_buffer_for_others_that_have_no_room(
     make_generator, put_on, prompts
 ):
     """As its asynchronous trainer asks, one prompt a call, and trains once it has all of a step."""
-    generator = make_generator(prompts_per_step=20)
+    generator = make_generator(of_feed={"groups": 20})
     calls = [generator.generate(prompts(1, 4, first=each)) for each in range(20)]
-    with pytest.raises(shmbridge.BatchTooBig, match=r"holds \d+ records .*SkyRL has \d of the 20 groups"):
+    with pytest.raises(shmbridge.BatchTooBig, match=r"holds \d+ records .*trainer has \d of the 20 groups"):
         await asyncio.gather(*calls)
 
 
 async def test_full_lanes_are_no_error_while_a_step_is_trained(make_generator, put_on, prompts):
-    generator = make_generator(prompts_per_step=2)
+    generator = make_generator(of_feed={"groups": 2})
     await generated(generator, prompts(2, 4))
     following = asyncio.create_task(generated(generator, prompts(4, 4, first=2)))
     done, _ = await asyncio.wait({following}, timeout=3.0)
@@ -242,16 +241,17 @@ async def test_the_mean_score_is_said_by_environment(make_generator, make_produc
     assert metrics["shmbridge/score_mean"] == pytest.approx(2.0)  # 14 / 7: masked rows have none
 
 
-async def test_stale_groups_are_discarded_by_the_bridge(make_generator, producer, consumer, prompts):
-    consumer.publish_policy_version(6)
+async def test_stale_groups_are_discarded_by_the_bridge(make_generator, producer, prompts):
+    generator = make_generator(of_feed={"max_staleness": 1})
+    generator.feed.consumer.publish_policy_version(6)
     producer.put(group(), group_id="old", policy_version=3)
     producer.put(group(), group_id="new", policy_version=5)
-    output = await generated(make_generator(max_staleness=1), prompts(1, 4))
+    output = await generated(generator, prompts(1, 4))
     assert output["env_metrics"][0]["group_id"] == "new"
     assert output["env_metrics"][0]["min_policy_version"] == 5
     assert output["rollout_metrics"]["shmbridge/staleness_max"] == 1
     assert output["rollout_metrics"]["shmbridge/policy_version_max"] == 6
-    assert consumer.stats()["discarded_total{stale}"] == 1
+    assert generator.feed.stats()["discarded_total{stale}"] == 1
 
 
 async def test_other_columns_arrive_as_they_are_or_are_counted(make_generator, producer, prompts):
@@ -286,20 +286,45 @@ async def test_rows_that_skyrl_cannot_take_as_they_are(make_generator, producer,
     assert output["rollout_metrics"]["shmbridge/rows_without_response"] == 2
 
 
-async def test_a_group_is_held_until_its_prompt_is_trained(make_generator, producer, consumer, prompts):
+async def test_a_group_is_held_until_its_prompt_is_trained(make_generator, producer, prompts):
     for _ in range(2):
         producer.put(group())
     generator = make_generator()
+    consumer = generator.feed.consumer
     for prompt in range(2):
         await generated(generator, prompts(1, 4, first=prompt))
     assert generator.held == consumer.stats()["held"] == 2
-    assert consumer.current_step == 0
-    assert generator.trained(["1"]) == 1
+    generator.trained(["1"])
     assert consumer.current_step == 1
-    assert generator.trained(["1", "never"]) == 0
-    assert generator.held == consumer.stats()["held"] == 1
-    assert generator.trained(["0"]) == 1
+    generator.trained(["1", "never"])
+    assert generator.held == consumer.stats()["held"] == consumer.current_step == 1
+    generator.trained(["0"])
     wait_until(lambda: consumer.stats()["held"] == 0)
+
+
+async def test_a_prompt_that_is_asked_for_again_gets_its_group_again(make_generator, producer, prompts):
+    """As SkyRL's dynamic sampling does with prompts that it left out."""
+    for number in range(3):
+        producer.put(group(), group_id=f"g{number}")
+    generator = make_generator()
+    found = [await generated(generator, prompts(1, 4)) for _ in range(3)]
+    assert [output["env_metrics"][0]["group_id"] for output in found] == ["g0", "g1", "g0"]
+    assert generator.held == 1
+
+
+async def test_rows_that_cannot_be_trained_are_places_without_loss(make_generator, producer, prompts):
+    """Some of a group's rows, and all of them."""
+    producer.put(group(instance_id=["a"] * 4), group_id="first")
+    long = group(first=1, size=9, instance_id=["b"] * 4)
+    producer.put(long, group_id="second")
+    generator = make_generator(
+        of_feed={"groups": 2, "unfit": "leave_out", "longest_row": 8, "vocabulary": 44}
+    )
+    output = await generated(generator, prompts(2, 4))
+    assert [sum(mask) for mask in output["loss_masks"]] == [4, 4, 4, 0, 0, 0, 0, 0]
+    assert [row["instance_id"] for row in output["env_metrics"][3:5]] == ["a", "b"]
+    assert output["rollout_metrics"]["shmbridge/rows_left_out"] == 5
+    assert generator.feed.stats()["feed_rows_left_out_too_long_total"] == 4
 
 
 async def test_eval_groups_are_released_untrained(make_generator, producer, prompts):
@@ -308,7 +333,7 @@ async def test_eval_groups_are_released_untrained(make_generator, producer, prom
     generator = make_generator()
     output = await generated(generator, prompts(1, 4))
     assert output["env_metrics"][0]["group_id"] == "train"
-    assert generator.stats()["left_out_total{eval}"] == 1
+    assert generator.feed.stats()["left_out_total{eval}"] == 1
 
 
 async def test_an_evaluation_needs_a_generator_of_its_own(make_generator, prompts):
@@ -324,17 +349,18 @@ async def test_an_evaluation_needs_a_generator_of_its_own(make_generator, prompt
     assert await make_generator(evaluator=Evaluator()).generate(given) is given
 
 
-async def test_what_ends_a_call(make_generator, producer, consumer, prompts):
-    from shmbridge.consumers.skyrl.take import RolloutsOver
+async def test_what_ends_a_call(make_generator, producer, prompts):
+    from shmbridge.consumers.feed import Drained
 
-    with pytest.raises(shmbridge.ConsumerEmpty, match="1 of 1 lane has a living producer"):
+    with pytest.raises(shmbridge.ConsumerEmpty, match="1 of 1 lanes have a producer"):
         await make_generator(timeout_s=0.1).generate(prompts(1, 4))
     with pytest.raises(ValueError, match=r"prompt '0' has 3 rows .*answers with 4"):
         await make_generator().generate(prompts(1, 3))
     producer.put(group())
-    consumer.drain()
-    with pytest.raises(RolloutsOver, match="fewer than 2 groups"):
-        await make_generator().generate(prompts(2, 4))
+    generator = make_generator()
+    generator.feed.drain()
+    with pytest.raises(Drained, match="1 groups are there for a step of 2 groups"):
+        await generator.generate(prompts(2, 4))
 
 
 async def test_groups_of_several_calls_go_together_in_skyrl(make_generator, producer, prompts):

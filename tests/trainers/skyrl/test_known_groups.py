@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+import shmbridge
 from shmbridge.testing.known_groups import known_groups
 
 VOCABULARY = 28
@@ -71,10 +72,10 @@ def compare(seen, groups, shift=0) -> float:
 
 
 @pytest.fixture
-def trained(example, tiny, bridge, consumer, make_producer):
+def trained(example, tiny, bridge, tmp_path, make_producer):
     """Trains one step on groups, and returns what the loss saw, and the trainer's metrics."""
 
-    def run(groups, *settings):
+    def run(groups, *settings, version=None):
         producer = make_producer(lane_bytes="1M")
         for group in groups:
             group.put(producer)
@@ -86,14 +87,18 @@ def trained(example, tiny, bridge, consumer, make_producer):
             "trainer.policy_mini_batch_size=1",
             "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm",
             f"trainer.algorithm.max_seq_len={NORM}",
+            f"trainer.ckpt_path={tmp_path}",
             *settings,
         )
         logged = {}
-        with example.experiment(cfg, consumer) as trainer:
+        with example.experiment(cfg) as trainer:
+            feed = trainer.generator.feed
+            if version is not None:
+                feed.begin_run(version)
             seen = Seen(trainer.dispatch.worker)
             trainer.tracker.log = lambda data, **_: logged.update(data)
             asyncio.run(trainer.train())
-            logged["held"] = consumer.stats()["held"]
+            logged["held"] = feed.stats()["held"]
             logged["stats"] = trainer.generator.stats()
         return seen, logged
 
@@ -135,22 +140,20 @@ def test_a_loss_over_the_samplers_log_probabilities_sees_them(trained):
     assert logged["stats"]["rows_without_logprobs"] == 0
 
 
-def test_that_loss_refuses_rows_without_them_and_they_stay(trained, consumer):
+def test_that_loss_refuses_rows_without_them_and_they_stay(trained, bridge):
     from shmbridge.consumers.skyrl.generator import NoLogprobs
 
     groups = [group for group in known_groups(vocabulary=VOCABULARY) if group.name == "no columns"]
     with pytest.raises(NoLogprobs, match=r"4 of 4 rows without inference_logprobs.*policy_loss_type=regular"):
         trained(groups, "trainer.algorithm.policy_loss_type=rollout_is")
-    (again,) = consumer.take_groups(groups=1, timeout_s=5.0)
-    assert again.records[0].meta.group_id == groups[0].group_id
-    again.records[0].release()
+    with shmbridge.Consumer(bridge) as following, following.get(timeout_s=5.0) as again:
+        assert again.meta.group_id == groups[0].group_id
 
 
 @pytest.mark.parametrize(("loss", "warned"), [("regular", True), ("rollout_is", False)])
-def test_stale_rows_that_count_as_fresh_are_named_once(trained, consumer, capfd, loss, warned):
+def test_stale_rows_that_count_as_fresh_are_named_once(trained, capfd, loss, warned):
     groups = [group for group in known_groups(vocabulary=VOCABULARY) if group.name != "no columns"]
-    consumer.publish_policy_version(9)
-    _, logged = trained(groups, f"trainer.algorithm.policy_loss_type={loss}")
+    _, logged = trained(groups, f"trainer.algorithm.policy_loss_type={loss}", version=9)
     assert logged["shmbridge/rows_stale"] == 16
     said = [line for line in capfd.readouterr().err.splitlines() if "as if fresh" in line]
     assert len(said) == warned, "SkyRL writes what is logged to stderr"

@@ -27,7 +27,8 @@ TABLE = {
         {CORRECTION}.geo_mask_high {CORRECTION}.geo_mask_low {CORRECTION}.product_mask_high
         {CORRECTION}.product_mask_low {CORRECTION}.outlier_token_is_threshold_low
         {CORRECTION}.outlier_token_is_threshold_high {CORRECTION}.token_mask_is_threshold_low
-        {CORRECTION}.token_mask_is_threshold_high {ALGORITHM}.use_tis {ALGORITHM}.tis_imp_ratio_cap""",
+        {CORRECTION}.token_mask_is_threshold_high {ALGORITHM}.cispo.cispo_anchor
+        {ALGORITHM}.use_tis {ALGORITHM}.tis_imp_ratio_cap""",
     "as the bridge: by finish_reason": "generator.apply_overlong_filtering",
     "as the bridge: whole groups, rows of an episode by its columns": """
         generator.n_samples_per_prompt generator.step_wise_trajectories""",
@@ -53,6 +54,8 @@ TABLE = {
         trainer.fused_lm_head_logprob trainer.fused_lm_head_logprob_backend""",
 }
 
+NEW_IN_0_4 = {f"{ALGORITHM}.cispo.cispo_anchor", f"{ALGORITHM}.enable_sample_support_replay"}
+
 
 def leaves(config, above=""):
     """Keys of every leaf of a config; a section that may be None is one."""
@@ -74,7 +77,7 @@ def test_every_option_of_skyrl_is_refused_or_in_the_table(example):
     }
     of_other_kinds = {each.key for each in REFUSED if not WATCHED.match(each.key)}
     assert of_other_kinds <= set(leaves(SkyRLTrainConfig()))
-    accounted_for(options | of_other_kinds, REFUSED, TABLE)
+    accounted_for(options | of_other_kinds | NEW_IN_0_4, REFUSED, TABLE)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from shmbridge.weights import WeightsReader
 
 
 @pytest.fixture
-def environment(example, bridge, consumer):
+def environment(example, bridge):
     """Puts the example's groups until the test ends."""
     over = threading.Event()
     thread = threading.Thread(target=example._play, args=(bridge, over))
@@ -25,13 +25,12 @@ def environment(example, bridge, consumer):
     yield
     over.set()
     thread.join()
-    consumer.close()
     shmbridge.Consumer(bridge, resume="discard").close()
 
 
-def test_the_rewarded_token_becomes_likely(example, tiny, bridge, consumer, environment):
+def test_the_rewarded_token_becomes_likely(example, tiny, bridge, environment):
     cfg = example.config(tiny, bridge, 4, "trainer.max_training_steps=6")
-    with example.experiment(cfg, consumer) as trainer, WeightsReader(bridge) as weights:
+    with example.experiment(cfg) as trainer, WeightsReader(bridge) as weights:
         worker = trainer.dispatch.worker
         curve = [example.target_logprob(worker)]
         step = worker.optim_step
@@ -39,6 +38,7 @@ def test_the_rewarded_token_becomes_likely(example, tiny, bridge, consumer, envi
         asyncio.run(trainer.train())
         assert len(curve) == 7
         assert curve[-1] > curve[0] + 2.0
+        consumer = trainer.generator.feed.consumer
         assert trainer.generator.held == 0
         assert consumer.policy_version == weights.version == 6
         assert consumer.current_step == 6
@@ -49,12 +49,31 @@ def test_the_rewarded_token_becomes_likely(example, tiny, bridge, consumer, envi
                 np.testing.assert_array_equal(tensor, state[name].numpy())
 
 
-def test_versions_go_on_above_those_of_an_earlier_learner(example, tiny, bridge, consumer, environment):
-    consumer.publish_policy_version(40)
-    cfg = example.config(tiny, bridge, 4, "trainer.max_training_steps=1")
-    with example.experiment(cfg, consumer) as trainer, WeightsReader(bridge) as weights:
+@pytest.mark.parametrize("start", ["from-scratch", "from-bridge"])
+def test_a_trained_bridge_is_refused_or_gone_on_with(
+    example, tiny, bridge, environment, tmp_path, monkeypatch, start
+):
+    """After a trainer that ended in order; its environments and engines have the trained weights."""
+    from shmbridge.consumers.trained_bridge import BridgeAhead
+
+    monkeypatch.chdir(tmp_path)
+    one_step = "trainer.max_training_steps=1", f"trainer.ckpt_path={tmp_path}"
+    with example.experiment(example.config(tiny, bridge, 4, *one_step)) as trainer:
+        base = example.target_logprob(trainer.dispatch.worker)
         asyncio.run(trainer.train())
-        assert consumer.policy_version == weights.version == 42
+        trained = example.target_logprob(trainer.dispatch.worker)
+    with (
+        pytest.raises(BridgeAhead, match="trained up to version 1"),
+        example.experiment(example.config(tiny, bridge, 4, *one_step)) as trainer,
+    ):
+        asyncio.run(trainer.train())
+    cfg = example.config(tiny, bridge, 4, *one_step, f"bridge.start={start}")
+    with example.experiment(cfg) as trainer, WeightsReader(bridge) as weights:
+        assert weights.version == 1  # the one that was refused has published nothing
+        begins = example.target_logprob(trainer.dispatch.worker)
+        assert begins == pytest.approx(base if start == "from-scratch" else trained, abs=1e-5)
+        asyncio.run(trainer.train())
+        assert trainer.generator.feed.consumer.policy_version == weights.version == 3
 
 
 def batch_of_steps():
@@ -75,11 +94,11 @@ def batch_of_steps():
     return data, values
 
 
-def test_every_step_keeps_its_own_advantages(example, tiny, bridge, consumer):
+def test_every_step_keeps_its_own_advantages(example, tiny, bridge):
     from skyrl.train.trainer import RayPPOTrainer
 
     cfg = example.config(tiny, bridge, 2, "generator.step_wise_trajectories=true")
-    with example.experiment(cfg, consumer) as trainer:
+    with example.experiment(cfg) as trainer:
         data, values = batch_of_steps()
         torch.testing.assert_close(
             trainer.compute_advantages_and_returns(data)["advantages"], values, rtol=0, atol=0
@@ -91,7 +110,7 @@ def test_every_step_keeps_its_own_advantages(example, tiny, bridge, consumer):
         assert stock[0].tolist() == [0.0, 4.0, 5.0]
 
 
-def test_a_step_wise_batch_goes_through_the_whole_trainer(example, tiny, bridge, consumer, producer):
+def test_a_step_wise_batch_goes_through_the_whole_trainer(example, tiny, bridge, producer):
     random = np.random.default_rng(3)
     tokens = [random.integers(6, 28, 8).astype(np.int32) for _ in range(6)]
     mask = np.array([0, 0, 0, 1, 1, 0, 1, 1], np.uint8)
@@ -110,15 +129,15 @@ def test_a_step_wise_batch_goes_through_the_whole_trainer(example, tiny, bridge,
     cfg = example.config(
         tiny, bridge, 2, "trainer.max_training_steps=1", "generator.step_wise_trajectories=true"
     )
-    with example.experiment(cfg, consumer) as trainer:
+    with example.experiment(cfg) as trainer:
         asyncio.run(trainer.train())
         assert trainer.generator.held == 0
         assert trainer.generator.stats()["groups"] == 2
-    wait_until(lambda: consumer.stats()["held"] == 0)
+        wait_until(lambda: trainer.generator.feed.stats()["held"] == 0)
 
 
 def test_skyrls_experiment_runs_its_simulated_asynchronous_trainer(
-    example, tiny, bridge, consumer, environment, tmp_path
+    example, tiny, bridge, environment, tmp_path
 ):
     example.without_cuda()
     from shmbridge.consumers.skyrl.entrypoint import ShmExp
@@ -138,7 +157,7 @@ def test_skyrls_experiment_runs_its_simulated_asynchronous_trainer(
         f"trainer.ckpt_path={tmp_path / 'checkpoints'}",
     )
     logged = []
-    with ShmExp(cfg, consumer) as exp:
+    with ShmExp(cfg) as exp:
         tracker = exp.get_tracker()
         tracker.log = lambda data, **_: logged.append(data)
         exp.get_tracker = lambda: tracker
@@ -147,6 +166,7 @@ def test_skyrls_experiment_runs_its_simulated_asynchronous_trainer(
         assert exp.trainer.global_step == 5
         assert exp.trainer.generator.held == 0
         assert exp.trainer.generator.stats()["groups"] == 8
+        consumer = exp.feed.consumer
         assert consumer.policy_version == 4  # one at the beginning, one after each of four steps
         assert consumer.current_step == 4
     behind = [each["shmbridge/staleness_trained_max"] for each in logged if "async/staleness_max" in each]
@@ -154,9 +174,7 @@ def test_skyrls_experiment_runs_its_simulated_asynchronous_trainer(
     assert max(behind) <= 2  # one in the bridge, one in SkyRL's buffer
 
 
-def test_an_engine_that_follows_the_bridge_has_skyrls_weights(
-    example, tiny, bridge, consumer, environment, tmp_path
-):
+def test_an_engine_that_follows_the_bridge_has_skyrls_weights(example, tiny, bridge, environment, tmp_path):
     from shmbridge.consumers.engines.fleet import engine_of
 
     server = subprocess.Popen(
@@ -169,9 +187,9 @@ def test_an_engine_that_follows_the_bridge_has_skyrls_weights(
         assert "http://" in line, (tmp_path / "server.log").read_text()
         engine = engine_of("http://" + line.split("http://")[1].split()[0])
         cfg = example.config(tiny, bridge, 2, "trainer.max_training_steps=2")
-        with example.experiment(cfg, consumer) as trainer:
+        with example.experiment(cfg) as trainer:
             asyncio.run(trainer.train())
-        assert consumer.policy_version == 2
+            assert trainer.generator.feed.consumer.policy_version == 2
         wait_until(lambda: engine.version() == 2, 30.0)
         engine.close()
     finally:
@@ -179,7 +197,7 @@ def test_an_engine_that_follows_the_bridge_has_skyrls_weights(
         server.wait(30)
 
 
-def test_the_asynchronous_trainer_trains(example, tiny, bridge, consumer, environment):
+def test_the_asynchronous_trainer_trains(example, tiny, bridge, environment):
     cfg = example.config(
         tiny,
         bridge,
@@ -192,14 +210,14 @@ def test_the_asynchronous_trainer_trains(example, tiny, bridge, consumer, enviro
         "trainer.fully_async.num_parallel_generation_workers=2",
     )
     logged = []
-    with example.experiment(cfg, consumer) as trainer:
+    with example.experiment(cfg) as trainer:
         assert type(trainer).__name__ == "ShmAsyncTrainer"
         trainer.tracker.log = lambda data, **_: logged.append(data)
         before = example.target_logprob(trainer.dispatch.worker)
         asyncio.run(trainer.train())
         assert example.target_logprob(trainer.dispatch.worker) > before + 0.5
         assert trainer.generator.held == 0
-        assert consumer.policy_version == 5
+        assert trainer.generator.feed.consumer.policy_version == 5
     behind = [each["shmbridge/staleness_trained_max"] for each in logged if "async/staleness_max" in each]
     assert len(behind) == 5
     assert max(behind) <= 1  # SkyRL keeps no group for later: the bridge's limit is that of training
