@@ -88,7 +88,10 @@ WHERE = ("train", "trained", "earlier", "save", "saved", "told")
     "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 10))]
 )
 def test_kills_around_checkpoints_lose_no_group_and_repeat_none(bridge, tmp_path, seed):
-    """Six steps of two groups, a checkpoint after steps 2, 4 and 5, and two kills."""
+    """Six steps of two groups, a checkpoint after steps 2, 4 and 5, and two kills.
+
+    A run from which a group was lost waits for it until its time is up.
+    """
     draw, lag = random.Random(seed), seed // 2 % 2
     plan = {"steps": 6, "background": bool(seed % 2), "lag": lag}
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
