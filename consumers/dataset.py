@@ -155,7 +155,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         for batch in closed_at_exit(self._batches()):
             if self.items == "rows":
                 yield from self._rows(batch)
-            elif not self._send_back_had(batch):
+            else:
                 yield from self._whole(batch)
 
     def _whole(self, batch: Batch) -> Iterator[Tensors]:
@@ -172,7 +172,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             place = _place(record)
             had = min(self._position.rows_had(place), record.rows)
             if had:
-                self._position.skip(had)
+                self._position.skipped += had
                 self._position.took(place, had)
             for row, (tensors, tokens) in zip(range(record.rows), rows, strict=False):
                 if row >= had:
@@ -191,23 +191,11 @@ class BridgeDataset(IterableDataset[Tensors]):
         if self.world_size is None:
             self._held.append(batch)
 
-    def _send_back_had(self, batch: Batch) -> bool:
-        """Returns whether the loaded state contains groups of this batch. Those are released; the others are
-        put back and come in a later, full batch.
-        """
-        had = [group for group in batch.groups if self._had_all(group)]
-        if not had or self.world_size is not None:
-            return False
-        for group in had:
-            for record in group.records:
-                self._position.skip(record.rows)
-                record.release()
-        batch.records = []
-        self._open_consumer().put_back([group for group in batch.groups if group not in had])
-        return True
-
-    def _had_all(self, group: Group) -> bool:
-        return all(self._position.rows_had(_place(record)) >= record.rows for record in group.records)
+    def _is_new(self, group: Group) -> bool:
+        """The consumer's screen: keeps out groups whose rows the loaded state has all."""
+        had = all(self._position.rows_had(_place(record)) >= record.rows for record in group.records)
+        self._position.skipped += group.rows if had else 0
+        return not had
 
     def _batches(self) -> Generator[Batch, None, None]:
         if self.world_size is not None:
@@ -313,6 +301,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             self._consumer = shmbridge.Consumer(
                 self.bridge, run=self._run, lanes=self._lanes, schema=self._schema
             )
+            self._consumer.screen(self._is_new)
         return self._consumer
 
     def _open_rank(self) -> shmbridge.Rank:

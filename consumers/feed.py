@@ -44,14 +44,14 @@ import shmbridge
 from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
-from shmbridge.consumers.dataset_parts.lane_records import may_come_again
+from shmbridge.batching.screen import Screen
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split
 from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.segment import mount_id
 from shmbridge.shown import counted
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Step:
     @cached_property
     def unfit(self) -> dict[int, tuple[str, str]]:
         """Rows that cannot be trained, by number: what kind of row, and why."""
-        return self._feed._look_for_unfit(self.batch)
+        return unfit_rows(self.batch, self._feed._longest_row, self._feed._vocabulary)
 
     @cached_property
     def _read(self) -> tuple[list[Trajectory], dict[str, float]]:
@@ -138,8 +138,9 @@ class Step:
         Any thread, at any time.
         """
         records = [record for group in self.groups for record in group.records]
-        stamps = (record.meta.min_policy_version for record in records for _ in range(record.rows))
-        return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
+        return lags(
+            (record.meta.min_policy_version for record in records for _ in range(record.rows)), version
+        )
 
     def __repr__(self) -> str:
         return f"<Step of {counted(len(self.groups), 'group')}, {counted(len(self.batch), 'row')}>"
@@ -180,6 +181,7 @@ class Feed:
         mask_truncated: nothing is trained of rows whose `finish_reason` is known and not "stop".
         make: makes a step's batch of its groups, in the thread that forms batches; None: shmbridge.Batch.
         prefetch: batches gathered ahead, still held.
+        screen: as of Consumer.screen: groups for which it returns False are released and counted.
         consumer: further options of shmbridge.Consumer.
 
     Attributes:
@@ -212,6 +214,7 @@ class Feed:
         start: Start | None = None,
         make: MakeBatch | None = None,
         prefetch: int = 0,
+        screen: Screen | None = None,
         **consumer: Any,
     ) -> None:
         choices = ("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit), ("split", split, Split)
@@ -240,7 +243,7 @@ class Feed:
         self._max_staleness = consumer.get("max_off_policy_steps") if max_staleness is None else max_staleness
         self._split, self._prefetch, self._pid = split, prefetch, os.getpid()
         self._after, self._on_unfit = set_aside_after, unfit
-        self._longest_row, self._vocabulary = longest_row, vocabulary
+        self._longest_row, self._vocabulary, self._screen = longest_row, vocabulary, screen
         self.counts: Counter[str] = Counter()
         self._taking = threading.Lock()  # around what takes from the consumer, for up to _ASK_S
         self._lock = threading.RLock()  # around what is held; never for long
@@ -250,8 +253,7 @@ class Feed:
         self._steps: dict[int, Step] = {}  # handed out, neither trained nor failed; by id
         self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
         self._saving: list[Held] | None = None  # trained before the last state_dict
-        self._known: dict[str, set[int]] = {}  # records of the loaded state, by producer
-        self._mounts: dict[str, str] = {}
+        self._known = HeldRecords({}, {})  # of the loaded state
         self._aside_in_a_row = 0
         self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
@@ -298,7 +300,7 @@ class Feed:
         self._begun = True
 
     def require_start(self) -> None:
-        """Raises BridgeAhead as `take`, for a trainer that writes weights into the bridge before."""
+        """Raises BridgeAhead as `take`, for a trainer that is about to publish weights. Never blocks."""
         if not self._may_start:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
@@ -564,32 +566,9 @@ class Feed:
 
     # -- rows that cannot be trained
 
-    def _look_for_unfit(self, batch: Batch) -> dict[int, tuple[str, str]]:
-        """Returns row -> (kind, why), of the rows that cannot be trained."""
-        found: dict[int, tuple[str, str]] = {}
-        if (most := self._longest_row) is not None:
-            for row in np.flatnonzero(batch.lengths > most).tolist():
-                found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {most}"
-        if (known := self._vocabulary) is not None:
-            places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= known))
-            rows, first = np.unique(
-                np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
-            )
-            for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
-                why = f"has token {batch.tokens[at]}, and the model knows {known}"
-                found.setdefault(row, ("unknown_token", why))
-        return found
-
     def _refuse(self, step: Step, row: int, unfit: tuple[str, str]) -> NoReturn:
         """Returns the step's groups, but for one that was refused too often; raises UnfitRow."""
-        meta, at = step.batch.meta[row], int(step.batch.group_index[row])
-        number = row - int(np.searchsorted(step.batch.group_index, at))
-        error = UnfitRow(
-            f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
-            hint='unfit="leave_out" trains without such rows, and counts them',
-            row=number,
-        )
-        bad = step.groups[at]
+        error, bad = unfit_row(step.batch, row, unfit), step.groups[int(step.batch.group_index[row])]
         self.consumer.queue.count_batch(-1)
         with self._lock:
             aside = self._failures is not None and self._failures.failed([_key(bad)]) is not None
@@ -757,13 +736,10 @@ class Feed:
     # -- what a checkpoint contains
 
     def _is_new(self, group: Group) -> bool:
-        """The consumer's screen: keeps out groups that the loaded state contains."""
-        for record in group.records:
-            meta = record.meta
-            if not (meta.redelivered and meta.sequence in self._known.get(meta.producer_id, ())):
-                return True
-        self.counts["groups_in_checkpoint"] += 1
-        return False
+        """The consumer's screen: keeps out groups that the loaded state contains, and the trainer's."""
+        known = all(self._known.contains(record.meta) for record in group.records)
+        self.counts["groups_in_checkpoint"] += known
+        return not known and (self._screen is None or self._screen(group))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
@@ -773,15 +749,16 @@ class Feed:
         """
         with self._lock:
             self._saving = list(self._trained)
-            held = {name: set(numbers) for name, numbers in may_come_again(self._known, self._mounts).items()}
-            mounts = {name: self._mounts[name] for name in held if name in self._mounts}
-            here = mount_id()
-            for producer, sequence in (_place(record) for step in self._saving for record in step.records):
-                held.setdefault(producer, set()).add(sequence)
-                if here:
-                    mounts[producer] = here
-        sequences = {name: sorted(numbers) for name, numbers in held.items()}
-        return {"format": _FORMAT, "run_id": self._run_id or "", "held": sequences, "mounts": mounts}
+            held = self._known.that_may_come_again()
+            held |= HeldRecords.of(_place(record) for step in self._saving for record in step.records)
+        return self._state(held)
+
+    def state_of(self, step: Step) -> dict[str, Any]:
+        """Returns a state with this step alone, for a process that joins them in its checkpoint."""
+        return self._state(HeldRecords.of(_place(record) for record in step._held.records))
+
+    def _state(self, records: HeldRecords) -> dict[str, Any]:
+        return {"format": _FORMAT, "run_id": self._run_id or "", **records.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint: what it contains is released and counted when it comes, not trained.
@@ -793,19 +770,22 @@ class Feed:
         try:
             if state["format"] != _FORMAT:
                 raise ValueError
-            held = {str(name): set(map(int, numbers)) for name, numbers in state["held"].items()}
-            self._known, self._mounts, self._run_id = held, dict(state["mounts"]), str(state["run_id"])
+            self._known, self._run_id = HeldRecords(state["held"], state["mounts"]), str(state["run_id"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"not a Feed state of format {_FORMAT}: {str(state)[:80]}") from None
 
-    def save_state(self, folder: str | Path) -> None:
-        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json. Blocks for the disk."""
-        file = Path(folder) / STATE
+    def save_state(self, folder: str | Path) -> dict[str, Any]:
+        """Writes `state_dict()` into a checkpoint's folder, as shmbridge.json, and returns it.
+
+        Blocks for the disk.
+        """
+        state, file = self.state_dict(), Path(folder) / STATE
         with file.with_suffix(".new").open("w") as new:
-            json.dump(self.state_dict(), new)
+            json.dump(state, new)
             new.flush()
             os.fsync(new.fileno())
         Path(new.name).replace(file)
+        return state
 
     def load_state(self, folder: str | Path) -> bool:
         """Loads what `save_state` wrote; returns False if the folder has no such file. Blocks for the disk.
@@ -828,7 +808,7 @@ class Feed:
                 "feed_steps_out": float(len(self._steps)),
                 "feed_steps_trained_held": float(len(self._trained)),
             }
-        names = ((name.partition("{"), count) for name, count in self.counts.items())
+        names = [(name.partition("{"), count) for name, count in list(self.counts.items())]
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
@@ -866,6 +846,7 @@ class Feed:
             self._gathered.clear()
             if not (self._is_broken or (self._trained and self.release_at == "checkpoint")):
                 self._end_run()
+            self._begun = False  # a second close() has nothing to say
             self._steps.clear()
             self._trained.clear()
         if self._failures is not None:
@@ -888,9 +869,43 @@ class Feed:
         self.close()
 
 
+def lags(stamps: Iterable[int], version: int) -> list[int]:
+    """Returns how many versions each stamp is behind this one; those below 0 are none."""
+    return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
+
+
+def unfit_rows(batch: Batch, longest_row: int | None, vocabulary: int | None) -> dict[int, tuple[str, str]]:
+    """Returns row -> (kind, why), of the rows of a packed batch that cannot be trained. Never blocks."""
+    found: dict[int, tuple[str, str]] = {}
+    if longest_row is not None:
+        for row in np.flatnonzero(batch.lengths > longest_row).tolist():
+            found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {longest_row}"
+    if vocabulary is not None:
+        places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
+        rows, first = np.unique(
+            np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
+        )
+        for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
+            why = f"has token {batch.tokens[at]}, and the model knows {vocabulary}"
+            found.setdefault(row, ("unknown_token", why))
+    return found
+
+
+def unfit_row(batch: Batch, row: int, unfit: tuple[str, str]) -> UnfitRow:
+    """Returns the error that names a row of `unfit_rows`. Never blocks."""
+    meta, at = batch.meta[row], int(batch.group_index[row])
+    number = row - int(np.searchsorted(batch.group_index, at))
+    return UnfitRow(
+        f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
+        hint='unfit="leave_out" trains without such rows, and counts them',
+        row=number,
+    )
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Returns whether an error means that a device or the host is out of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, not imported
+    # by name: torch's, which is not imported, and Ray's copy of it, a class made of two
+    if any(each.__name__ in ("MemoryError", "OutOfMemoryError") for each in type(error).mro()):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 

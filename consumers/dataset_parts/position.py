@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shmbridge.consumers.dataset_parts.lane_records import may_come_again
-from shmbridge.segments.segment import mount_id
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 
 _FORMAT = 1
 _COUNTS = ("items", "rows", "tokens")
@@ -55,10 +54,6 @@ class Position:
         """
         return self._had.get(place, 0)
 
-    def skip(self, rows: int) -> None:
-        """Count rows as skipped: the loaded state had them."""
-        self.skipped += rows
-
     @property
     def gone(self) -> int:
         """Records between the loaded state and what came after it: consumed by a process that saved no state
@@ -68,20 +63,17 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position as lists, numbers and words. Looks at lanes; never blocks."""
-        earlier: dict[str, list[int]] = {}
-        for producer, sequence in self._had:
-            earlier.setdefault(producer, []).append(sequence)
-        left = may_come_again(earlier, self._mounts)
-        had = {place: rows for place, rows in self._had.items() if place[1] in left.get(place[0], ())}
-        held = [[producer, sequence, rows] for (producer, sequence), rows in (had | self._held).items()]
-        mounts = {producer: mount for producer, mount in self._mounts.items() if producer in left}
-        if here := mount_id():
-            mounts |= dict.fromkeys((producer for producer, _ in self._held), here)
+        left = HeldRecords.of(self._had, self._mounts).that_may_come_again()
+        left |= HeldRecords.of(self._held)
+        rows = self._had | self._held
+        held = [
+            [name, number, rows[name, number]] for name in left.held for number in sorted(left.held[name])
+        ]
         return {
             "format": _FORMAT,
             **self.counts,
             "held": held,
-            "mounts": mounts,
+            "mounts": left.mounts,
             "newest": dict(self._newest),
         }
 

@@ -1,194 +1,192 @@
-"""The one reader of a bridge in a process, shared by all `ShmEnvManager`s of an environment worker.
+"""The one feed of a bridge in a process, shared by all `ShmEnvManager`s of an environment worker.
 
-It is the hub: it takes whole groups, publishes the pipeline's step as the policy version, and releases a
-group once no step of ROLL can train it any more. Knows neither ROLL nor Ray.
+It maps the pipeline's steps to policy versions, and ends a group once ROLL has trained it: as
+`ShmAgenticPipeline` tells, else once no step of ROLL can train it any more. Knows neither ROLL nor Ray.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
-from shmbridge import BadArgument, Batch, Consumer, Run
-from shmbridge.record.groups import Group
+from shmbridge import BadArgument, ConsumerEmpty
+from shmbridge.consumers.feed import Feed, Step
 
 log = logging.getLogger(__name__)
 
-# How long one thread waits for a batch before it looks whether it should stop: longer than the second after
-# which the consumer says that a batch does not fit into the lanes.
-_LOOK_S = 1.5
-
-
-class BridgeDrained(RuntimeError):
-    """The bridge is drained, and has no whole step of groups left."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A group that was handed to an environment manager; its leases last until `BridgeReader` ends them."""
-
-    group: Group
-    batch: Batch
-    step: int | None  # of the pipeline, whose weights began it; None: nobody stamped it
+# How long one thread waits before it looks whether it should stop: longer than the feed waits before it asks
+# the consumer whether a step fits into the lanes.
+_LOOK_S = 3.0
 
 
 class BridgeReader:
-    """Takes groups of one bridge for any number of threads. Made by `join`, ended by the last `leave`.
+    """A feed for any number of threads. Made by `join`, ended by the last `leave`.
 
     Args:
         bridge: its name.
-        groups_per_step: groups that are taken together, one batch of the consumer.
         lag: steps that may lie between taking a group and training it: `async_generation_ratio`.
-        max_staleness: groups begun more steps ago are discarded and counted when they are taken.
-        run: announced to the environments.
+        word: of `ShmAgenticPipeline` before its first step: `states`, by bridge, of the loaded checkpoint;
+            None: there is no such pipeline.
+        options: of the Feed.
 
     Attributes:
-        counts: groups put to ROLL, released, refused by ROLL, and taken again after a kill.
+        feed: where groups come from.
     """
 
     _open: ClassVar[dict[str, BridgeReader]] = {}
     _opening = threading.Lock()
 
-    def __init__(self, bridge: str, groups_per_step: int, lag: int, max_staleness: int, run: Run) -> None:
-        self.bridge, self._groups_per_step, self._lag = bridge, groups_per_step, lag
-        self._max_staleness = max_staleness
-        self.counts: Counter[str] = Counter()
-        self._consumer = Consumer(bridge, run)
-        self._taking = threading.Lock()  # around what takes from the consumer, for up to _LOOK_S
+    def __init__(
+        self, bridge: str, lag: int, word: Mapping[str, Any] | None, options: dict[str, Any]
+    ) -> None:
+        self._lag, self._told, self._options = lag, word is not None, {"lag": lag, **options}
+        if word is None and options.get("release_at") == "checkpoint":
+            raise BadArgument(
+                'env_config.release_at is "checkpoint", and nothing tells an environment when one is saved',
+                hint="pipeline_cls: shmbridge.consumers.roll.pipeline.ShmAgenticPipeline",
+            )
+        self.feed = Feed(bridge, exact=True, **options | ({} if self._told else {"release_at": "step"}))
+        if word is not None and bridge in (states := word.get("states", {})):
+            self.feed.load_state_dict(states[bridge])
         self._lock = threading.Lock()  # around what is held, and the step; never for long
-        self._ready: deque[Group] = deque()
-        self._held: list[tuple[int, Taken]] = []  # the step in which it was put, and the group
+        self._held: dict[str, tuple[int, Step]] = {}  # by name: the step in which it was put, and the group
         self._users = 0
         self._step: int | None = None
         self._first_version = 0  # the version of step 0
 
     @classmethod
-    def join(cls, bridge: str, groups_per_step: int, lag: int, max_staleness: int, run: Run) -> BridgeReader:
+    def join(
+        cls, bridge: str, lag: int, word: Mapping[str, Any] | None = None, **options: Any
+    ) -> BridgeReader:
         """Returns the process's reader of a bridge. Blocks while the first one adopts the lanes.
 
         Raises:
-            BadArgument: it is open with other numbers.
+            BadArgument: it is open with other numbers, or `release_at` is not possible.
             ConsumerTaken: another process reads the bridge; the message names its pid.
         """
         with cls._opening:
-            there = cls._open.get(bridge)
-            if there is None:
-                there = cls._open[bridge] = cls(bridge, groups_per_step, lag, max_staleness, run)
-            wanted = (groups_per_step, lag, max_staleness)
-            if (have := (there._groups_per_step, there._lag, there._max_staleness)) != wanted:
+            if bridge not in cls._open:
+                cls._open[bridge] = cls(bridge, lag, word, options)
+            there, wanted = cls._open[bridge], {"lag": lag, **options}
+            if other := [key for key, value in wanted.items() if value != there._options.get(key)]:
+                have, want = ({key: of.get(key) for key in other} for of in (there._options, wanted))
                 raise BadArgument(
-                    f"bridge {bridge!r} is read with groups per step, lag and max_staleness {have}, and "
-                    f"asked for with {wanted}",
+                    f"bridge {bridge!r} is read with {have}, and asked for with {want}",
                     hint="give each tag a bridge of its own",
                 )
             there._users += 1
             return there
 
     def leave(self, *, orderly: bool) -> None:
-        """Ends one user's part; the last one closes the consumer. Once per `join`; blocks for a moment.
+        """Ends one user's part; the last one closes the feed. Once per `join`; blocks for a moment.
 
         Args:
             orderly: the pipeline ended: what the last steps trained is released. Otherwise nothing is, and
                 the next consumer gets it again.
         """
-        with self._opening, self._taking, self._lock:
+        with self._opening:
             self._users -= 1
             if self._users:
                 return
-            del self._open[self.bridge]
-            if orderly and self._step is not None:
-                self._release_before(self._step + 1)
-            self._ready.clear()
-            self._held.clear()
-            self._consumer.close()
+            del self._open[self.feed.consumer.bridge]
+            if orderly and self._step is not None and not self._told:
+                self._end_before(self._step + 1)
+            broken = None if orderly else SystemExit()  # no failure of a step
+            self.feed.__exit__(None, broken, None)
 
     def begin_step(self, step: int) -> None:
-        """Publishes the step's policy version, and releases what no step from here on trains. Any thread.
+        """Publishes the step's policy version, and ends what no step from here on trains. Any thread.
 
-        Never blocks for records; again for the same step does nothing.
+        Never blocks for records; again for the same step does nothing. Raises BridgeAhead as Feed.begin_run.
         """
         with self._lock:
             if self._step is not None and step <= self._step:
                 return
-            if self._step is None and self._consumer.policy_version > step:
-                self._first_version = self._consumer.policy_version - step
-                log.warning(
-                    "bridge %r is at policy version %d, the pipeline at step %d: its step 0 is version %d",
-                    self.bridge,
-                    self._consumer.policy_version,
-                    step,
-                    self._first_version,
-                )
-            self._step = step
-            self._consumer.publish_policy_version(self._first_version + step)
-            self._release_before(step)
+            first, self._step = self._step is None, step
+            if first:
+                self._begin(step)
+        if not first:
+            self._end_before(step)
 
-    def _release_before(self, step: int) -> None:
-        """Releases the groups whose last possible step is before this one."""
-        over = [taken for put, taken in self._held if put + self._lag < step]
-        self._held = [(put, taken) for put, taken in self._held if put + self._lag >= step]
-        for taken in over:
-            self._release(taken)
-        self.counts["groups_released"] += len(over)
+    def _begin(self, step: int) -> None:
+        consumer = self.feed.consumer
+        if consumer.policy_version > step:
+            self._first_version = consumer.policy_version - step
+            log.warning(
+                "bridge %r is at policy version %d, the pipeline at step %d: its step 0 is version %d",
+                consumer.bridge,
+                consumer.policy_version,
+                step,
+                self._first_version,
+            )
+        self.feed.begin_run(self._first_version + step)
 
-    def _release(self, taken: Taken) -> None:
-        for record in taken.group.records:
-            record.release()
+    def _end_before(self, step: int) -> None:
+        """Ends the groups whose last possible step is before this one."""
+        with self._lock:
+            over = [name for name, (put, _) in self._held.items() if put + self._lag < step]
+            groups = [self._held.pop(name)[1] for name in over]
+        if groups and self._told:  # the pipeline would have told that it trained them
+            self.feed.dropped(groups, "by_roll")
+        elif groups:
+            self.feed.trained(groups)
+        if self.feed.consumer.policy_version < (version := self._first_version + step):
+            self.feed.consumer.publish_policy_version(version)
 
-    def take(self, stopped: Callable[[], bool]) -> Taken | None:
+    def told(self, word: Mapping[str, Any]) -> None:
+        """Does what `ShmAgenticPipeline` tells; again for the same word does nothing. Any thread.
+
+        Args:
+            word: `groups`, the names of groups that were trained, or, with `failed`, at which a step failed;
+                `saved`, the states in a checkpoint that is durable, by bridge.
+
+        Raises:
+            Exception: the failure itself, where nothing is set aside.
+        """
+        with self._lock:
+            over = [self._held.pop(name)[1] for name in word.get("groups", ()) if name in self._held]
+            version = self._first_version + (self._step or 0) + 1
+        if over and (failed := word.get("failed")):
+            self.feed.failed(over, (MemoryError if "Memory" in failed else RuntimeError)(failed))
+        elif over:
+            self.feed.trained(over, version)
+        if saved := word.get("saved", {}).get(self.feed.consumer.bridge):
+            self.feed.checkpointed(saved)
+
+    def take(self, stopped: Callable[[], bool]) -> Step | None:
         """Returns the next group, leased; None once `stopped()`. Blocks until then; any thread.
 
         Raises:
-            Closed: the reader was closed.
-            BridgeDrained: no whole step of groups will come any more.
-            BatchTooBig: a step of groups does not fit into the lanes.
+            Drained: nothing will come any more. BatchTooBig, UnfitRow, BridgeAhead: as Feed.take.
         """
-        with self._consumer.one_wait():
+        with self.feed.consumer.one_wait():
             while not stopped():
-                with self._taking:
-                    if not self._ready and not stopped():
-                        self._fill()
-                    if self._ready:
-                        return self._hand_out(self._ready.popleft())
+                try:
+                    return self.feed.take(_LOOK_S, groups=1)
+                except ConsumerEmpty:
+                    continue
         return None
 
-    def _fill(self) -> None:
-        groups = self._consumer.take_groups(
-            groups=self._groups_per_step, max_staleness=self._max_staleness, timeout_s=_LOOK_S
-        )
-        self._ready.extend(groups or ())
-        if groups is None and self._consumer.draining:
-            left = self._consumer.queue.groups()
-            if left < self._groups_per_step:
-                raise BridgeDrained(
-                    f"bridge {self.bridge!r} is drained, and has {left} of the {self._groups_per_step} "
-                    "groups of a step -> end training, or start a run on another bridge"
-                )
+    def begun(self, step: Step) -> int | None:
+        """Returns the pipeline's step whose weights began the group; None: nobody stamped it."""
+        oldest = step.groups[0].oldest_version
+        return oldest - self._first_version if oldest >= 0 else None
 
-    def _hand_out(self, group: Group) -> Taken:
-        oldest = group.oldest_version
-        batch = Batch([group], "packed")
-        self.counts["groups_redelivered"] += any(record.meta.redelivered for record in group.records)
-        return Taken(group, batch, oldest - self._first_version if oldest >= 0 else None)
+    def put(self, step: Step) -> str:
+        """Notes that ROLL gets the group now, which is held until it is trained; returns the group's name.
 
-    def put(self, taken: Taken) -> None:
-        """Notes that ROLL gets the group now: it is held until its last possible step. Never blocks."""
+        Never blocks.
+        """
+        name = json.dumps({"bridge": self.feed.consumer.bridge, **self.feed.state_of(step)})
         with self._lock:
-            self._held.append((self._step or 0, taken))
-            self.counts["groups_put"] += 1
+            self._held[name] = self._step or 0, step
+        return name
 
-    def take_back(self, taken: Taken, why: str) -> None:
-        """Releases a group that ROLL did not take after all, counted as `groups_<why>`. Never blocks."""
+    def take_back(self, name: str, why: str) -> None:
+        """Releases a group that ROLL did not take after all, counted as dropped. Never blocks."""
         with self._lock:
-            self._held = [(step, each) for step, each in self._held if each is not taken]
-            self._release(taken)
-            self.counts["groups_put"] -= 1
-            self.counts[f"groups_{why}"] += 1
-
-    def stats(self) -> dict[str, float]:
-        """Returns the consumer's counters and this reader's. Any thread; never blocks."""
-        return {**self._consumer.stats(), **self.counts.copy()}
+            _, step = self._held.pop(name)
+        self.feed.dropped(step, why)

@@ -24,14 +24,17 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.env_manager.base_env_manager import BaseEnvManager
 
 from shmbridge import BadArgument, Run
-from shmbridge.consumers.roll.bridge_reader import BridgeReader, Taken
-from shmbridge.consumers.roll.rows import READ, STEP, RollRows, objects, roll_rows
-from shmbridge.consumers.roll.settings import REFUSED, Settings
+from shmbridge.consumers.feed import Step
+from shmbridge.consumers.roll.bridge_reader import BridgeReader
+from shmbridge.consumers.roll.rows import GROUP, READ, STEP, RollRows, objects, roll_rows
+from shmbridge.consumers.roll.settings import REFUSED, WORD, Settings, workers_of
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trainer_settings import refuse, warn_of_stale_rows
-from shmbridge.consumers.trajectories import columns_ignored, trajectories
+from shmbridge.consumers.trajectories import columns_ignored
 
 log = logging.getLogger(__name__)
+
+_BRACES = str.maketrans({"{": "/", "}": None})
 
 
 class ShmEnvManager(BaseEnvManager):
@@ -67,6 +70,7 @@ class ShmEnvManager(BaseEnvManager):
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._pad = int((end or 0) if pad is None else pad)
         self._reader: BridgeReader | None = None
+        self._word: dict[str, Any] | None = None  # the pipeline's first
         self._lag = int(pipeline_config.async_generation_ratio) if mode == "train" else 0
         if worker_config.group_size != 1:
             raise BadArgument(
@@ -74,7 +78,12 @@ class ShmEnvManager(BaseEnvManager):
                 "rollout here, whatever its size",
                 hint="group_size: 1; rollout_batch_size then counts groups",
             )
-        _check_one_worker(worker_config, self.settings.bridge)
+        if len(workers := workers_of(worker_config, self.settings.bridge)) > 1:
+            raise BadArgument(
+                f"bridge {self.settings.bridge!r} is named by the environments of {len(workers)} workers, "
+                "and has one reader",
+                hint="max_env_num_per_worker: 0 puts all environments into one worker",
+            )
         refuse(REFUSED, pipeline_config, BadArgument)
         self._warns = not self.settings.infer_logprobs
 
@@ -86,7 +95,8 @@ class ShmEnvManager(BaseEnvManager):
 
         Raises:
             ConsumerTaken: another process reads the bridge. InvalidRecord: see `roll_rows`. NoAdvantages.
-                After an error nothing is released: the next reader gets the groups again.
+                After an error nothing is released: the next reader gets the groups again, and sets the one
+                at fault aside.
         """
         self.running = True
         seed = data.meta_info["seed"] + self.env_config["group_seed"]
@@ -94,6 +104,8 @@ class ShmEnvManager(BaseEnvManager):
         reader = self._join()
         orderly = False
         try:
+            if self.current_step >= 0:  # ROLL may have called update_step before this thread began
+                reader.begin_step(self.current_step)
             while (episode := self._episode(group_id, env_id)) is not None:
                 name = f"{self.env_config['tag']}_{group_id}_{episode}_{seed}"
                 if not self._put_one(reader, episode, name):
@@ -105,17 +117,25 @@ class ShmEnvManager(BaseEnvManager):
             reader.leave(orderly=orderly)
 
     def update_step(self, global_step: int, trace_meta: Any = None) -> None:
-        """The pipeline begins a step: what the steps before it trained is released. Called by ROLL."""
-        super().update_step(global_step, trace_meta)
-        if (reader := self._reader) is not None:
-            reader.begin_step(global_step)
+        """The pipeline begins a step, or, with `WORD` in `trace_meta`, `ShmAgenticPipeline` tells something.
 
-    def rollout_of(self, taken: Taken) -> tuple[DataProto, RollRows]:
+        Called by ROLL.
+        """
+        reader, word = self._reader, (trace_meta or {}).get(WORD)
+        if word is None:
+            super().update_step(global_step, trace_meta)
+            if reader is not None:
+                reader.begin_step(global_step)
+        elif reader is not None:
+            reader.told(word)
+        else:
+            self._word = word
+
+    def rollout_of(self, step: Step) -> tuple[DataProto, RollRows]:
         """Returns a group as ROLL's rows, and their columns, whose memory they share. Never blocks."""
         settings = self.settings
-        rows, _ = trajectories(taken.batch, settings.credit)
         columns = roll_rows(
-            rows,
+            step.rows,
             self.pipeline_config.sequence_length,
             pad=self._pad,
             logprobs=settings.infer_logprobs,
@@ -126,13 +146,31 @@ class ShmEnvManager(BaseEnvManager):
 
     def _join(self) -> BridgeReader:
         pipeline, settings = self.pipeline_config, self.settings
-        size = pipeline.rollout_batch_size if self.mode == "train" else pipeline.val_batch_size
-        most_stale = self._lag if settings.max_staleness is None else settings.max_staleness
-        run = Run(batch_size=max(size, 1), max_token_len=pipeline.sequence_length, num_steps=_steps(pipeline))
-        reader = BridgeReader.join(settings.bridge, max(size, 1), self._lag, most_stale, run)
-        self._reader = reader
-        if self.current_step >= 0:  # ROLL may have called update_step before this thread began
-            reader.begin_step(self.current_step)
+        size = max(1, pipeline.rollout_batch_size if self.mode == "train" else pipeline.val_batch_size)
+        steps = pipeline.max_steps if pipeline.max_steps > 0 else (1 << 31) - 1
+        every = pipeline.save_steps if pipeline.save_steps < steps else -1
+        whole = settings.unfit == "cut"
+        resumed = self._word is None and pipeline.resume_from_checkpoint  # and nobody has its state
+        reader = self._reader = BridgeReader.join(
+            settings.bridge,
+            self._lag,
+            self._word,
+            groups=size,
+            run=Run(
+                batch_size=size,
+                max_token_len=pipeline.sequence_length,
+                num_steps=steps,
+                save_checkpoint_interval=every,
+            ),
+            run_dir=pipeline.output_dir,
+            max_staleness=self._lag if settings.max_staleness is None else settings.max_staleness,
+            release_at=settings.release_at,
+            set_aside_after=settings.set_aside_after,
+            unfit="refuse" if whole else settings.unfit,
+            longest_row=None if whole else pipeline.sequence_length,
+            credit=settings.credit,
+            start="from-scratch" if resumed else settings.start,
+        )
         return reader
 
     def _episode(self, group_id: int, env_id: int) -> int | None:
@@ -143,28 +181,36 @@ class ShmEnvManager(BaseEnvManager):
 
     def _put_one(self, reader: BridgeReader, episode: int, name: str) -> bool:
         """Puts a group for an episode; returns whether there was one before `stop`."""
-        while (taken := reader.take(lambda: not self.running)) is not None:
-            rollout, columns = self.rollout_of(taken)
-            began = self.current_step if taken.step is None else min(taken.step, self.current_step)
-            self._name(rollout, name, began)
+        while (step := reader.take(lambda: not self.running)) is not None:
+            if not step.rows:
+                reader.feed.dropped(step, "unfit")
+                continue
+            try:
+                rollout, columns = self.rollout_of(step)
+            except Exception as error:
+                reader.feed.failed(step, error)
+                raise
+            begun = reader.begun(step)
+            began = self.current_step if begun is None else min(begun, self.current_step)
             if began < self.current_step and self._warns:
                 self._warns = False
                 how = "env_config.infer_logprobs: true, and environments that record inference_logprobs"
-                warn_of_stale_rows(reader.bridge, len(rollout), how)
-            reader.put(taken)  # first: ROLL may train it before this thread goes on
-            rollout.meta_info = {"metrics": self._metrics(taken, columns, reader)}
+                warn_of_stale_rows(self.settings.bridge, len(rollout), how)
+            group = reader.put(step)  # first: ROLL may train it before this thread goes on
+            self._name(rollout, name, began, group)
+            rollout.meta_info = {"metrics": self._metrics(step, columns, reader)}
             group_id, env_id = self.env_config["group_id"], self.env_config["env_id"]
             try:
                 ray.get(self.output_queue.put.remote(group_id, episode, began, rollout, env_id))
             except AssertionError as older:
                 # ROLL takes no rollout begun before its episode; another may be new enough.
-                reader.take_back(taken, "refused_stale")
-                log.warning("group %s is too old for ROLL: %s", taken.batch.meta[0].group_id, older)
+                reader.take_back(group, "refused_stale")
+                log.warning("group %s is too old for ROLL: %s", step.batch.meta[0].group_id, older)
                 continue
             return True
         return False
 
-    def _name(self, rollout: DataProto, name: str, began: int) -> None:
+    def _name(self, rollout: DataProto, name: str, began: int, group: str) -> None:
         count, config = len(rollout), self.env_config
         columns = {
             "env_ids": [config["env_id"]] * count,
@@ -173,6 +219,7 @@ class ShmEnvManager(BaseEnvManager):
             "traj_group_id": [name] * count,
             "traj_id": [f"{name}_{each}" for each in self._trajectory_numbers(rollout)],
             STEP: [began] * count,
+            GROUP: [group] * count,
         }
         rollout.non_tensor_batch.update({key: objects(values) for key, values in columns.items()})
 
@@ -186,35 +233,18 @@ class ShmEnvManager(BaseEnvManager):
             numbers.append(number)
         return numbers
 
-    def _metrics(self, taken: Taken, columns: RollRows, reader: BridgeReader) -> dict[str, float]:
-        ignored = columns_ignored(taken.batch, READ)
+    def _metrics(self, step: Step, columns: RollRows, reader: BridgeReader) -> dict[str, float]:
+        ignored = columns_ignored(step.batch, READ)
+        counts = {name.translate(_BRACES): count for name, count in reader.feed.counts.copy().items()}
         trained = columns.tensors["response_mask"].sum(-1)
         return {
             "env/response_length": float(trained.mean()),
             **{f"shm/{name}@sum": float(count) for name, count in columns.counts.items()},
             **{f"shm/columns_ignored/{name}@sum": float(rows) for name, rows in ignored.items()},
-            **{f"shm/{name}@max": float(count) for name, count in reader.counts.copy().items()},
+            **{f"shm/{name}@max": float(count) for name, count in counts.items()},
         }
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns dicts in place of omegaconf's mappings, which `Credit` and others do not know."""
     return {key: _plain(value) if hasattr(value, "items") else value for key, value in config.items()}
-
-
-def _steps(pipeline: Any) -> int:
-    return int(pipeline.max_steps) if pipeline.max_steps > 0 else (1 << 31) - 1
-
-
-def _check_one_worker(worker_config: Any, bridge: str) -> None:
-    """Refuses a bridge that two workers would read: it has one hub, in one process."""
-    workers = [
-        rank
-        for rank, configs in (worker_config.env_configs or {}).items()
-        if any((config.get("config") or {}).get("bridge") == bridge for config in configs.values())
-    ]
-    if len(workers) > 1:
-        raise BadArgument(
-            f"bridge {bridge!r} is named by the environments of {len(workers)} workers, and has one reader",
-            hint="max_env_num_per_worker: 0 puts all environments into one worker",
-        )

@@ -5,19 +5,30 @@
 ROLL's `examples/start_agentic_pipeline.py` reads that key. Use it, rather than `ShmActorWorker`, for the
 bridge's advantages in ROLL's metrics, and for its whitening, clipping and distillation on them. It wraps one
 function of ROLL while `run` runs: see `precomputed.py`.
+
+It tells the environments which groups a step trained, at which it failed, and which a checkpoint contains, by
+their own `update_step`. What the model contains is saved with the pipeline's state, as its `kv`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any
 
+import ray
 from roll.pipeline.agentic import agentic_pipeline
+from roll.utils.constants import RAY_NAMESPACE
 
 from shmbridge import BadArgument
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.roll.precomputed import NAME, check_signature, installed
-from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE
+from shmbridge.consumers.roll.rows import GROUP
+from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE, WORD, workers_of
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trainer_settings import refuse
+
+log = logging.getLogger(__name__)
 
 
 class ShmAgenticPipeline(agentic_pipeline.AgenticPipeline):
@@ -36,8 +47,70 @@ class ShmAgenticPipeline(agentic_pipeline.AgenticPipeline):
         check_signature(getattr(agentic_pipeline, NAME))
         refuse((*REFUSED, *REFUSED_BY_PIPELINE), pipeline_config, BadArgument)
         super().__init__(pipeline_config)
+        self._batch: list[str] = []  # names of the groups in training
+        self._trained: list[str] = []  # of those that no durable checkpoint contains
+        self._loaded: dict[str, dict[str, Any]] = self.state.kv.get(WORD, {})  # by bridge
+        self._saved: list[str] = []  # of those in the newest checkpoint, whose states are `state.kv[WORD]`
 
     def run(self) -> None:
-        """Trains. Blocks until the last step."""
-        with installed(agentic_pipeline):
-            super().run()
+        """Trains. Blocks until the last step. A failure counts against the groups of its step."""
+        self._tell(states=self._loaded)
+        try:
+            with installed(agentic_pipeline):
+                super().run()
+        except Exception as error:
+            if self._batch:
+                try:
+                    self._tell(groups=self._batch, failed=f"{type(error).__name__}: {error}"[:2000])
+                except Exception as wrong:
+                    log.warning("the failure is not counted against the groups of its step: %s", wrong)
+            raise
+
+    def adjust_batch(self, data: Any, mode: str = "copy") -> Any:
+        """As ROLL's, which calls it with the batch of a step. Never blocks."""
+        self._batch = sorted(set(data.non_tensor_batch.get(GROUP, ())))
+        return super().adjust_batch(data, mode)
+
+    def do_checkpoint(self, global_step: int, is_last_step: bool | None = None) -> None:
+        """As ROLL's, which calls it after each step. Blocks as that."""
+        config, names, self._batch = self.pipeline_config, self._batch, []
+        self._tell(groups=names)
+        self._trained += names
+        last = global_step == config.max_steps - 1
+        if global_step == 0 or not (last or global_step % config.save_steps == 0):  # ROLL saves nothing
+            super().do_checkpoint(global_step, is_last_step)
+            return
+        before = self.state.kv.get(WORD, {}), self._saved
+        states, self._saved = self._states(), list(self._trained)
+        self.state.kv[WORD] = states
+        super().do_checkpoint(global_step, is_last_step)
+        # FSDP2 writes in the background: then only the checkpoint before is known to be durable
+        strategy = config.actor_train.strategy_args
+        waits = last or not strategy.strategy_config.get("async_save_ckpt", "fsdp2" in strategy.strategy_name)
+        durable, contained = (states, self._saved) if waits else before
+        self._tell(saved=durable)
+        over = set(contained)
+        self._trained = [name for name in self._trained if name not in over]
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """Returns the feed's state of each bridge: what the model contains, and may come again."""
+        states = dict(self.state.kv.get(WORD, {}))
+        held = {bridge: HeldRecords({}, {}) for bridge in states} | {
+            bridge: HeldRecords(state["held"], state["mounts"]).that_may_come_again()
+            for bridge, state in self._loaded.items()
+        }
+        for name in self._trained:
+            state = json.loads(name)
+            bridge = state.pop("bridge")
+            states[bridge] = state
+            mine = held.setdefault(bridge, HeldRecords({}, {}))
+            mine |= HeldRecords(state["held"], state["mounts"])
+        return {bridge: state | held[bridge].state() for bridge, state in states.items()}
+
+    def _tell(self, **word: Any) -> None:
+        """Tells the environment workers, by the call with which ROLL begins a step. Blocks for them."""
+        manager = self.pipeline_config.train_env_manager
+        workers = [
+            ray.get_actor(f"{manager.name}-{rank}", namespace=RAY_NAMESPACE) for rank in workers_of(manager)
+        ]
+        ray.get([worker.update_step.remote(self.state.step, {WORD: word}) for worker in workers])

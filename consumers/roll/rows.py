@@ -18,6 +18,7 @@ from shmbridge import InvalidRecord
 from shmbridge.consumers.trajectories import Trajectory
 
 ADVANTAGES = "shm_advantages"  # the column of per-token advantages
+GROUP = "shm_records"  # the column of what names a group to the bridge's reader
 STEP = "shm_step"  # the column of the step whose weights sampled a row
 # Columns of a record that have a place in ROLL's rows.
 READ = frozenset(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shmbridge import BadArgument
 from shmbridge.config import check_bridge_name
+from shmbridge.consumers.feed import ReleaseAt
 from shmbridge.consumers.trainer_settings import Refused, setting
 from shmbridge.consumers.trajectories import Credit
 
+WORD = "shmbridge"  # in the `trace_meta` of an environment manager: what `ShmAgenticPipeline` tells
 _WORKER = "shmbridge.consumers.roll.actor_worker.ShmActorWorker"
 
 
@@ -43,6 +45,39 @@ REFUSED_BY_PIPELINE = (
 )  # fmt: skip
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+# setting -> whether a value can be one, and what can
+_FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "rows": (("trajectory", "step").__contains__, "rows: trajectory, or step"),
+    "infer_logprobs": (lambda value: isinstance(value, bool), "true, or false"),
+    "max_staleness": (lambda value: value is None or _is_count(value), "steps: 0, 1, ...; or leave it out"),
+    "unfit": (("cut", "refuse", "leave_out").__contains__, "unfit: cut, refuse, or leave_out"),
+    "set_aside_after": (_is_count, "failures: 1, 2, ...; 0 turns it off"),
+    "release_at": ((None, "step", "checkpoint").__contains__, "release_at: step, or checkpoint"),
+    "start": (
+        (None, "from-scratch").__contains__,
+        "start: from-scratch; ROLL publishes no weights to a bridge, from which it could go on",
+    ),
+}
+
+
+def workers_of(config: Any, bridge: str | None = None) -> list[int]:
+    """Returns the ranks of the workers whose environments read a bridge; None: any. Never blocks.
+
+    Args:
+        config: ROLL's EnvManagerConfig.
+        bridge: its name.
+    """
+    named = {
+        rank: {(each.get("config") or {}).get("bridge") for each in configs.values()} - {None}
+        for rank, configs in (config.env_configs or {}).items()
+    }
+    return [rank for rank, bridges in named.items() if (bridge in bridges if bridge else bridges)]
+
+
 @dataclass(frozen=True)
 class Settings:
     """The keys of `custom_envs.<tag>.env_config`.
@@ -55,6 +90,14 @@ class Settings:
             columns only, so it is all rows or none; a row without them is refused if True.
         max_staleness: most steps between a group's policy version and the step that takes it; None: the
             pipeline's `async_generation_ratio`.
+        unfit: what becomes of rows longer than the pipeline's `sequence_length`: "cut" trains the tokens that
+            fit, "refuse" ends the run with the row's name, "leave_out" trains the others.
+        set_aside_after: failures of a step after which its groups are tried apart until the one at fault is
+            found and set aside, as Feed; 0: never.
+        release_at: "step", or "checkpoint" if `ShmAgenticPipeline` saves some; None: "checkpoint" if it does
+            so before the last step.
+        start: "from-scratch" gives up what a bridge was trained to before; None refuses such a bridge, unless
+            the run's own checkpoint is loaded.
         credit: fields of `Credit`, which says how advantages are made where a group has none.
 
     Raises:
@@ -65,6 +108,10 @@ class Settings:
     rows: Literal["trajectory", "step"] = "trajectory"
     infer_logprobs: bool = True
     max_staleness: int | None = None
+    unfit: Literal["cut", "refuse", "leave_out"] = "cut"
+    set_aside_after: int = 2
+    release_at: ReleaseAt | None = None
+    start: Literal["from-scratch"] | None = None
     credit: Credit = field(default_factory=Credit)
 
     @classmethod
@@ -81,15 +128,9 @@ class Settings:
             )
         values = dict(given)
         check_bridge_name(values["bridge"])
-        if values.get("rows", "trajectory") not in ("trajectory", "step"):
-            raise BadArgument(f"env_config.rows is {values['rows']!r}", hint="rows: trajectory, or step")
-        if not isinstance(wanted := values.get("infer_logprobs", True), bool):
-            raise BadArgument(f"env_config.infer_logprobs is {wanted!r}", hint="true, or false")
-        most = values.get("max_staleness")
-        if most is not None and (type(most) is not int or most < 0):
-            raise BadArgument(
-                f"env_config.max_staleness is {most!r}", hint="steps: 0, 1, ...; or leave it out"
-            )
+        for name, (fits, hint) in _FITS.items():
+            if name in values and not fits(values[name]):
+                raise BadArgument(f"env_config.{name} is {values[name]!r}", hint=hint)
         try:
             values["credit"] = Credit(**(values.get("credit") or {}))
         except TypeError as wrong:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shmbridge.consumers.trl.rollouts import BridgeDrained, NotJoined, ShmRollouts, shm_rollout_func
-from shmbridge.consumers.trl.rows import UnevenGroups, UnknownTokens
+from shmbridge.consumers.feed import Drained, UnfitRow
+from shmbridge.consumers.trl.rollouts import NotJoined, ShmRollouts, shm_rollout_func
+from shmbridge.consumers.trl.rows import UnevenGroups
 from shmbridge.consumers.trl.samples import NoLogprobs, PerTokenAdvantages
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
         placeholder_prompts,
     )
     from shmbridge.consumers.trl.weight_transfer import ShmWeightTransfer
+
+BridgeDrained, UnknownTokens = Drained, UnfitRow  # their names here before
 
 # what needs TRL or torch, by module
 _LATER = {

@@ -10,7 +10,11 @@ handed out. Records are released at the third `update_model_version` after their
 TRL calls it every `weight_sync_steps` steps. `hold="none"` releases them when they are handed out.
 
 **Again after a kill**: every group not yet released, `redelivered`; so, also after an orderly end, the groups
-of the last three updates, though some of them were trained.
+of the last three updates, though some of them were trained. A checkpoint of TRL's does not list groups: its
+trainer saves without a word to its worker.
+
+**A step that fails** ends TRL's training, which stops the worker: all groups that are not released have then
+failed once, and the one at fault is found over several runs, as `Feed` describes.
 
 **Hub**: the main process of the trainer; TRL distributes what it packs to the others through accelerate.
 """
@@ -19,20 +23,22 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import shmbridge
-from shmbridge import Batch
+from shmbridge.consumers.feed import Feed, Step, Unfit
 from shmbridge.consumers.tested_versions import warn_if_untested
-from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored, trajectories
-from shmbridge.consumers.trl.rollouts import BridgeDrained, check_options
+from shmbridge.consumers.trained_bridge import Start
+from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored
+from shmbridge.consumers.trl.rollouts import ALL, check_options
 from shmbridge.consumers.trl.rows import READ
 from shmbridge.consumers.trl.sample_buffer import SampleBuffer
 from shmbridge.consumers.trl.samples import PerToken, different_advantages, samples_of
@@ -69,6 +75,7 @@ class ShmRolloutWorker:
         groups: groups gathered at a time.
         credit: how advantages are computed for groups without their own.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        set_aside_after, unfit, longest_row, start, run_dir: as of `Feed`.
         consumer: further options of shmbridge.Consumer.
 
     Raises:
@@ -87,6 +94,11 @@ class ShmRolloutWorker:
         groups: int = 1,
         credit: Credit = _DEFAULT,
         whole_rows: bool = False,
+        set_aside_after: int = 2,
+        unfit: Unfit = "refuse",
+        longest_row: int | None = None,
+        start: Start | None = None,
+        run_dir: str | Path | None = None,
         **consumer: Any,
     ) -> None:
         for name, value, known in (
@@ -99,15 +111,17 @@ class ShmRolloutWorker:
         check_options(bridge, credit, consumer)
         warn_if_untested(*TESTED)
         self.bridge, self.per_token, self.most_parts, self.unscored = bridge, per_token, most_parts, unscored
-        self._max_staleness, self._groups, self._credit = max_staleness, groups, credit
-        self._whole_rows, self._options = whole_rows, consumer
-        self.rollout_buffer = SampleBuffer(self._fetch, UPDATES_HELD if hold == "updates" else None)
+        feed = {"max_staleness": max_staleness, "groups": groups, "credit": credit, "whole_rows": whole_rows}
+        feed |= {"set_aside_after": set_aside_after, "unfit": unfit, "longest_row": longest_row}
+        run = shmbridge.Run(batch_size=64, max_token_len=0, num_steps=ALL)
+        self._options: dict[str, Any] = {"run": run, "start": start, "run_dir": run_dir, **feed, **consumer}
+        held_for = UPDATES_HELD if hold == "updates" else None
+        self.rollout_buffer = SampleBuffer(self._fetch, lambda step: self._open().trained(step), held_for)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.model_version = 0  # TRL's number
         self._lift = 0  # added to TRL's number to make the policy version
-        self._consumer: shmbridge.Consumer | None = None
-        self._batches: Iterator[Batch] | None = None
-        self._patience: float | None = None  # of `_batches`
+        self._feed: Feed | None = None
+        self._has_begun = False  # whether the run is announced
         self._wait, self._is_waiting = ExitStack(), False  # from a call in vain to the next that is not
         self._numbers = count()
         self._counts: Counter[str] = Counter()
@@ -120,18 +134,22 @@ class ShmRolloutWorker:
     def start(self) -> None:
         """Opens the bridge, and announces a run to environments that wait for one. Does not block.
 
-        Raises ConsumerTaken: the bridge has a living consumer.
+        Raises ConsumerTaken: the bridge has a living consumer. BridgeAhead: it was trained before, and
+        `start` does not say how to go on.
         """
         self._open()
         self._last_s = time.monotonic()
 
     def stop(self) -> None:
-        """Closes the bridge; what is not released comes to the next consumer. Idempotent."""
-        self.rollout_buffer.abandon()
-        self._batches = None
+        """Closes the bridge; what is not released comes to the next consumer. Idempotent.
+
+        Called while an exception ends training, it counts as a failure of what is not released.
+        """
+        self.rollout_buffer.clear()
         self._end_wait()
-        if self._consumer is not None:
-            self._consumer.close()
+        if self._feed is not None:
+            error = sys.exception()
+            self._feed.__exit__(None if error is None else type(error), error, None)
 
     def update_model_version(self, model_version: int) -> None:
         """Publishes the policy version, and releases what is trained by now. Never blocks.
@@ -139,28 +157,24 @@ class ShmRolloutWorker:
         Args:
             model_version: TRL's number; `policy_version` is the bridge's.
         """
-        consumer = self._open()
-        if self._lift + model_version < consumer.policy_version:
-            self._lift = consumer.policy_version + 1 - model_version
+        feed = self._open()
+        if self._lift + model_version < feed.consumer.policy_version:
+            self._lift = feed.consumer.policy_version + 1 - model_version
         self.model_version = model_version
-        consumer.publish_policy_version(self.policy_version)
+        (feed.publish if self._has_begun else feed.begin_run)(self.policy_version)
+        self._has_begun = True
         self.rollout_buffer.updated()
         self._push_metrics()
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises if nothing can come: BridgeDrained, or NoProducers after so many seconds. Never blocks.
+        """Raises NoProducers if none lives, and nothing came for so many seconds. Never blocks.
 
-        A producer that lives and is slow is no fault, however slow it is.
+        A producer that lives and is slow is no fault, however slow it is. That a bridge is drained is raised
+        by the buffer itself.
         """
-        consumer = self._open()
         waited_s = time.monotonic() - self._last_s
-        stats = consumer.stats()
-        if consumer.draining and (left := consumer.queue.groups()) < self._groups:
-            raise BridgeDrained(
-                f"bridge {self.bridge!r} is drained, and has {left} of the {self._groups} groups of a batch "
-                "-> save the model"
-            )
-        if waited_s > stale_after_s and not stats["lanes_live"]:
+        if waited_s > stale_after_s and not self._open().stats()["lanes_live"]:
+            self._give_back()
             raise NoProducers(
                 f"bridge {self.bridge!r} has no living producer, and gave nothing for {waited_s:.0f} s, "
                 f"allowed are {stale_after_s:g} -> start the environments, or see why they ended"
@@ -181,48 +195,55 @@ class ShmRolloutWorker:
         Args:
             above: the newest version that weights of this bridge have; None: none.
         """
-        taken = max(self._open().policy_version, -1 if above is None else above)
+        taken = max(self._open().consumer.policy_version, -1 if above is None else above)
         if self._lift + self.model_version + 1 <= taken:
             self._lift = taken - self.model_version
         return self._lift + self.model_version + 1
 
     # -- samples
 
-    def _open(self) -> shmbridge.Consumer:
-        if self._consumer is None:
-            run = shmbridge.Run(batch_size=64, max_token_len=0, num_steps=(1 << 31) - 1)
-            self._consumer = shmbridge.Consumer(self.bridge, **{"run": run, **self._options})
-        return self._consumer
+    def _open(self) -> Feed:
+        if self._feed is None:
+            # exact: suspects of a failure come one set at a time; together: TRL keeps what it has got
+            feed = Feed(self.bridge, exact=True, trained_together=ALL, release_at="step", **self._options)
+            try:
+                feed.require_start()
+            except BaseException:
+                feed.close()
+                raise
+            self._feed = feed
+        return self._feed
 
-    def _fetch(self, timeout_s: float | None) -> tuple[Batch, list[RolloutSample]]:
-        consumer = self._open()
-        if self._batches is None or self._patience != timeout_s:
-            self._patience = timeout_s
-            self._batches = consumer.batches(
-                groups=self._groups,
-                max_staleness=self._max_staleness,
-                prefetch=0,
-                timeout_s=timeout_s,
-                hold="caller",
-            )
+    def _fetch(self, timeout_s: float | None) -> tuple[Step, list[RolloutSample]]:
+        feed, step = self._open(), None
         try:
-            batch = next(self._batches)
-        except (shmbridge.ConsumerEmpty, StopIteration):
-            self._batches = None
+            step = feed.take(timeout_s)
+            samples = self._samples(step)
+        except shmbridge.ConsumerEmpty:
             if timeout_s != 0.0 and not self._is_waiting:  # TRL asks again, with seconds each time: one wait
                 self._is_waiting = True
-                self._wait.enter_context(consumer.one_wait())
+                self._wait.enter_context(feed.consumer.one_wait())
             raise queue.Empty from None
+        except BaseException as error:
+            self._give_back()
+            if step is not None:
+                feed.failed(step, error)
+            raise
         self._end_wait()
         self._last_s = time.monotonic()
-        return batch, self._samples(batch)
+        return step, samples
+
+    def _give_back(self) -> None:
+        """Ends what is held, which is not at fault in the error that comes: it comes again."""
+        for step in reversed(self.rollout_buffer.clear()):
+            self._open().give_back(step)
 
     def _end_wait(self) -> None:
         self._is_waiting = False
         self._wait.close()
 
-    def _samples(self, batch: Batch) -> list[RolloutSample]:
-        rows, metrics = trajectories(batch, self._credit, whole_rows=self._whole_rows)
+    def _samples(self, step: Step) -> list[RolloutSample]:
+        batch, rows, metrics = step.batch, step.rows, step.metrics
         ids = [next(self._numbers) for _ in range(batch.group_count)]
         now, clock_ns = time.time(), time.monotonic_ns()
         made: list[RolloutSample] = []
@@ -273,14 +294,14 @@ class ShmRolloutWorker:
         self.metrics_queue.put_nowait({f"bridge/{name}_total": float(count) for name, count in new.items()})
 
     def stats(self) -> dict[str, float]:
-        """Returns flat counters, with the bridge's if it is open. Never blocks.
+        """Returns flat counters, with the feed's if it is open. Never blocks.
 
         `columns_ignored_total{name}` counts rows of columns that went nowhere.
         """
         mine = {f"trl_{name}_total": float(count) for name, count in self._counts.items()}
         mine |= {f"columns_ignored_total{{{name}}}": float(rows) for name, rows in self._ignored.items()}
-        mine["trl_batches_held"] = float(self.rollout_buffer.batches_held)
-        return mine if self._consumer is None else self._consumer.stats() | mine
+        mine["trl_batches_held"] = float(self.rollout_buffer.steps_held)
+        return mine if self._feed is None else self._feed.stats() | mine
 
 
 def _rewards(row: Trajectory) -> dict[str, float]:

@@ -3,12 +3,17 @@
 TRL 1.16 takes advantages of shape (B, T) from subclasses; this is one. `_generate_and_score_completions` is
 TRL's own private method: a test holds its signature, and other releases are named by a warning.
 
-**Released**: at the end of the optimizer step (`on_step_end`) that includes the last part of a generation
-batch. With `gradient_accumulation_steps`, `steps_per_generation` or `num_iterations` above 1 a batch serves
-several parts or steps; it is held until the last. A step that a gradient scaler skipped counts as one.
+**Released**: once a checkpoint contains the optimizer step with the last part of a generation batch; where
+nothing is saved (`save_strategy="no"`), and with several processes, at that step's end (`on_step_end`). With
+`gradient_accumulation_steps`, `steps_per_generation` or `num_iterations` above 1 a batch serves several parts
+or steps; it is held until the last. A step that a gradient scaler skipped counts as one.
 
-**Again after a kill**: every generation batch whose last step had not ended, whole, `redelivered`; also when
-`max_steps` ends training in the middle of one. What a step trained after the last checkpoint is released.
+**Again after a kill**: what is not released, whole, `redelivered`; also a batch in the middle of which
+`max_steps` ended training. Each checkpoint lists the groups that it contains (`shmbridge.json`), and these
+are not trained again by a run that resumes from it.
+
+**A step that fails** is noted before its exception ends training: a group at which steps failed twice is set
+aside into `set_aside/` of `output_dir` when training is resumed, as `Feed` describes.
 
 **Hub**: rank 0's process, one `shmbridge.Rank` in each process if there are several (DDP over accelerate).
 Every process gets its share of each batch from shared memory; nothing of it goes through collectives.
@@ -16,14 +21,19 @@ Every process gets its share of each batch from shared memory; nothing of it goe
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
+from shmbridge.consumers.feed import STATE
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trainer_settings import Refused, refuse
 from shmbridge.consumers.trl.rollouts import ShmRollouts
@@ -167,11 +177,38 @@ class ShmGRPOTrainer(GRPOTrainer):
             )
         return computed
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **options: Any) -> Any:
+        """As of Trainer. `resume_from_checkpoint=True` takes the newest checkpoint that was saved to its end.
+
+        Raises BridgeAhead: the bridge was trained before, no checkpoint of that run is given, and `start=` of
+        the rollouts does not say how to go on. Unsupported: the checkpoint was not saved to its end.
+        """
+        checkpoint = _checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self.rollouts.begin(checkpoint)
+        if self.accelerator.num_processes == 1:  # its generation batch comes again
+            self._step, self._buffered_inputs = 0, None
+        return super().train(checkpoint, *more, **options)
+
     def training_step(self, *inputs: Any, **more: Any) -> Any:
-        """As of Trainer; counts the parts of a generation batch."""
-        output = super().training_step(*inputs, **more)
+        """As of Trainer; counts the parts of a generation batch, and notes a step that fails."""
+        try:
+            output = super().training_step(*inputs, **more)
+        except BaseException as error:
+            self.rollouts.failed(error)
+            raise
         self.rollouts.micro_step_done()
         return output
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As of Trainer, which writes its state last: a checkpoint with it is whole, and lists its groups."""
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if (feed := self.rollouts.feed) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            feed.save_state(folder)
+        super()._save_checkpoint(model, trial)
+        if feed is not None:
+            feed.checkpointed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As of Trainer, with `bridge/...` metrics."""
@@ -194,11 +231,11 @@ class ShmGRPOTrainer(GRPOTrainer):
         self._publish(step)
 
     def end_step(self, step: int) -> None:
-        """Releases what the step was the last for, and publishes its version. Blocks for `weights`."""
+        """Ends what the step was the last for, and publishes its version. Blocks for `weights`."""
         self.rollouts.step_done()
         if step % self.publish_every == 0:
             self._publish(step)
-        elif self.rollouts.is_hub:
+        else:
             self.rollouts.publish(step + self._lift, to_environments=False)
 
     def _publish(self, step: int) -> None:
@@ -208,8 +245,7 @@ class ShmGRPOTrainer(GRPOTrainer):
             whole = self.accelerator.unwrap_model(self.model)
             model = self.model_wrapped if self.is_fsdp_enabled else whole
             push_from_ranks(self.weights if self.rollouts.is_hub else None, model, version)
-        if self.rollouts.is_hub:
-            self.rollouts.publish(version)
+        self.rollouts.publish(version)
 
 
 class _BridgeSteps(TrainerCallback):
@@ -226,6 +262,32 @@ class _BridgeSteps(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.accelerator.wait_for_everyone()  # every rank has told the hub what it is done with
+
+
+def _checkpoint(asked: str | bool | None, folder: str) -> str | None:
+    """Returns the checkpoint to go on from: the one asked for, or of True the newest of the folder.
+
+    Raises Unsupported: it was not saved to its end, or none was.
+    """
+    if asked is None or asked is False:
+        return None
+    if asked is not True:
+        if (Path(asked) / STATE).exists() and not _is_whole(Path(asked)):
+            raise Unsupported(f"checkpoint {asked} was not saved to its end -> resume_from_checkpoint=True")
+        return asked
+    found = {each.name.rpartition("-")[2]: each for each in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    whole = [int(number) for number, each in found.items() if number.isdigit() and _is_whole(each)]
+    if not whole:
+        raise Unsupported(f"no checkpoint in {folder} was saved to its end -> train() begins anew")
+    return str(found[str(max(whole))])
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Returns whether a save came to its end: the trainer's state is what it writes last."""
+    try:
+        return bool(json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes()))
+    except (OSError, ValueError):
+        return False
 
 
 def _groups_of(args: GRPOConfig, rollouts: Any, options: dict[str, Any]) -> int:

@@ -12,13 +12,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
+from types import TracebackType
 from typing import Any, Literal, Self, get_args
+
+from msgspec import structs
 
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
+from shmbridge.consumers.feed import Drained, Feed, ReleaseAt, Step, Unfit, lags, unfit_row, unfit_rows
+from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.trl.rows import Rows, rows_of
@@ -28,12 +33,9 @@ log = logging.getLogger(__name__)
 
 Uneven = Literal["refuse", "fill", "skip"]
 
+ALL = (1 << 31) - 1
 _DEFAULT = Credit()
 _ODD_SAMPLING = ("rows_other_temperature", "rows_cut_sampling")
-
-
-class BridgeDrained(RuntimeError):
-    """The bridge is drained: no batch comes any more. What was trained is released."""
 
 
 class NotJoined(TypeError):
@@ -49,15 +51,20 @@ class ShmRollouts:
         bridge: its name.
         max_staleness: groups that are more versions behind the policy when their batch is handed out are
             discarded and counted; None: no limit.
-        uneven: what to do where groups do not have `num_generations` rows: "refuse" (UnevenGroups, nothing is
-            released), "fill" (fully masked rows in place of missing ones, counted; too many rows are still
-            refused) or "skip" (such groups are released untrained, and counted in `screened_total`).
+        uneven: what to do where groups do not have `num_generations` rows: "refuse" (UnevenGroups), "fill"
+            (fully masked rows in place of missing ones, counted; too many rows are still refused) or "skip"
+            (such groups are released untrained, and counted in `screened_total`).
         credit: how advantages are computed for groups without their own; `Credit(fallback=False)` refuses
             these.
         prefetch: batches gathered ahead, still held.
         timeout_s: seconds that a generation waits for a batch, then ConsumerEmpty; None: for ever, with a
             warning for each minute.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
+        release_at, set_aside_after, start: as of `Feed`. With several processes the records are released at
+            the step's end, and nothing is set aside.
+        unfit: rows with a token that the model does not know, or longer than `longest_row`: "refuse" raises
+            UnfitRow, "leave_out" masks and counts them.
+        longest_row: most tokens of a row; None: the positions of the model.
         consumer: further options of shmbridge.Consumer: run, lanes, schema, policy, ...
 
     Raises:
@@ -74,6 +81,11 @@ class ShmRollouts:
         prefetch: int = 1,
         timeout_s: float | None = None,
         whole_rows: bool = False,
+        release_at: ReleaseAt | None = None,
+        set_aside_after: int = 2,
+        unfit: Unfit = "refuse",
+        longest_row: int | None = None,
+        start: Start | None = None,
         **consumer: Any,
     ) -> None:
         if uneven not in get_args(Uneven):
@@ -81,13 +93,15 @@ class ShmRollouts:
         check_options(bridge, credit, consumer)
         self.bridge, self.uneven, self._credit = bridge, uneven, credit
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._whole_rows, self._options = whole_rows, consumer
+        self._whole_rows, self._release_at, self._unfit = whole_rows, release_at, unfit
+        self._longest_row, self._vocabulary = longest_row, None
+        self._options = {"set_aside_after": set_aside_after, "start": start, **consumer}
         self._trainer: Any = None
-        self._consumer: shmbridge.Consumer | None = None
+        self.feed: Feed | None = None  # in the hub's process
         self._rank: shmbridge.Rank | None = None
-        self._batches: Iterator[Batch] | None = None
-        self._held: deque[tuple[int, Batch]] = deque()  # micro-steps after which nobody needs it, batch
+        self._held: deque[tuple[int, Step | Batch]] = deque()  # micro-steps after which nobody needs it
         self._steps = 0
+        self._has_begun = False  # whether the run is announced
         self._counts: Counter[str] = Counter()
         self._ignored: Counter[str] = Counter()
         self._fresh: dict[str, float] = {}
@@ -97,80 +111,83 @@ class ShmRollouts:
     # -- opening
 
     def join(self, trainer: Any, *, rank: int, world_size: int, groups: int) -> None:
-        """Opens the bridge for a trainer's process. Does not wait for other processes.
+        """Opens the bridge for a trainer's process; rank 0 is the consumer, and deals out the shares.
 
-        Rank 0 of several is the consumer, and deals the shares out.
-
-        Args:
-            trainer: the only one whose calls are answered.
-            rank: 0 to world_size - 1.
-            world_size: processes of the trainer.
-            groups: groups in a generation batch of one process.
-
-        Raises:
-            ConsumerTaken, RankTaken: the place is taken. ValueError: joined already.
+        Does not wait for other processes. Only this trainer's calls are answered; `groups` are those in a
+        generation batch of one process. Raises ConsumerTaken, RankTaken: the place is taken. ValueError:
+        joined already, or several processes and release_at="checkpoint".
         """
         if self._trainer is not None:
             raise ValueError(f"the rollouts of bridge {self.bridge!r} have a trainer already -> make others")
+        if world_size > 1 and self._release_at == "checkpoint":
+            raise ValueError(f'release_at="checkpoint" is for one process, not {world_size} -> leave it out')
+        self._vocabulary = getattr(trainer.model.get_input_embeddings(), "num_embeddings", None)
+        if self._longest_row is None:
+            config = trainer.model.config.get_text_config()
+            self._longest_row = getattr(config, "max_position_embeddings", None)
         if rank == 0:
-            rows = groups * world_size * trainer.num_generations
-            run = shmbridge.Run(batch_size=rows, max_token_len=0, num_steps=(1 << 31) - 1)
-            self._consumer = shmbridge.Consumer(self.bridge, **{"run": run, **self._options})
-            if self.uneven == "skip":
-                self._consumer.screen(lambda group: group.rows == trainer.num_generations)
+            self.feed = self._open(trainer, world_size, groups)
         if world_size > 1:
-            if self._consumer is not None:
-                self._consumer.serve_ranks(
-                    world_size,
-                    groups=groups * world_size,
-                    max_staleness=self._max_staleness,
-                    prefetch=max(self._prefetch, 1),  # the next one may begin before the step of the last
-                )
             self._rank = shmbridge.Rank(self.bridge, rank, world_size)
         self._trainer, self._groups = trainer, groups
-        embedding = trainer.model.get_input_embeddings()
-        self._vocabulary: int | None = getattr(embedding, "num_embeddings", None)
 
-    def _next(self) -> Batch:
-        if self._batches is None:
-            if self._rank is not None:
-                self._batches = self._rank.batches(timeout_s=self._timeout_s, hold="caller")
-            else:
-                assert self._consumer is not None
-                self._batches = self._consumer.batches(
-                    groups=self._groups,
-                    max_staleness=self._max_staleness,
-                    prefetch=self._prefetch,
-                    timeout_s=self._timeout_s,
-                    hold="caller",
-                )
-        try:
-            return next(self._batches)
-        except StopIteration:
-            raise BridgeDrained(
-                f"bridge {self.bridge!r} is drained and has no further batch of {self._groups} groups per "
-                "process -> save the model; a new run needs a bridge that is not drained"
-            ) from None
-        except BaseException:  # Ctrl-C, too: an iteration that raised is over, the next call begins another
-            self._batches = None
-            raise
+    def _open(self, trainer: Any, world_size: int, groups: int) -> Feed:
+        args, options = trainer.args, dict(self._options)
+        every = -1 if args.save_strategy == "no" else ALL  # not in steps
+        if args.save_strategy == "steps":
+            every = max(int(args.save_steps), 1)
+        rows = groups * world_size * trainer.num_generations
+        run = options.pop("run", None) or shmbridge.Run(batch_size=rows, max_token_len=0, num_steps=ALL)
+        feed = Feed(
+            self.bridge,
+            groups=groups,
+            exact=True,
+            trained_together=ALL,  # what the trainer has when it asks stays until it has got more
+            release_at=self._release_at if world_size == 1 else "step",
+            max_staleness=self._max_staleness,
+            prefetch=self._prefetch,
+            longest_row=self._longest_row,
+            vocabulary=self._vocabulary,
+            unfit=self._unfit,
+            screen=(lambda group: group.rows == trainer.num_generations) if self.uneven == "skip" else None,
+            run=structs.replace(run, save_checkpoint_interval=every),
+            run_dir=args.output_dir,
+            **options,
+        )
+        if world_size > 1:
+            feed.consumer.serve_ranks(
+                world_size,
+                groups=groups * world_size,
+                max_staleness=self._max_staleness,
+                prefetch=max(self._prefetch, 1),  # the next one may begin before the step of the last
+            )
+        return feed
 
     # -- what the trainer calls
 
+    def _take(self) -> tuple[Step | Batch, Batch, dict[int, tuple[str, str]]]:
+        """Returns what is to be released later, its rows, and those of them that cannot be trained."""
+        if self._rank is None:
+            assert self.feed is not None
+            step = self.feed.take(self._timeout_s)
+            return step, step.batch, step.unfit
+        while (share := self._rank.next_share(self._timeout_s)) is not None:
+            if (batch := self._rank.gather(share)) is not None:
+                unfit = unfit_rows(batch, self._longest_row, self._vocabulary)
+                if unfit and self._unfit == "refuse":
+                    raise unfit_row(batch, *next(iter(unfit.items())))
+                return batch, batch, unfit
+        raise Drained(
+            f"bridge {self.bridge!r} is drained and has no further batch of {self._groups} groups per "
+            "process -> save the model; a new run needs a bridge that is not drained"
+        )
+
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Returns the next generation batch as TRL's `rollout_func` must. Blocks until there is one.
+        """Returns the next generation batch as TRL's `rollout_func` must, with a row for each prompt.
 
-        Token ids and masks are int64 arrays (no lists); other columns are values for reward functions, one
-        per row. The records stay leased.
-
-        Args:
-            prompts: as many as rows are wanted; their text is not used.
-            trainer: the trainer that joined.
-
-        Raises:
-            UnevenGroups, UnknownTokens, NoAdvantages: of the batch, which stays un-released. BridgeDrained.
-            ConsumerEmpty.
-            NotJoined: another trainer calls, or an evaluation.
+        Blocks until there is one. Token ids and masks are int64 arrays; other columns are values for reward
+        functions, one per row. The records stay leased. Raises UnevenGroups, UnfitRow, NoAdvantages: of the
+        batch, which comes again. Drained. ConsumerEmpty. NotJoined: another trainer calls, or an evaluation.
         """
         if trainer is not self._trainer:
             raise NotJoined(
@@ -179,20 +196,28 @@ class ShmRollouts:
             )
         if not trainer.model.training:
             raise NotJoined("evaluation asks for rollouts of its own prompts -> eval_strategy='no'")
-        batch = self._next()
-        rows = rows_of(
-            batch,
-            len(prompts),
-            pad_id=getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id,
-            credit=self._credit,
-            temperature=trainer.temperature,
-            fill=self.uneven == "fill",
-            whole_rows=self._whole_rows,
-            mask_truncated=trainer.args.mask_truncated_completions,
-            vocabulary=self._vocabulary,
-        )
+        held = None
+        try:
+            held, batch, unfit = self._take()
+            rows = rows_of(
+                batch,
+                len(prompts),
+                pad_id=getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id,
+                credit=self._credit,
+                temperature=trainer.temperature,
+                fill=self.uneven == "fill",
+                whole_rows=self._whole_rows,
+                mask_truncated=trainer.args.mask_truncated_completions,
+                unfit=unfit,
+            )
+        except BaseException as error:
+            self.give_back()  # what the optimizer step has besides is not at fault
+            if isinstance(held, Step):
+                self._held.append((0, held))
+                self.failed(error)
+            raise
         every = trainer.args.steps_per_generation * trainer.num_iterations
-        self._held.append((self._steps + every, batch))
+        self._held.append((self._steps + every, held))
         self._count(batch, rows)
         self.latest = rows
         return {
@@ -208,40 +233,82 @@ class ShmRollouts:
         self._steps += 1
 
     def step_done(self) -> None:
-        """Releases the generation batches whose last part is in a finished optimizer step.
+        """Ends the generation batches whose last part is in a finished optimizer step.
 
         Blocks for the hub's answer if there are ranks, at most a second.
         """
-        released = False
         while self._held and self._held[0][0] <= self._steps:
-            self._held.popleft()[1].release()
-            released = True
-        if released and self._rank is not None:
-            self._rank.report_done()
+            over = self._held.popleft()[1]
+            if self.feed is not None and isinstance(over, Step):
+                self.feed.trained(over)
+            elif self._rank is not None and isinstance(over, Batch):
+                over.release()
+                self._rank.report_done()
+                if self.feed is not None:
+                    self.feed.trained([])  # counts a step
+
+    def failed(self, error: BaseException) -> None:
+        """Notes that a step failed over all that is held: it comes again, or is set aside, as `Feed.failed`.
+
+        With several processes nothing is noted: what is held comes again to the next ones.
+        """
+        if self._rank is None and self.feed is not None and self._held:
+            steps = [step for _, step in self._held if isinstance(step, Step)]
+            self._held.clear()
+            self.feed.failed(steps, error)
+
+    def give_back(self) -> None:
+        """Ends what is held, untrained: it comes next. With several processes it stays. Never blocks."""
+        while self._held and isinstance(step := self._held[-1][1], Step) and self.feed is not None:
+            self._held.pop()
+            self.feed.give_back(step)
+
+    # -- checkpoints and versions: for the hub's process; those that other processes call do nothing there
+
+    def begin(self, checkpoint: str | None) -> None:
+        """Begins training: what is held comes again, and what the checkpoint contains is not trained again.
+
+        Blocks for the disk. Raises BridgeAhead: the bridge was trained before, and neither a checkpoint nor
+        `start` says how to go on.
+        """
+        self.give_back()
+        if self.feed is None:
+            return
+        if checkpoint is not None:
+            if self._has_begun and self._rank is None:  # what was trained since is not in the model any more
+                self.feed.close()
+                self.feed, self._has_begun = self._open(self._trainer, 1, self._groups), False
+            if not self.feed.load_state(checkpoint):
+                log.warning("checkpoint %s lists no groups: those that come again are trained", checkpoint)
+        self.feed.require_start()
 
     @property
     def is_hub(self) -> bool:
         """Whether this process is the bridge's consumer."""
-        return self._consumer is not None
+        return self.feed is not None
 
     @property
     def policy_version(self) -> int:
         """The newest version of the weights, published or noted; -1 before the first. Hub's process only."""
-        assert self._consumer is not None
-        return self._consumer.training_version
+        assert self.feed is not None
+        return self.feed.consumer.training_version
 
     def publish(self, version: int, *, to_environments: bool = True) -> None:
-        """Publishes the policy version, or only notes it for the staleness of batches. Hub's process only."""
-        assert self._consumer is not None
-        if to_environments:
-            self._consumer.publish_policy_version(version)
+        """Publishes the policy version, or only notes it for the staleness of batches."""
+        if self.feed is None:
+            return
+        if not to_environments:
+            self.feed.consumer.note_training_version(version)
+        elif self._has_begun:
+            self.feed.publish(version)
         else:
-            self._consumer.note_training_version(version)
+            self.feed.begin_run(version)
+            self._has_begun = True
 
     def drain(self) -> None:
-        """Takes no new records; training ends with BridgeDrained after those already there. Hub's process."""
-        assert self._consumer is not None
-        self._consumer.drain()
+        """Takes no new records; training ends with Drained after those already there. Hub's process only."""
+        assert self.feed is not None
+        self.feed.drain()
 
     # -- counters
 
@@ -251,7 +318,6 @@ class ShmRollouts:
         self._counts.update({name: int(count) for name, count in rows.counts.items()})
         self._counts["batches"] += 1
         self._counts["groups"] += batch.group_count
-        self._counts["records_redelivered"] += sum(record.meta.redelivered for record in batch.records)
         if first:
             log.warning(
                 "%s of bridge %r: these rows were sampled otherwise than the trainer's temperature says, so "
@@ -264,29 +330,30 @@ class ShmRollouts:
         scores = [float(score) for score in rows.columns.get("score", ()) if score is not None]
         if scores:
             self._fresh["score"] = sum(scores) / len(scores)
-        if self._consumer is None or not (lags := _lags(batch, self._consumer.training_version)):
+        if self.feed is None:
             return
-        self._fresh |= {"staleness_mean": sum(lags) / len(lags), "staleness_max": float(max(lags))}
-        version, own = self._consumer.training_version, compress(batch.meta, rows.unscored)
+        version, own = self.feed.consumer.training_version, compress(batch.meta, rows.unscored)
+        if found := lags((meta.min_policy_version for meta in batch.meta), version):
+            self._fresh |= {"staleness_mean": sum(found) / len(found), "staleness_max": float(max(found))}
         stale = sum(0 <= meta.min_policy_version < version for meta in own)
         if stale and not self._counts["rows_stale_as_fresh"]:
             warn_of_stale_rows(self.bridge, stale, "have environments record inference_logprobs")
         self._counts["rows_stale_as_fresh"] += stale
 
     def stats(self) -> dict[str, float]:
-        """Returns flat counters of this process, and those of the bridge in the hub's. Never blocks.
+        """Returns flat counters of this process, and those of the feed in the hub's. Never blocks.
 
         `columns_ignored_total{name}` counts rows of columns that went nowhere.
         """
         mine = {f"trl_{name}_total": float(count) for name, count in self._counts.items()}
         mine |= {f"columns_ignored_total{{{name}}}": float(rows) for name, rows in self._ignored.items()}
         mine["trl_batches_held"] = float(len(self._held))
-        return mine if self._consumer is None else self._consumer.stats() | mine
+        return mine if self.feed is None else self.feed.stats() | mine
 
     def metrics(self) -> dict[str, float]:
         """Returns what is new since the last call, as `bridge/...` for the trainer's log. Never blocks."""
         fresh, self._fresh = self._fresh, {}
-        rows = ("filled", "untrained", "truncated", "without_logprobs")
+        rows = ("filled", "left_out", "untrained", "truncated", "without_logprobs")
         names = [*(f"rows_{name}" for name in rows), "groups_fallback"]
         totals = {f"bridge/{name}_total": float(self._counts[name]) for name in names}
         return {f"bridge/{name}": value for name, value in fresh.items()} | totals
@@ -295,20 +362,23 @@ class ShmRollouts:
 
     def close(self) -> None:
         """Closes the bridge. Held records, and those not yet taken, come to the next consumer. Idempotent."""
-        self.closed = True
-        while self._held:
-            abandon(self._held.popleft()[1].records)
-        self._batches = None
-        if self._rank is not None:
-            self._rank.close()
-        if self._consumer is not None:
-            self._consumer.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; an exception counts as a failure of what is held, as of `Feed`."""
+        self.closed = True
+        while self._held:
+            if isinstance(batch := self._held.popleft()[1], Batch):
+                abandon(batch.records)
+        if self._rank is not None:
+            self._rank.close()
+        if self.feed is not None:
+            self.feed.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"<ShmRollouts of {self.bridge!r}: {self._counts['batches']} batches, {len(self._held)} held>"
@@ -320,12 +390,6 @@ def check_options(bridge: str, credit: Any, consumer: dict[str, Any]) -> None:
     if not isinstance(credit, Credit):
         raise TypeError(f"credit={credit!r} -> Credit(estimator=...) of shmbridge.consumers.trajectories")
     inspect.signature(shmbridge.Consumer).bind(bridge, **consumer)
-
-
-def _lags(batch: Batch, version: int) -> list[int]:
-    """Returns the versions that each row is behind, of the rows that were stamped."""
-    stamps = (meta.min_policy_version for meta in batch.meta)
-    return [max(version - stamp, 0) for stamp in stamps if stamp >= 0]
 
 
 shm_rollout_func = ShmRollouts  # `rollout_func` is TRL's word for it

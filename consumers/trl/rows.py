@@ -5,6 +5,7 @@ Imports numpy only. Letters: B rows, L tokens of one row, T tokens of the longes
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,36 +20,19 @@ Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 # read here, or by the credit assignment
-READ = frozenset(
-    (
-        *("tokens", "loss_mask", "masks", "prompt_length", "advantages", "advantages_mask", "overrides"),
-        *("inference_logprobs", "generation_params", "group_overrides", "temperature"),
-    )
-)
+READ = frozenset((
+    "tokens", "loss_mask", "masks", "prompt_length", "advantages", "advantages_mask", "overrides",
+    "inference_logprobs", "generation_params", "group_overrides", "temperature",
+))  # fmt: skip
 # arguments of reward functions that TRL fills itself
-_TAKEN = frozenset(
-    (
-        *("prompt", "prompts", "completion", "completions", "completion_ids", "environment", "environments"),
-        *(
-            "trainer_state",
-            "log_extra",
-            "log_metric",
-            "env_mask",
-            "prompt_ids",
-            "logprobs",
-            "image",
-            "images",
-        ),
-    )
-)
+_TAKEN = frozenset((
+    "prompt", "prompts", "completion", "completions", "completion_ids", "environment", "environments",
+    "trainer_state", "log_extra", "log_metric", "env_mask", "prompt_ids", "logprobs", "image", "images",
+))  # fmt: skip
 
 
 class UnevenGroups(ValueError):
-    """A batch from the bridge does not have as many rows as the trainer wants; none of it was released."""
-
-
-class UnknownTokens(ValueError):
-    """A row has a token that the model does not know; nothing of its batch was released."""
+    """A batch from the bridge does not have as many rows as the trainer wants; it comes again."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +88,14 @@ def rows_of(
     fill: bool = False,
     whole_rows: bool = False,
     mask_truncated: bool = False,
-    vocabulary: int | None = None,
+    unfit: Container[int] = (),
 ) -> Rows:
     """Returns the rows of a packed batch. Never blocks, releases nothing.
 
     The completion begins where the response does. Where a row has no response, or no prompt, the cut moves by
     one token, because TRL takes neither an empty completion nor a batch of empty prompts; masks stay as they
-    are. Rows of fewer than two tokens, which can train nothing, become rows of two masked padding tokens.
+    are. Rows of fewer than two tokens, which can train nothing, become rows of two masked padding tokens, and
+    so do unfit rows.
 
     Args:
         batch: a packed batch.
@@ -120,11 +105,10 @@ def rows_of(
         temperature: the trainer's; rows sampled at another one are counted.
         fill: adds fully masked rows where the batch has fewer.
         whole_rows, mask_truncated: as in `trajectories`.
-        vocabulary: tokens that the model knows; None: not checked.
+        unfit: rows that cannot be trained, by their numbers in the batch.
 
     Raises:
         UnevenGroups: more rows than wanted, or fewer without `fill`.
-        UnknownTokens: a token is not one of the vocabulary.
         NoAdvantages: as in `trajectories`.
     """
     found, metrics = trajectories(batch, credit, whole_rows=whole_rows, mask_truncated=mask_truncated)
@@ -132,12 +116,10 @@ def rows_of(
     if missing < 0 or (missing and not fill):
         raise UnevenGroups(_uneven(batch, want))
     wide = batch.tokens.astype(np.int64)
-    if vocabulary is not None and wide.size and wide.max() >= vocabulary:
-        raise UnknownTokens(_unknown(found, vocabulary))
     starts = batch.cu_seqlens
     rows = [
         _row(each, wide[starts[each.row] : starts[each.row + 1]])
-        if len(each.tokens) > 1
+        if len(each.tokens) > 1 and each.row not in unfit
         else _masked_row(pad_id)
         for each in found
     ]
@@ -150,6 +132,7 @@ def rows_of(
         "rows": float(len(found)),
         "tokens": float(batch.token_count),
         "rows_filled": float(missing),
+        "rows_left_out": float(sum(each.row in unfit for each in found)),
         "rows_too_short": float(sum(len(each.tokens) < 2 for each in found)),
         "rows_untrained": float(sum(not each.trained.any() for each in found)),
         "rows_without_logprobs": float(sum(each.logprobs is None and each.trained.any() for each in found)),
@@ -185,14 +168,4 @@ def _uneven(batch: Batch, want: int) -> str:
         f"a batch of {len(sizes)} groups has {len(batch)} rows and the trainer wants {want}; group "
         f"{meta.group_id!r} of environment {meta.env_name!r} has {sizes[odd]} -> groups of num_generations "
         'rows, or uneven="fill" (too few rows) or uneven="skip" of shm_rollout_func'
-    )
-
-
-def _unknown(rows: list[Trajectory], vocabulary: int) -> str:
-    row = next(each for each in rows if (each.tokens >= vocabulary).any())
-    at = int((row.tokens >= vocabulary).argmax())
-    return (
-        f"row {row.number} of group {row.meta.group_id!r} of environment {row.meta.env_name!r} has token "
-        f"{row.tokens[at]} at position {at}, and the model's vocabulary ends before {vocabulary} -> give the "
-        "environment the tokenizer of this model"
     )

@@ -7,15 +7,16 @@ The environments own prompts and grouping. verl issues uids, and each whole grou
 onto one of them: `generate_sequences` notes the uids and returns; the thread takes as many groups, writes
 their rows into TransferQueue (`kv_batch_put`), then sets the tags of the uids to finished.
 
-HUB: this object, in verl's TaskRunner process; verl's actors never see the bridge's records.
+HUB: this object's feed, in verl's TaskRunner process; verl's actors never see the bridge's records.
 
-RELEASED: a group's records, once verl has trained it and the weights are out. Under
-`trainer.v1.trainer_mode=shmbridge` that is `PPOTrainer.on_step_end`, after the optimizer step and, in a step
-with one, after the checkpoint. Groups that verl drops as stale, and all groups under verl's own modes, are
-released at the next `generate_sequences` after verl has removed their rows (`kv_clear`).
+RELEASED: a group's records, once verl has trained it. Under `trainer.v1.trainer_mode=shmbridge` that is once
+a checkpoint that contains it is durable, if verl saves some (`trainer.save_freq`), else
+`PPOTrainer.on_step_end`. Groups that verl drops as stale, and all groups under verl's own modes, are released
+at the next `generate_sequences` after verl has removed their rows (`kv_clear`).
 
 AGAIN after a kill: all groups whose records were not released: those waiting, those in TransferQueue, those
-of the step under way. Under verl's own modes also those of the last finished step.
+of the step under way, and those trained since the last checkpoint. Of these the keys stand in the checkpoint,
+so that a resumed run trains none twice. Under verl's own modes also those of the last finished step.
 """
 
 from __future__ import annotations
@@ -25,45 +26,46 @@ import queue
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple, Self
 
 import transfer_queue as tq
 
 import shmbridge
-from shmbridge import Batch
+from shmbridge import ConsumerEmpty
 from shmbridge.consumers.advantages.credit import NoAdvantages
-from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch
-from shmbridge.consumers.trajectories import columns_ignored, trajectories
-from shmbridge.consumers.verl.folded_groups import Folded, FoldedGroups
-from shmbridge.consumers.verl.metrics import atropos_metrics, summary_of
-from shmbridge.consumers.verl.rows import COLUMNS, rows_of
-from shmbridge.consumers.verl.settings import Settings, form_of, steps_until_taken
+from shmbridge.consumers.feed import Feed, Step
+from shmbridge.consumers.trajectories import columns_ignored
+from shmbridge.consumers.verl.metrics import GroupSummary, atropos_metrics, summary_of
+from shmbridge.consumers.verl.rows import COLUMNS, Rows, rows_of
+from shmbridge.consumers.verl.settings import (
+    MODE,
+    Settings,
+    form_of,
+    longest_row,
+    release_at,
+    steps_until_taken,
+)
 from shmbridge.record.groups import Group
 from shmbridge.weights import WeightsReader
 
-__all__ = ["NoGroups", "ShmAgentLoopManager"]
+__all__ = ["ShmAgentLoopManager"]
 
 log = logging.getLogger(__name__)
 
 _PARTITION = "train"
-_LOOK_EVERY_S = 0.2  # for close()
-_ASK_S = 1.5  # longer than the second after which the consumer says that a batch does not fit into the lanes
-_LONGEST_ROW = 1 << 20
+_ANY_LENGTH = 1 << 20
 _NO_LAST_STEP = 1 << 30
+_Order = tuple[list[str], int]  # uids of a call of generate_sequences, and verl's global_steps
+_COUNTED = ("feed_", "left_out_", "discarded_")  # of the feed's counters, in verl's log
 
 
-class NoGroups(TimeoutError):
-    """The environments wrote too few groups within the limits of `trainer.atropos`."""
+class _Folded(NamedTuple):
+    """One group of the bridge, under the uid it was folded onto."""
 
-
-@dataclass
-class _Order:
-    """What one call of generate_sequences asked for."""
-
-    uids: list[str]
-    step: int  # verl's global_steps
+    step: Step  # of this group alone
+    keys: list[str]  # of its rows in TransferQueue
+    summary: GroupSummary
 
 
 class ShmAgentLoopManager:
@@ -72,6 +74,9 @@ class ShmAgentLoopManager:
     Args:
         config: verl's whole configuration; `trainer.atropos` has the bridge's keys.
 
+    Attributes:
+        feed: the bridge's Feed, whose steps are single groups here.
+
     Raises:
         ValueError: the configuration asks for what a bridge cannot give; names the key.
         ConsumerTaken: another process reads this bridge.
@@ -79,28 +84,44 @@ class ShmAgentLoopManager:
 
     def __init__(self, config: Any) -> None:
         self._settings = settings = Settings.of(config)
+        mode = config.trainer.v1.trainer_mode
+        self._is_told = mode == MODE  # of checkpoints, by the trainer
+        if settings.start == "from-bridge" and mode != MODE:
+            raise ValueError(
+                f"trainer.atropos.start=from-bridge with trainer_mode={mode}, which does not load the "
+                f"bridge's weights -> trainer.v1.trainer_mode={MODE}, or trainer.atropos.start=from-scratch"
+            )
         self._form = form_of(config)
         self._rows_of_group = int(config.actor_rollout_ref.rollout.n)
         self._weights = _weights_reader(config, settings)
-        self._folded = FoldedGroups()
+        self._folded: dict[str, _Folded] = {}  # by uid, until verl is done with them
+        self._counts: Counter[str] = Counter()
         self._error: BaseException | None = None  # what ended the thread
-        self._ahead = 0  # versions that the bridge is ahead of verl's steps
-        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._waiting: list[str] = []  # uids of the order under way; this and the next for the thread only
-        self._stock: list[Group] = []  # taken, not yet folded
         self._closing = threading.Event()
-        per_step = int(config.data.train_batch_size)
+        self._ahead = 0  # versions that the bridge is ahead of verl's steps
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None ends the thread
+        per_step, longest = int(config.data.train_batch_size), longest_row(config, settings)
         run = shmbridge.Run(
             batch_size=max(per_step * self._rows_of_group, 1),
-            max_token_len=_LONGEST_ROW,
+            max_token_len=longest or _ANY_LENGTH,
             num_steps=int(config.trainer.get("total_training_steps", None) or _NO_LAST_STEP),
+            checkpoint_dir=config.trainer.default_local_dir,
+            save_checkpoint_interval=config.trainer.save_freq,
         )
         limit, begun_within = settings.max_off_policy_steps, steps_until_taken(config, settings)
-        # With a limit the bridge hands out whole steps; verl also asks for single groups, for dropped ones.
-        self._at_once = None if limit is None else per_step
-        self._consumer = shmbridge.Consumer(
+        self.feed = Feed(
             settings.bridge,
+            groups=per_step,
+            exact=True,
             run=run,
+            release_at=release_at(config, settings),
+            max_staleness=limit,
+            set_aside_after=settings.set_aside_after,
+            unfit=settings.unfit,
+            longest_row=longest,
+            credit=settings.credit,
+            whole_rows=settings.whole_rows,
+            start=settings.start,
             lanes=settings.lanes,
             policy="fair" if limit is None else "oldest",
             max_off_policy_steps=begun_within,
@@ -141,209 +162,184 @@ class ShmAgentLoopManager:
 
         Raises:
             ValueError: prompts of validation.
-            NoGroups, NoAdvantages, NoLogprobs, ...: what ended the thread; the groups in its hands are not
-                released.
+            ConsumerEmpty, Drained, NoAdvantages, NoLogprobs, ...: what ended the thread; the groups in its
+                hands are not released.
         """
         if prompts.get("validate"):
             raise ValueError(
                 "verl validates with prompts of its own, and environments own them here -> "
                 "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
             )
-        self._raise_error()
+        if self._error is not None:
+            raise self._error
         step = int(prompts["global_steps"])
+        if not self._is_told and step > 1:
+            self.feed.load_state_dict(self.feed.state_dict())  # verl has loaded a checkpoint
+        self._is_told = True
         self._follow_weights(step)
         self.release_cleared()
-        self._orders.put(_Order([str(uid) for uid in prompts["uid"]], step))
+        self._orders.put(([str(uid) for uid in prompts["uid"]], step))
 
     def step_ended(self, keys: Collection[str], version: int | None = None) -> dict[str, float]:
-        """Releases the groups of a step that is over, and returns its metrics. Never blocks.
+        """Notes that the groups of a step are trained, and returns the step's metrics. Never blocks.
+
+        They are released, or held for a checkpoint: see this module.
 
         Args:
             keys: the rows that were trained, verl's `{uid}_{session}_{index}`; others, such as padding, are
                 skipped.
             version: of the weights that the step made; published to the environments.
         """
-        if version is not None and version > self._consumer.policy_version:
-            self._consumer.publish_policy_version(version)
-        trained = self._folded.release({key.split("_")[0] for key in keys}, "groups_trained")
+        trained = self._pop(dict.fromkeys(key.split("_")[0] for key in keys))
+        newer = version if version is not None and version > self.feed.consumer.policy_version else None
+        if trained:
+            self.feed.trained([each.step for each in trained], version=newer)
+        elif newer is not None:
+            self.feed.consumer.publish_policy_version(newer)
         return {
             **atropos_metrics([each.summary for each in trained]),
             **{f"shmbridge/{name}": count for name, count in self.stats().items()},
         }
+
+    def step_failed(self, error: BaseException) -> None:
+        """Notes that verl's step raised an error: a resumed run tries its groups apart. Never raises.
+
+        Blocks for the disk, and for one question to TransferQueue.
+        """
+        try:
+            if sampled := self._taken(cleared=False):
+                self.feed.failed([each.step for each in sampled], error)
+        except BaseException as raised:
+            if raised is not error:
+                log.exception("the failed step is not noted, so its groups come again as if nothing was")
 
     def release_cleared(self) -> int:
         """Releases the held groups of which TransferQueue has no row any more; returns how many.
 
         Blocks for one question to TransferQueue, if anything is held.
         """
-        if not self._folded.uids():
-            return 0
-        there = (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {})
-        return len(self._folded.release(self._folded.uids_without_rows(there), "groups_cleared"))
+        cleared = self._taken(cleared=True) if self._folded else []
+        if cleared:
+            self.feed.dropped([each.step for each in cleared], "cleared")
+        return len(cleared)
 
     def stats(self) -> dict[str, float]:
         """Returns counters, flat: what was folded, released, left out, and why. Never blocks."""
-        name = "left_out_total{eval}"
-        return {**self._folded.stats(), name: self._consumer.stats()[name]}
+        return {
+            **{f"{name}_total": float(count) for name, count in sorted(self._counts.items())},
+            **{name: count for name, count in self.feed.stats().items() if name.startswith(_COUNTED)},
+            "groups_held": float(len(self._folded)),
+        }
 
     def close(self) -> None:
         """Gives the bridge up; releases nothing. Idempotent; blocks for the thread."""
         self._closing.set()
+        self.feed.close()  # ends the wait for groups
+        self._orders.put(None)
         self._thread.join()
-        self._folded.forget()
-        self._stock.clear()
+        self._folded.clear()
         if self._weights is not None:
             self._weights.close()
-        self._consumer.close()
+
+    def _pop(self, uids: Iterable[str]) -> list[_Folded]:
+        return [self._folded.pop(uid) for uid in uids if uid in self._folded]
+
+    def _taken(self, *, cleared: bool) -> list[_Folded]:
+        """Takes out the groups whose prompts verl has removed, and whose rows it has cleared or has not."""
+        there = (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {}).keys()
+        folded = list(self._folded.items())
+        return self._pop(
+            [uid for uid, each in folded if uid not in there and there.isdisjoint(each.keys) == cleared]
+        )
 
     # -- the thread
 
     def _drain(self) -> None:
-        while not self._closing.is_set():
-            try:
-                order = self._orders.get(timeout=_LOOK_EVERY_S)
-            except queue.Empty:
-                continue
-            self._waiting = list(order.uids)
+        while (order := self._orders.get()) is not None:
             try:
                 self._fill(order)
             except BaseException as error:
-                self._fail(error)
+                if not self._closing.is_set():
+                    self._fail(order, error)
                 return
 
     def _fill(self, order: _Order) -> None:
         """Takes the groups of an order and writes them."""
-        if (groups := self._take(len(order.uids))) is None:
-            return
-        batch = Batch(groups, "packed")
-        if self._settings.whole_rows:
-            batch.train_whole_rows()
+        uids, at_step = order
         try:
-            found, credit = trajectories(batch, self._settings.credit, whole_rows=self._settings.whole_rows)
-        except NoAdvantages as none:
-            raise NoAdvantages(
-                f"{str(none).split(' -> ')[0]} -> trainer.atropos.fallback_to_grpo=true"
-            ) from None
-        versions = [self._steps_of(group, order) for group in groups]
-        rows = rows_of(found, order.uids, versions, self._form)
-        of_group: dict[str, list[str]] = {uid: [] for uid in order.uids}
+            step = self.feed.take(self._settings.patience_s, groups=len(uids))
+        except ConsumerEmpty as none:
+            hint = "start environments on this bridge, or raise trainer.atropos.max_wait_time, timeout or "
+            raise ConsumerEmpty(none.message, hint=f"{hint}retry_attempts") from None
+        versions = [self._steps_of(group, at_step) for group in step.groups]
+        try:
+            rows = rows_of(step.rows, uids, versions, self._form)
+        except Exception as error:
+            if isinstance(error, NoAdvantages):
+                words = str(error).split(" -> ")[0]
+                error = NoAdvantages(f"{words} -> trainer.atropos.fallback_to_grpo=true")
+            self.feed.failed(step, error)
+            raise error from None
+        self._count(step, rows)
+        keys: dict[str, list[str]] = {uid: [] for uid in uids}
         for key in rows.keys:
-            of_group[key.split("_")[0]].append(key)
-        counts = rows.counts + self._counted(groups, credit, columns_ignored(batch, COLUMNS))
-        by_group: list[list[Any]] = [[] for _ in groups]
-        for row in found:
-            by_group[int(batch.group_index[row.row])].append(row)
-        folded = {
-            uid: Folded(group, of_group[uid], summary_of(of_it))
-            for uid, group, of_it in zip(order.uids, groups, by_group, strict=True)
-        }
-        self._folded.hold(folded, counts)
+            keys[key.split("_")[0]].append(key)
+        empty, tags, group_of = [], [], step.batch.group_index
+        for number, part in enumerate(self.feed.parts(step)):
+            uid, (oldest, _) = uids[number], versions[number]
+            if keys[uid]:
+                of_it = [row for row in step.rows if group_of[row.row] == number]
+                self._folded[uid] = _Folded(part, keys[uid], summary_of(of_it))
+            else:  # verl replaces it
+                empty.append(part)
+            # verl's prompts of step s are sampled under the weights of s - 1
+            status = "finished" if keys[uid] else "failure"
+            tags.append({"is_prompt": True, "status": status, "global_steps": oldest + 1})
         if rows.fields is not None:
             tq.kv_batch_put(keys=rows.keys, partition_id=_PARTITION, fields=rows.fields, tags=rows.tags)
-        self._finish(order.uids, versions, of_group)
-        self._folded.release([uid for uid, keys in of_group.items() if not keys], "groups_without_response")
+        tq.kv_batch_put(keys=uids, partition_id=_PARTITION, tags=tags)  # verl may sample them now
+        if empty:
+            self.feed.dropped(empty, "no_response")
 
-    def _take(self, count: int) -> list[Group] | None:
-        """Returns `count` whole groups; None if the manager is closing."""
-        wait = BatchWait(self._settings.patience, lambda: self._missing(count), log.warning)
-        with self._consumer.one_wait():
-            while (lacking := count - len(self._stock)) > 0:
-                groups = self._consumer.take_groups(
-                    groups=self._at_once or lacking,
-                    max_staleness=self._settings.max_off_policy_steps,
-                    timeout_s=_ASK_S,
-                )
-                if groups is not None:
-                    self._stock += groups
-                    continue
-                if self._closing.is_set():
-                    return None
-                if self._consumer.draining and self._consumer.queue.groups() < lacking:
-                    raise NoGroups(
-                        f"{self._missing(count)}, and is drained -> end training, or take another bridge"
-                    )
-                try:
-                    wait.look()
-                except NoBatch as over:
-                    raise NoGroups(
-                        f"{str(over).split(' -> ')[0]} -> start environments on this bridge, or raise "
-                        "trainer.atropos.max_wait_time, timeout or retry_attempts"
-                    ) from None
-        taken, self._stock = self._stock[:count], self._stock[count:]
-        return taken
-
-    def _missing(self, count: int) -> str:
-        there = self._consumer.queue.groups() + len(self._stock)
-        return f"bridge {self._settings.bridge!r} has {there} of the {count} groups that a step wants"
-
-    def _finish(
-        self, uids: Sequence[str], versions: Sequence[tuple[int, int]], keys: dict[str, list[str]]
-    ) -> None:
-        """Lets verl sample the groups; a group without rows is a failed one, which verl replaces."""
-        tags = [
-            {
-                "is_prompt": True,
-                "status": "finished" if keys[uid] else "failure",
-                "global_steps": oldest + 1,  # verl's prompts of step s are sampled under the weights of s - 1
-            }
-            for uid, (oldest, _) in zip(uids, versions, strict=True)
-        ]
-        tq.kv_batch_put(keys=list(uids), partition_id=_PARTITION, tags=tags)
-        self._waiting = []
-
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, order: _Order, error: BaseException) -> None:
         """Keeps the error for verl's next call, and wakes a trainer that waits for the order."""
         # As text: a traceback would keep the groups, and with them the bridge, from a successor.
         log.error("no more rows for verl: %s", "".join(traceback.format_exception(error)))
         error.__context__ = error.__cause__ = None
         self._error = error.with_traceback(None)
         try:
-            if self._waiting:
-                tags = [{"is_prompt": True, "status": "failure", "global_steps": 0} for _ in self._waiting]
-                tq.kv_batch_put(keys=self._waiting, partition_id=_PARTITION, tags=tags)
+            tags = [{"is_prompt": True, "status": "failure", "global_steps": 0} for _ in order[0]]
+            tq.kv_batch_put(keys=order[0], partition_id=_PARTITION, tags=tags)
         except Exception:
             log.exception("TransferQueue does not take the failure either")
 
     # -- what groups are
 
-    def _steps_of(self, group: Group, order: _Order) -> tuple[int, int]:
+    def _steps_of(self, group: Group, at_step: int) -> tuple[int, int]:
         """Returns the smallest and largest version of a group, in verl's steps."""
-        metas = [record.meta for record in group.records]
-        oldest = min(meta.min_policy_version for meta in metas)
-        newest = max(meta.max_policy_version for meta in metas)
-        if oldest < 0:
-            self._folded.count("groups_without_version")
-            return order.step - 1, order.step - 1
+        newest = max(record.meta.max_policy_version for record in group.records)
+        if (oldest := group.oldest_version) < 0:
+            self._counts["groups_without_version"] += 1
+            return at_step - 1, at_step - 1
         return oldest - self._ahead, newest - self._ahead
 
-    def _counted(
-        self, groups: Iterable[Group], credit: dict[str, float], ignored: dict[str, int]
-    ) -> Counter[str]:
-        listed = list(groups)
-        return Counter(
-            {
-                "groups": len(listed),
-                "rows": sum(group.rows for group in listed),
-                "groups_uneven": sum(group.rows != self._rows_of_group for group in listed),
-                "groups_redelivered": sum(group.records[0].meta.redelivered for group in listed),
-                "groups_fallback": int(credit["groups_fallback"]),
-                **{f"columns_ignored{{{name}}}": count for name, count in ignored.items()},
-            }
-        )
+    def _count(self, step: Step, rows: Rows) -> None:
+        self._counts.update(rows.counts)
+        self._counts["rows"] += len(rows.keys)
+        self._counts["groups_uneven"] += sum(group.rows != self._rows_of_group for group in step.groups)
+        self._counts["groups_fallback"] += int(step.metrics["groups_fallback"])
+        for name, count in columns_ignored(step.batch, COLUMNS).items():
+            self._counts[f"columns_ignored{{{name}}}"] += count
 
     def _follow_weights(self, step: int) -> None:
         """Publishes the version that verl's weights have, and notes how it differs from verl's steps."""
-        current, known = step - 1, self._consumer.policy_version
+        current, known = step - 1, self.feed.consumer.policy_version
         if self._weights is not None and (written := self._weights.version) is not None:
             self._ahead = written - current
         elif known > current + self._ahead:  # an earlier run's
             self._ahead = known + 1 - current
         if (version := current + self._ahead) > known:
-            self._consumer.publish_policy_version(version)
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+            self.feed.consumer.publish_policy_version(version)
 
 
 def _weights_reader(config: Any, settings: Settings) -> WeightsReader | None:

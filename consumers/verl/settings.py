@@ -14,15 +14,28 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from shmbridge.config import check_bridge_name
+from shmbridge.consumers.feed import ReleaseAt, Unfit
 from shmbridge.consumers.learner.data.batch_wait import Patience
+from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import Refused, refuse, setting
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.verl import estimator
 from shmbridge.consumers.verl.rows import Form
 
-__all__ = ["REFUSED", "Settings", "compares_with_sampler", "form_of", "steps_until_taken"]
+__all__ = [
+    "MODE",
+    "REFUSED",
+    "Settings",
+    "compares_with_sampler",
+    "form_of",
+    "longest_row",
+    "release_at",
+    "steps_until_taken",
+]
 
 log = logging.getLogger(__name__)
+
+MODE = "shmbridge"  # verl's name of the trainer that releases groups with checkpoints
 
 Normalise = Literal["none", "batch", "global"]
 
@@ -87,23 +100,31 @@ class Settings:
     whole_rows: bool = False  # rows with neither mask nor prompt_length are trained whole
     max_off_policy_steps: int | None = None  # environments that ask begin no group that gets older than this
     lanes: int | Literal["auto"] = "auto"
+    release_at: ReleaseAt | None = None  # None: see the function of that name
+    set_aside_after: int = 2  # failures of a step after which the group at fault is found and set aside
+    unfit: Unfit = "refuse"  # rows that are too long, or are left out and counted
+    longest_row: int | None = None  # tokens; None: see the function of that name
+    start: Start | None = None  # on a bridge that was trained before, without a checkpoint; None: refused
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be."""
         if not self.bridge:
             raise ValueError("trainer.atropos.bridge is not set -> ++trainer.atropos.bridge=run1")
         check_bridge_name(self.bridge)
-        for name in ("timeout", "retry_attempts", "retry_delay", "max_wait_time", "max_off_policy_steps"):
+        times = "timeout", "retry_attempts", "retry_delay", "max_wait_time"
+        for name in (*times, "max_off_policy_steps", "set_aside_after", "longest_row"):
             given = getattr(self, name)
             if given is not None and not (isinstance(given, (int, float)) and given >= 0):
                 raise ValueError(
                     f"trainer.atropos.{name}={given!r} is no number of at least 0 -> write one, or null"
                 )
-        if self.advantage_normalization not in get_args(Normalise):
-            raise ValueError(
-                f"trainer.atropos.advantage_normalization={self.advantage_normalization!r} is none of "
-                f"{', '.join(get_args(Normalise))}"
-            )
+        optional = ("release_at", ReleaseAt), ("start", Start)
+        for name, known in (("advantage_normalization", Normalise), ("unfit", Unfit), *optional):
+            given = getattr(self, name)
+            if given not in get_args(known) and not (given is None and (name, known) in optional):
+                raise ValueError(
+                    f"trainer.atropos.{name}={given!r} is none of {', '.join(get_args(known))} -> write one"
+                )
         if not self.use_advantages and not self.fallback_to_grpo:
             raise ValueError(
                 "trainer.atropos.use_advantages=false needs fallback_to_grpo, as nothing else gives "
@@ -145,16 +166,47 @@ class Settings:
         )
 
     @property
-    def patience(self) -> Patience | None:
-        """How long a step waits for its groups; None: for ever, with reminders in the log."""
-        limits = {
+    def patience_s(self) -> float | None:
+        """Seconds that a step waits for its groups, all tries and delays together; None: for ever."""
+        tries = {
             "timeout_s": self.timeout,
             "attempts": self.retry_attempts,
             "retry_delay_s": self.retry_delay,
-            "max_wait_s": self.max_wait_time,
         }
-        given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-        return Patience(**{"max_wait_s": math.inf, **given}) if given else None
+        given: dict[str, Any] = {name: value for name, value in tries.items() if value is not None}
+        if not given:
+            return self.max_wait_time
+        most_s = math.inf if self.max_wait_time is None else self.max_wait_time
+        return sum(wait_s + delay_s for wait_s, delay_s in Patience(**given, max_wait_s=most_s).waits())
+
+
+def release_at(config: Any, settings: Settings) -> ReleaseAt | None:
+    """Returns when groups are released; None: with checkpoints if verl saves some, as lanes have room.
+
+    Never blocks. Raises ValueError for "checkpoint" where no checkpoint would ever release them.
+    """
+    mode, every = config.trainer.v1.trainer_mode, config.trainer.save_freq
+    if settings.release_at == "checkpoint" and (mode != MODE or every <= 0):
+        raise ValueError(
+            f"trainer.atropos.release_at=checkpoint with trainer_mode={mode} and save_freq={every}: no "
+            f"checkpoint would release a group -> trainer.v1.trainer_mode={MODE} trainer.save_freq=20, or "
+            "trainer.atropos.release_at=step"
+        )
+    return settings.release_at or (None if mode == MODE else "step")
+
+
+def longest_row(config: Any, settings: Settings) -> int | None:
+    """Returns the most tokens of a row: those asked for, or else of a dynamic batch. Never blocks.
+
+    None: any number, as verl cuts none.
+    """
+    actor = config.actor_rollout_ref.actor
+    if settings.longest_row is not None or not (actor.use_dynamic_bsz and "fsdp" in str(actor.strategy)):
+        return settings.longest_row
+    most = [actor.ppo_max_token_len_per_gpu]
+    if not setting(config, "algorithm.rollout_correction.bypass_mode"):
+        most.append(config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
+    return int(min(most) * actor.ulysses_sequence_parallel_size)
 
 
 def steps_until_taken(config: Any, settings: Settings) -> int | None:

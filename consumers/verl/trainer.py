@@ -2,32 +2,45 @@
 
     trainer.v1.trainer_mode: shmbridge
 
-A step is verl's own. What this mode adds: the weights go out when training begins and after each step, then
-the step's groups are released and its `atropos/...` metrics are logged. verl samples with its asynchronous
-replay buffer, so `trainer.v1.sampler.max_off_policy_threshold` drops stale groups or waits.
+A step is verl's own. What this mode adds: the weights go out when training begins and after each step, and
+the `atropos/...` metrics are logged. A step's groups are released once a checkpoint with the step is durable,
+or at its end if verl saves none. The keys of the groups in a checkpoint stand in it, as `shmbridge.json`. If
+a step raises an error, its groups are noted, and a resumed run finds the one at fault. verl samples with its
+asynchronous replay buffer, so `trainer.v1.sampler.max_off_policy_threshold` drops stale groups or waits.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import ray
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+from transformers import AutoModelForCausalLM
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
 import shmbridge
+from shmbridge.consumers.trained_bridge import bridge_info, load_published, trained_as
 from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 from shmbridge.consumers.verl.metrics import VERSION
-from shmbridge.consumers.verl.settings import Settings, compares_with_sampler, form_of, steps_until_taken
+from shmbridge.consumers.verl.settings import (
+    MODE,
+    Settings,
+    compares_with_sampler,
+    form_of,
+    release_at,
+    steps_until_taken,
+)
 
 __all__ = ["BridgePPOTrainer"]
 
 log = logging.getLogger(__name__)
 
-MODE = "shmbridge"
 MANAGER = "shmbridge.consumers.verl.agent_loop_manager.ShmAgentLoopManager"
 
 
@@ -48,8 +61,13 @@ class BridgePPOTrainer(PPOTrainer):
     def __init__(self, config: Any) -> None:
         _check(config)
         _warn_if_taken(config.trainer.atropos.bridge)
+        if config.trainer.atropos.get("start", None) == "from-bridge":
+            _take_weights(config)
         super().__init__(config)
         self._trained: list[str] = []
+        self._metrics: dict[str, float] = {}  # of the step, if its groups are trained before it is saved
+        self._states: dict[str, Any] = {}  # of checkpoints that are not durable yet, by folder
+        self._resumed: str | None = None
         self._warns = not compares_with_sampler(config)
 
     def _load_checkpoint(self) -> None:
@@ -59,16 +77,57 @@ class BridgePPOTrainer(PPOTrainer):
         if restored:
             tq.kv_clear(keys=restored, partition_id="train")
         self._restored_tq_prompt_count = 0
+        if self.global_steps:
+            named = self.config.trainer.resume_mode == "resume_path"
+            self._resumed = self.config.trainer.resume_from_path if named else self._folder()
+
+    def _folder(self) -> str:
+        """Returns the folder of this step's checkpoint."""
+        return os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+
+    def _save_checkpoint(self) -> None:
+        """Saves verl's checkpoint, and before it what tells which groups are in it: a kill between the two
+        leaves verl with the checkpoint before.
+        """
+        manager, folder = self.agent_loop_manager, self._folder()
+        if manager.feed.release_at == "checkpoint":
+            self._metrics = manager.step_ended(self._trained)
+        os.makedirs(folder, exist_ok=True)
+        self._states[folder] = manager.feed.save_state(folder)
+        super()._save_checkpoint()
+        self._release_saved()
+
+    def _release_saved(self) -> None:
+        """Releases what the newest durable checkpoint contains. verl names that one in a file: at once, or
+        once all its ranks have written it (`async_save`).
+        """
+        if not self._states:
+            return
+        newest = find_latest_ckpt_path(self.config.trainer.default_local_dir)
+        if (state := self._states.pop(newest, None)) is not None:
+            self.agent_loop_manager.feed.checkpointed(state)
 
     def on_train_begin(self) -> None:
-        """Sends the weights that training begins with, and asks for the batches to gather ahead."""
-        self._send_weights(self.global_steps - 1)
+        """Sends the weights that training begins with, and asks for the batches to gather ahead.
+
+        Raises BridgeAhead: the bridge was trained before, and verl has loaded no checkpoint of its run.
+        """
+        feed = self.agent_loop_manager.feed
+        if self._resumed is not None:
+            feed.load_state(self._resumed)
+        feed.require_start()
+        sent = self._send_weights(self.global_steps - 1)
+        feed.begin_run(max(sent[VERSION], feed.consumer.policy_version))
         ahead = self.config.trainer.v1.get(MODE, {}).get("num_warmup_batches", 0)
         self._add_async_warmup_batches(ahead)
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """Trains one step of verl's, and notes its rows."""
-        batch = super().step(metrics, timing_raw)
+        """Trains one step of verl's, and notes its rows, or its groups if it fails."""
+        try:
+            batch = super().step(metrics, timing_raw)
+        except BaseException as error:
+            self.agent_loop_manager.step_failed(error)
+            raise
         self._trained = list(batch.keys)
         weights, rows = self.global_steps - 1, [tag for tag in batch.tags if not tag.get("is_padding")]
         late = sum(tag.get("min_global_steps", weights) < weights for tag in rows)
@@ -82,11 +141,12 @@ class BridgePPOTrainer(PPOTrainer):
         """Does nothing: there is no engine that would free its memory."""
 
     def on_step_end(self) -> None:
-        """Sends the step's weights, then releases its groups. verl has saved its checkpoint by now."""
+        """Sends the step's weights; its groups are trained now. verl has saved its checkpoint by now."""
         with marked_timer("update_weights", self.timing_raw, color="red"):
             sent = self._send_weights(self.global_steps)
-        released = self.agent_loop_manager.step_ended(self._trained, sent.get(VERSION))
-        self._pending_sync_metrics = {**sent, **released}
+        ended = self.agent_loop_manager.step_ended(self._trained, sent.get(VERSION))
+        self._release_saved()
+        self._pending_sync_metrics, self._metrics = {**self._metrics, **sent, **ended}, {}
 
     def _send_weights(self, step: int) -> dict[str, Any]:
         """Returns what the writing actor reports.
@@ -100,6 +160,7 @@ class BridgePPOTrainer(PPOTrainer):
 def _check(config: Any) -> None:
     settings, rollout = Settings.of(config), config.actor_rollout_ref.rollout
     form_of(config)
+    release_at(config, settings)
     steps_until_taken(config, settings)
     engine = rollout.checkpoint_engine
     if engine.backend != "shmbridge":
@@ -124,6 +185,29 @@ def _check(config: Any) -> None:
             "verl validates with prompts of its own, and environments own them here -> "
             "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
         )
+
+
+def _take_weights(config: Any) -> None:
+    """Makes a trained bridge's weights the model that verl loads, also in runs that resume this one."""
+    bridge, folder = (
+        config.trainer.atropos.bridge,
+        os.path.join(config.trainer.default_local_dir, "from_bridge"),
+    )
+    resumes = config.trainer.resume_mode == "resume_path" or (
+        config.trainer.resume_mode == "auto" and find_latest_ckpt_path(config.trainer.default_local_dir)
+    )
+    if not resumes:
+        if trained_as(bridge_info(bridge))[1] is None:
+            return
+        given = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        model = AutoModelForCausalLM.from_pretrained(
+            given.local_path, trust_remote_code=given.trust_remote_code
+        )
+        log.info("a new run begins with version %d of bridge %r", load_published(bridge, model), bridge)
+        model.save_pretrained(folder)
+        given.tokenizer.save_pretrained(folder)
+    if os.path.isdir(folder):
+        config.actor_rollout_ref.model.path = folder
 
 
 def _warn_if_taken(name: str) -> None:

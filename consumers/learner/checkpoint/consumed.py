@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from shmbridge.consumers.dataset_parts.lane_records import may_come_again
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.segments.segment import mount_id
 
 MOST_PRODUCERS = 1024  # limit of known last sequences; the least recently seen producers are dropped first
 
@@ -25,27 +24,22 @@ class Consumed:
     """
 
     def __init__(self, before: Progress) -> None:
-        self._in_checkpoint = {producer: frozenset(numbers) for producer, numbers in before.held.items()}
-        self._mounts = dict(before.mounts)
+        self._in_checkpoint = HeldRecords(before.held, before.mounts)
         self._last = dict(before.last_sequences)
-        self._held: dict[str, set[int]] = {}
+        self._held: set[tuple[str, int]] = set()
         self._groups, self._trajectories, self._tokens = before.groups, before.trajectories, before.tokens
         self._run_id = before.run_id
         self._begun_s = time.monotonic() - before.wall_s
 
     def contains(self, meta: Any) -> bool:
-        """Returns whether the checkpoint's weights contain this record, which its learner had not released.
-
-        Only a redelivered record can be: any other with that number is of a producer that counts from 0
-        again.
-        """
-        return bool(meta.redelivered) and meta.sequence in self._in_checkpoint.get(meta.producer_id, ())
+        """Returns whether the checkpoint's weights contain this record, which was not released."""
+        return self._in_checkpoint.contains(meta)
 
     def took(self, metas: Iterable[Any], *, groups: int, trajectories: int, tokens: int) -> None:
         """Records a batch: the metadata of its records (repetitions allowed), and its size."""
         for meta in metas:
             producer, sequence = meta.producer_id, meta.sequence
-            self._held.setdefault(producer, set()).add(sequence)
+            self._held.add((producer, sequence))
             self._last[producer] = max(self._last.pop(producer, -1), sequence)
         for producer in list(self._last)[: max(0, len(self._last) - MOST_PRODUCERS)]:
             del self._last[producer]
@@ -64,9 +58,8 @@ class Consumed:
         is gone. Such a record may not have been redelivered yet. After redelivery it is released after
         `contains`, or later if a rank of an earlier learner is alive.
         """
-        earlier, here = may_come_again(self._in_checkpoint, self._mounts), mount_id()
-        mounts = {each: self._mounts[each] for each in earlier if each in self._mounts}
-        producers = dict.fromkeys([*earlier, *self._held])
+        held = self._in_checkpoint.that_may_come_again()
+        held |= HeldRecords.of(self._held)
         return Progress(
             step=step,
             policy_version=policy_version,
@@ -75,7 +68,6 @@ class Consumed:
             tokens=self._tokens,
             wall_s=round(time.monotonic() - self._begun_s, 3),
             last_sequences=dict(self._last),
-            held={each: sorted(earlier.get(each, set()) | self._held.get(each, set())) for each in producers},
-            mounts=mounts | (dict.fromkeys(self._held, here) if here else {}),
             run_id=self._run_id,
+            **held.state(),
         )

@@ -232,13 +232,17 @@ def test_interrupts_count_nothing_and_the_groups_come_again(bridge, producer, tm
         assert feed.stats()["batches_total"] == 1
 
 
-def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path) -> None:
+OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})  # as torch's
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OutOfMemoryError, type("Remote", (OutOfMemoryError,), {})])
+def test_no_memory_is_raised_and_names_the_longest_row(bridge, producer, tmp_path, kind) -> None:
     put(producer, [1])
     producer.put({"tokens": [[7] * 50], "loss_mask": [[1] * 50], "score": [1.0]}, group_id="long")
     with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
         for _ in range(3):
-            with pytest.raises(MemoryError) as raised:
-                feed.failed(feed.take(5), MemoryError("alloc"))
+            with pytest.raises(kind) as raised:
+                feed.failed(feed.take(5), kind("alloc"))
             assert "50 tokens: group long of environment 'sums'" in raised.value.__notes__[0]
         assert len(feed.take(5).groups) == 2
 
@@ -302,6 +306,19 @@ def test_a_feed_that_is_only_asked_now_and_then_gets_all(bridge, producer, tmp_p
             numbers += numbers_of(step)
             feed.trained(step)
     assert numbers == [*range(40)]
+
+
+def test_counters_are_read_while_another_thread_counts(bridge, tmp_path) -> None:
+    with Feed(bridge, run_dir=tmp_path) as feed:
+        counting = threading.Thread(target=lambda: [feed.counts.update([f"n{n}"]) for n in range(20_000)])
+        often, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-6)
+        try:
+            counting.start()
+            while counting.is_alive():
+                feed.stats()
+        finally:
+            sys.setswitchinterval(often)
+        assert feed.stats()["feed_n19999_total"] == 1
 
 
 def test_a_wait_in_one_thread_does_not_hold_up_another(bridge, tmp_path) -> None:
@@ -613,6 +630,7 @@ def test_parts_of_a_step_end_by_themselves(bridge, producer, tmp_path) -> None:
         assert feed.consumer.current_step == 2
         (held,) = feed.state_dict()["held"].values()
         assert held == [0, 2]
+        assert feed.state_of(third) == feed.state_dict() | {"held": {producer.producer_id: [2]}}
         feed.checkpointed()
         assert feed.stats()["released_total"] == 3
 
@@ -656,9 +674,9 @@ with Feed(bridge, groups=2, release_at="checkpoint", run_dir=folder) as feed:
     feed.begin_run(4)
     later = end in ("published later", "trained on")  # as trainers that publish after their save
     feed.trained(feed.take(10), version=None if later else 5)
-    feed.save_state(folder)
+    state = feed.save_state(folder)
     if end == "saved" or later:
-        feed.checkpointed()
+        feed.checkpointed(state)
     if later:
         feed.publish(5)
     if end == "trained on":
@@ -689,7 +707,7 @@ def test_a_trained_bridge_is_refused_without_its_state(bridge, tmp_path, environ
         for folder, why in ((None, "no checkpoint was loaded"), (other, "is of another run")):
             with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
                 assert folder is None or feed.load_state(folder)
-                for refused in (lambda: feed.take(0), lambda: feed.begin_run(6)):
+                for refused in (feed.require_start, lambda: feed.take(0), lambda: feed.begin_run(6)):
                     with pytest.raises(BridgeAhead, match=f"trained up to version 5, and .*{why}"):
                         refused()
                 assert feed.consumer.policy_version == 5
@@ -729,6 +747,44 @@ def test_full_lanes_release_early_only_where_the_checkpoint_was_not_asked_for(
         more.join()
         assert feed.stats()["feed_steps_released_early_total"] == 128
     assert "128 steps are released before a checkpoint has them" in caplog.text
+
+
+def test_a_trainer_keeps_groups_out_and_a_loaded_state_too(bridge, producer, tmp_path) -> None:
+    put(producer, range(6))
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        feed.trained(feed.take(5))
+        state = feed.state_dict()
+    odd = {"screen": lambda group: int(group.group_id[1:]) % 2 == 0}
+    with Feed(bridge, groups=1, run_dir=tmp_path, **odd) as feed:
+        feed.load_state_dict(state)
+        assert [numbers_of(feed.take(5)) for _ in range(2)] == [[2], [4]]
+        stats = feed.stats()
+    assert (stats["feed_groups_in_checkpoint_total"], stats["screened_total"]) == (1, 3)
+
+
+def test_a_version_published_after_a_save_opens_the_run_again(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    feed = Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path)
+    feed.begin_run(0)
+    feed.trained(feed.take(5))
+    feed.publish(1)
+    feed.checkpointed()
+    feed.trained(feed.take(5))
+    feed.publish(2)
+    assert producer.policy_version == 2
+    producer.close()
+    feed.close()
+    assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == [2]
+
+
+def test_a_feed_that_holds_for_a_checkpoint_may_be_closed_twice(bridge, producer, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        feed.begin_run(0)
+        feed.trained(feed.take(5), version=1)
+        feed.close()
+    producer.close()
+    assert list(shmbridge.clean(bridge, dry_run=False).trained.values()) == [1]
 
 
 def test_lanes_have_room_for_the_steps_that_they_are_sized_for(bridge, tmp_path) -> None:

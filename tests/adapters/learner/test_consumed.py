@@ -162,7 +162,6 @@ def test_records_on_another_mount_are_not_forgotten(bridge, monkeypatch):
         producer.put_many([GROUP] * 2)
         learner.run(2, released=False)
         first = learner.progress
-        monkeypatch.setattr(consumed, "mount_id", lambda: "another")
         monkeypatch.setattr(lane_records, "mount_id", lambda: "another")
         monkeypatch.setattr(inventory.segment, "bridges", list)
         assert Consumed(first).progress(2, 2).held == first.held

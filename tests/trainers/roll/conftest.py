@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,32 +67,30 @@ class Queue:
         self.rollouts.append(rollout)
 
 
-def manager_of(bridge: str, queue, *, length=48, size=1, lag=0, group_size=1, pipeline=None, **settings):
+def manager_of(
+    bridge: str, queue, *, length=48, size=1, lag=0, group_size=1, pipeline=None, output=None, **settings
+):
     """Returns a ShmEnvManager over that queue."""
     from shmbridge.consumers.roll.env_manager import ShmEnvManager
 
     names = {"env_id": 0, "group_id": 0, "tag": "known", "group_seed": 5}
     config = {**names, "config": {"bridge": bridge, **settings}}
-    pipeline = SimpleNamespace(
-        sequence_length=length,
-        async_generation_ratio=lag,
-        rollout_batch_size=size,
-        val_batch_size=1,
-        max_steps=9,
-        **(pipeline or {}),
-    )
-    worker = SimpleNamespace(group_size=group_size, env_configs={0: {0: config}})
+    steps = {"max_steps": 9, "save_steps": 2, "resume_from_checkpoint": False}
+    sizes = {"sequence_length": length, "rollout_batch_size": size, "val_batch_size": 1}
+    more = {"async_generation_ratio": lag, "output_dir": output or tempfile.mkdtemp(), **(pipeline or {})}
+    worker = SimpleNamespace(name="train_env", group_size=group_size, env_configs={0: {0: config}})
+    pipeline = SimpleNamespace(**steps | sizes | {"train_env_manager": worker} | more)
     tokenizer = SimpleNamespace(pad_token_id=63, eos_token_id=62)
     return ShmEnvManager(worker, pipeline, config, tokenizer, None, queue, None)
 
 
 @pytest.fixture
-def make_manager(bridge, monkeypatch):
+def make_manager(bridge, monkeypatch, tmp_path):
     """`make_manager(queue, length=48, **settings)`: as `manager_of`, for the test's bridge."""
     from shmbridge.consumers.roll import env_manager
 
     monkeypatch.setattr(env_manager.ray, "get", lambda value: value)
-    return functools.partial(manager_of, bridge)
+    return functools.partial(manager_of, bridge, output=str(tmp_path))
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ FUNCTIONS = (
     "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.get_old_log_probs_with_cache",
     "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.loss_func",
     "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.__init__",
+    "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.adjust_batch",
+    "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.do_checkpoint",
     "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.run",
     "roll.pipeline.agentic.agentic_pipeline:agentic_compute_advantage",
     "roll.pipeline.agentic.env_manager.base_env_manager:BaseEnvManager.formulate_rollouts",
@@ -29,6 +31,8 @@ FUNCTIONS = (
     "roll.pipeline.agentic.env_manager.base_env_manager:BaseEnvManager.stop",
     "roll.pipeline.agentic.env_manager.base_env_manager:BaseEnvManager.update_step",
     "roll.pipeline.agentic.env_manager.traj_env_manager:TrajEnvManager.__init__",
+    "roll.pipeline.agentic.environment_worker:EnvironmentWorker.update_step",
+    "roll.utils.worker_state:WorkerState.__init__",
 )
 # Where the options of a run are, as module:name, each with the class whose fields are left out.
 OPTIONS = {

@@ -1,7 +1,7 @@
 """ROLL's modules as far as interface.json records them, for machines without a checkout: `install`."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,13 +67,18 @@ class ActorWorker:
 
 
 class AgenticPipeline:
-    """A pipeline that remembers what computed its advantages."""
+    """The part of ROLL's that `ShmAgenticPipeline` inherits; steps and checkpoints are a test's own."""
 
     def __init__(self, pipeline_config) -> None:
         self.pipeline_config = pipeline_config
+        self.state = SimpleNamespace(step=-1, log_history=[], kv={})
 
-    def run(self) -> None:
-        self.computed = sys.modules[__name__ + ".pipeline"].agentic_compute_advantage(**self.pipeline_config)
+    def run(self) -> None: ...
+
+    def adjust_batch(self, data, mode="copy"):
+        return data
+
+    def do_checkpoint(self, global_step, is_last_step=None) -> None: ...
 
 
 def agentic_compute_advantage(
@@ -106,6 +111,7 @@ def install() -> None:
     pipeline = _module("roll.pipeline.agentic.agentic_pipeline")
     pipeline.AgenticPipeline, pipeline.agentic_compute_advantage = AgenticPipeline, agentic_compute_advantage
     sys.modules[__name__ + ".pipeline"] = pipeline
+    _module("roll.utils.constants").RAY_NAMESPACE = "roll"
     _module("roll.distributed.scheduler.protocol").DataProto = DataProto
     _module("roll.pipeline.agentic.env_manager.base_env_manager").BaseEnvManager = BaseEnvManager
     _module("roll.pipeline.agentic.agentic_actor_worker").ActorWorker = ActorWorker

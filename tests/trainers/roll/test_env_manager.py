@@ -1,15 +1,18 @@
 """Groups of a bridge arrive in ROLL's queue as ROLL's own rows, and are released when they were trained."""
 
+import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers.roll.bridge_reader import BridgeDrained, BridgeReader
-from shmbridge.consumers.roll.rows import roll_rows
-from shmbridge.consumers.roll.settings import Settings
+from shmbridge.consumers.feed import Drained, UnfitRow
+from shmbridge.consumers.roll.rows import GROUP, roll_rows
+from shmbridge.consumers.roll.settings import WORD, Settings, workers_of
+from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.consumers.trajectories import trajectories
 from tests.trainers.roll.conftest import Queue
 
@@ -64,7 +67,7 @@ def test_known_groups_arrive_position_by_position(known, make_manager):
         assert set(rollout.non_tensor_batch["shm_step"]) == {group.versions[0]}
     metrics = queue.rollouts[-1].meta_info["metrics"]
     assert metrics["shm/columns_ignored/token_versions@sum"] == 4
-    assert metrics["shm/groups_put@max"] == 5
+    assert metrics["shm/groups@max"] == 5
     assert metrics["shm/rows_trimmed@sum"] == 0
 
 
@@ -100,33 +103,21 @@ def test_a_group_without_logprobs_is_refused_by_name_and_comes_again(known, make
     assert found == [group.group_id for group in groups for _ in group.fragments], "none was released"
 
 
-def test_released_in_the_step_after_the_one_that_trains_it(known, make_manager, bridge):
+@pytest.mark.parametrize("lag", [0, 2])
+def test_without_the_pipeline_a_group_is_released_after_its_last_possible_step(
+    known, make_manager, bridge, lag
+):
     _, producer = known
-    queue = Queue(2)
-    manager = make_manager(queue, size=5, max_staleness=2)
-    reader = BridgeReader.join(bridge, 5, 0, 2, shmbridge.Run())  # it stays open behind the manager
+    manager = make_manager(Queue(2), size=5, lag=lag, max_staleness=2)
+    reader = manager._join()  # it stays open behind the manager
     loop(manager)
-    assert reader.stats()["held"] > 0
-    assert reader.counts["groups_released"] == 0
-    reader.begin_step(4)
-    assert reader.counts["groups_released"] == 0, "the same step"
-    reader.begin_step(5)
-    assert reader.counts["groups_released"] == 2, "those that were put; the rest stays"
-    reader.leave(orderly=True)
-    assert producer.stats()["records_total"] == 6
-    with shmbridge.Consumer(bridge) as again:
-        left = again.poll()
-        assert [record.meta.group_id[-1] for record in left] == ["2", "3", "3", "4"]
-
-
-def test_a_lag_holds_a_group_for_as_many_steps(known, make_manager, bridge):
-    queue = Queue(2)
-    reader = BridgeReader.join(bridge, 5, 2, 2, shmbridge.Run())
-    loop(make_manager(queue, size=5, lag=2))
-    for step, released in ((5, 0), (6, 0), (7, 2)):
+    for step in range(4, 6 + lag):
         reader.begin_step(step)
-        assert reader.counts["groups_released"] == released
-    reader.leave(orderly=False)
+        assert reader.feed.stats()["released_total"] == (2 if step == 5 + lag else 0), step
+        assert producer.policy_version == step
+    reader.leave(orderly=True)
+    with shmbridge.Consumer(bridge) as again:
+        assert [record.meta.group_id[-1] for record in again.poll()] == ["2", "3", "3", "4"]
 
 
 def test_a_group_older_than_its_episode_is_refused_by_roll_and_counted(known, make_manager):
@@ -134,7 +125,7 @@ def test_a_group_older_than_its_episode_is_refused_by_roll_and_counted(known, ma
     loop(make_manager(queue, infer_logprobs=False, max_staleness=2))
     assert len(queue.rollouts) == 4
     stale = Queue(1, began=3)
-    manager = make_manager(stale, infer_logprobs=False, max_staleness=2)
+    manager = make_manager(stale, infer_logprobs=False, max_staleness=3, start="from-scratch")
     manager.update_step(4)
     done = threading.Thread(target=loop, args=(manager,), daemon=True)
     done.start()
@@ -148,7 +139,7 @@ def test_a_group_older_than_its_episode_is_refused_by_roll_and_counted(known, ma
     assert not done.is_alive(), "the episode takes the next group"
     (rollout,) = stale.rollouts
     assert set(rollout.non_tensor_batch["shm_group"]) == {"newer"}
-    assert rollout.meta_info["metrics"]["shm/groups_refused_stale@max"] == 1
+    assert rollout.meta_info["metrics"]["shm/groups_dropped/refused_stale@max"] == 1
     assert stale.refused == 1
 
 
@@ -159,16 +150,6 @@ def test_stale_rows_that_count_as_fresh_are_named_once(known, make_manager, capl
     said = [each.message for each in caplog.records if "as if fresh" in each.message]
     assert len(said) == warned
     assert all("4 rows of a step" in each and "-> env_config.infer_logprobs: true" in each for each in said)
-
-
-def test_stale_groups_are_counted_where_they_are_taken(known, make_manager, bridge):
-    queue = Queue(4)
-    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
-    loop(make_manager(queue, infer_logprobs=False))
-    assert len(queue.rollouts) == 4
-    assert reader.take(iter([False, False, True]).__next__) is None
-    assert reader.stats()["discarded_total{stale}"] == 1
-    reader.leave(orderly=False)
 
 
 def test_trimmed_rows_are_counted(known, make_manager):
@@ -226,6 +207,10 @@ def test_a_row_of_each_step(bridge, make_manager, make_producer, recorded):
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"max_staleness": "2"}, "max_staleness is '2'"),
         ({"infer_logprobs": "false"}, "infer_logprobs is 'false'"),
+        ({"unfit": "drop"}, "unfit is 'drop'"),
+        ({"set_aside_after": True}, "set_aside_after is True"),
+        ({"release_at": "save"}, "release_at is 'save'"),
+        ({"start": "from-bridge"}, "start is 'from-bridge'.*publishes no weights"),
     ],
 )
 def test_what_is_wrong_in_the_configuration_is_said_before_anything_opens(make_manager, wrong, says):
@@ -238,70 +223,6 @@ def test_a_name_that_no_bridge_can_have_is_refused():
         Settings.of({"bridge": "run 1"})
 
 
-def test_two_workers_of_one_bridge_are_refused(make_manager, bridge):
-    from shmbridge.consumers.roll.env_manager import _check_one_worker
-
-    config = {"config": {"bridge": bridge}}
-    worker = type("Worker", (), {"env_configs": {0: {0: config, 1: config}, 1: {2: config}}})
-    with pytest.raises(shmbridge.BadArgument, match="2 workers"):
-        _check_one_worker(worker, bridge)
-
-
-def test_a_pipeline_that_begins_again_goes_on_from_the_bridges_version(bridge, producer):
-    with shmbridge.Consumer(bridge) as earlier:
-        earlier.publish_policy_version(7)
-    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
-    reader.begin_step(0)
-    assert reader._consumer.policy_version == 7
-    reader.begin_step(1)
-    assert reader._consumer.policy_version == 8
-    reader.leave(orderly=True)
-
-
-def test_one_bridge_is_read_with_one_lag(bridge):
-    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
-    assert BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run()) is reader
-    with pytest.raises(shmbridge.BadArgument, match=r"\(1, 0, 0\), and asked for with \(1, 1, 1\)"):
-        BridgeReader.join(bridge, 1, 1, 1, shmbridge.Run())
-    reader.leave(orderly=True)
-    reader.leave(orderly=True)
-    BridgeReader.join(bridge, 1, 1, 1, shmbridge.Run()).leave(orderly=True)
-
-
-def test_groups_of_evaluation_are_not_trained(bridge):
-    reader = BridgeReader.join(bridge, 1, 0, 0, shmbridge.Run())
-    with shmbridge.Producer(bridge, lane_bytes="64K") as producer:
-        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]}, group_id="eval", split="eval")
-        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]}, group_id="train")
-        taken = reader.take(lambda: False)
-        assert taken.group.records[0].meta.group_id == "train"
-        assert reader.stats()["left_out_total{eval}"] == 1
-        del taken
-        reader.leave(orderly=True)
-
-
-def test_a_drained_bridge_ends_the_wait(bridge):
-    reader = BridgeReader.join(bridge, 2, 0, 0, shmbridge.Run())
-    with shmbridge.Producer(bridge, lane_bytes="64K") as producer:
-        producer.put({"tokens": [[1, 2]], "loss_mask": [[0, 1]]})
-        reader._consumer.drain()
-        with pytest.raises(BridgeDrained, match="has 1 of the 2 groups of a step"):
-            reader.take(lambda: False)
-    reader.leave(orderly=True)
-
-
-def test_a_step_that_does_not_fit_into_the_lanes_is_named(bridge):
-    reader = BridgeReader.join(bridge, 3, 0, 0, shmbridge.Run())
-    with shmbridge.Producer(bridge, lane_bytes="64K", on_full="raise") as producer:
-        group = {"tokens": [[1] * 6000], "loss_mask": [[1] * 6000]}
-        with pytest.raises(shmbridge.LaneFull):
-            for _ in range(3):
-                producer.put(group)
-        with pytest.raises(shmbridge.BatchTooBig):
-            reader.take(lambda: False)
-    reader.leave(orderly=True)
-
-
 def test_trained_tokens_after_the_last_step_are_counted(bridge):
     group = {"tokens": [[1, 2, 3, 4, 5]], "loss_mask": [[0, 1, 1, 1, 1]], "score": [1.0]}
     with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="64K") as producer:
@@ -309,3 +230,110 @@ def test_trained_tokens_after_the_last_step_are_counted(bridge):
         with next(consumer.batches(groups=1, timeout_s=10)) as batch:
             made = roll_rows(trajectories(batch)[0], 8, pad=0, logprobs=False, by="step")
     assert made.counts["tokens_after_last_step"] == 2
+
+
+def test_two_workers_of_one_bridge_are_refused(bridge):
+    config = {"config": {"bridge": bridge}}
+    worker = SimpleNamespace(env_configs={0: {0: config, 1: config}, 1: {2: config}, 2: {3: {}}})
+    found = [workers_of(worker, bridge), workers_of(worker), workers_of(worker, "other")]
+    assert found == [[0, 1], [0, 1], []]
+
+
+def test_a_pipeline_that_begins_again_goes_on_from_the_bridges_version(bridge, producer, make_manager):
+    earlier = make_manager(Queue(0))._join()
+    earlier.begin_step(0)
+    earlier.begin_step(7)
+    earlier.leave(orderly=False)
+    with pytest.raises(BridgeAhead, match="trained up to version 7"):
+        loop(make_manager(Queue(0)), step=0)
+    for resumed in ({"start": "from-scratch"}, {"pipeline": {"resume_from_checkpoint": "a folder"}}):
+        reader = make_manager(Queue(0), **resumed)._join()
+        version = producer.policy_version
+        for step in (0, 1):
+            reader.begin_step(step)
+            assert producer.policy_version == version + step
+        reader.leave(orderly=True)
+
+
+def test_one_bridge_is_read_with_the_same_settings(make_manager):
+    reader = make_manager(Queue(0))._join()
+    assert make_manager(Queue(0))._join() is reader
+    with pytest.raises(shmbridge.BadArgument, match=r"'lag': 0, .* asked for with \{'lag': 1, "):
+        make_manager(Queue(0), lag=1)._join()
+    reader.leave(orderly=True)
+    reader.leave(orderly=True)
+    make_manager(Queue(0), lag=1)._join().leave(orderly=True)
+
+
+def test_a_drained_bridge_ends_the_wait(make_manager):
+    manager = make_manager(Queue(1))
+    reader = manager._join()
+    reader.feed.drain()
+    with pytest.raises(Drained, match="0 groups are there"):
+        loop(manager)
+    reader.leave(orderly=True)
+
+
+def test_a_step_that_does_not_fit_into_the_lanes_is_named(bridge, make_manager):
+    with shmbridge.Producer(bridge, lane_bytes="64K", on_full="raise") as producer:
+        group = {"tokens": [[1] * 6000], "loss_mask": [[1] * 6000], "score": [1.0]}
+        with pytest.raises(shmbridge.LaneFull):
+            for _ in range(3):
+                producer.put(group)
+        with pytest.raises(shmbridge.BatchTooBig):
+            loop(make_manager(Queue(3), size=3, infer_logprobs=False))
+
+
+@pytest.mark.parametrize("unfit", ["cut", "refuse", "leave_out"])
+def test_rows_longer_than_rolls_are_cut_named_or_left_out(bridge, make_manager, unfit):
+    queue, rows = Queue(1), {"loss_mask": [[1] * 9, [0, 1]], "score": [1.0, 0.0]}
+    with shmbridge.Producer(bridge, lane_bytes="64K") as producer:
+        producer.put({"tokens": [[1] * 9] * 2, "loss_mask": [[1] * 9] * 2}, group_id="longer")
+        producer.put({"tokens": [[1] * 9, [1, 2]], **rows}, group_id="long")
+        manager = make_manager(queue, length=8, infer_logprobs=False, unfit=unfit, set_aside_after=1)
+        if unfit == "refuse":
+            with pytest.raises(UnfitRow, match=r"row 0 of group longer .* has 9 tokens"):
+                loop(manager)
+            return
+        loop(manager)
+    (rollout,) = queue.rollouts
+    metrics = rollout.meta_info["metrics"]
+    counts = {name: value for name, value in metrics.items() if value and "rows_" in name}
+    if unfit == "cut":
+        assert counts == {"shm/rows_trimmed@sum": 2, "shm/rows_unscored@sum": 2}
+    else:
+        assert counts == {"shm/rows_left_out_too_long@max": 3}
+        assert metrics["shm/groups_dropped/unfit@max"] == 1
+        assert rollout.batch["attention_mask"].sum(-1).tolist() == [2]
+
+
+def test_without_the_pipeline_no_checkpoint_releases(make_manager):
+    with pytest.raises(shmbridge.BadArgument, match=r"nothing tells an environment .*ShmAgenticPipeline"):
+        make_manager(Queue(0), release_at="checkpoint")._join()
+
+
+def test_the_pipeline_tells_what_became_of_groups(known, make_manager, bridge):
+    """Of four groups two are trained, one is dropped by ROLL, and one is at fault."""
+    _, producer = known
+    queue = Queue(4)
+    manager = make_manager(queue, size=2, lag=1, infer_logprobs=False, max_staleness=9)
+    manager.update_step(-1, {WORD: {"states": {}}})
+    reader = manager._join()
+    loop(manager)
+    manager._reader = reader
+    first, second, _, fourth = (rollout.non_tensor_batch[GROUP][0] for rollout in queue.rollouts)
+    for _ in range(2):  # as each of a worker's environment managers passes it on
+        manager.update_step(4, {WORD: {"groups": [first, second]}})
+    assert producer.policy_version == 5
+    assert reader.feed.stats()["feed_steps_trained_held"] == 2
+    manager.update_step(4, {WORD: {"groups": [fourth], "failed": "ValueError: nan"}})
+    state = json.loads(first)
+    manager.update_step(4, {WORD: {"saved": {bridge: state}}})
+    assert reader.feed.stats()["released_total"] == 1
+    manager.update_step(6)
+    assert reader.feed.stats()["feed_groups_dropped_total{by_roll}"] == 1
+    manager._reader = None
+    reader.leave(orderly=True)
+    with shmbridge.Consumer(bridge) as again:
+        left = [(record.meta.group_id[-1], record.meta.redelivered) for record in again.poll()]
+    assert left == [("1", True), ("3", True), ("3", True), ("4", False)]

@@ -16,8 +16,10 @@ OURS = {
     "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.get_old_log_probs_with_cache": (
         ShmActorWorker.get_old_log_probs_with_cache
     ),
-    "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.__init__": ShmAgenticPipeline.__init__,
-    "roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.run": ShmAgenticPipeline.run,
+    **{
+        f"roll.pipeline.agentic.agentic_pipeline:AgenticPipeline.{name}": getattr(ShmAgenticPipeline, name)
+        for name in ("__init__", "adjust_batch", "do_checkpoint", "run")
+    },
 }
 
 
@@ -35,6 +37,9 @@ def test_the_calls_of_rolls_queue_fit(recorded):
     assert recorded["signatures"][f"{queue}.put"][1:] == [
         "group_id", "episode_id", "start_step", "rollout", "env_id"
     ]  # fmt: skip
+    worker = "roll.pipeline.agentic.environment_worker:EnvironmentWorker.update_step"
+    assert recorded["signatures"][worker] == ["self", "global_step", "trace_meta"]
+    assert "kv" in recorded["signatures"]["roll.utils.worker_state:WorkerState.__init__"]
     assert recorded["signatures"][f"{queue}.get_episode_id"][1:] == ["group_id", "env_id"]
 
 

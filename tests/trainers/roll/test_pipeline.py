@@ -3,12 +3,14 @@
 Needs a checkout. A run starts a dozen Ray processes that each import ROLL: half a minute of processor time.
 """
 
+import dataclasses
 import os
 import pickle
 import runpy
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -170,3 +172,34 @@ def test_killed_between_batch_and_step_then_trained_by_the_actors_hook(start, br
     assert worst_difference(run.seen(), rows, shift=1)["advantages"] > 0.1
     with next_consumer(bridge) as left:
         assert not left.poll()
+
+
+@pytest.mark.long
+def test_killed_after_a_checkpoint_then_resumed_from_it(start, bridge, tmp_path):
+    """ROLL's own saves, which FSDP2 writes in the background, and ROLL's own resume."""
+    groups = [group for group in known_groups(version=0, vocabulary=12) if group.name != "no columns"][:2]
+    flags = ("--logprobs", "--groups", "2", "--steps", "5", "--by", "pipeline")
+    with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
+        for step in range(5):
+            for group in groups:
+                put(producer, dataclasses.replace(group, group_id=f"{step}-{group.group_id}"), step)
+        killed = start(*flags, "--save", "1", WAIT_IN_STEP="3")
+        batches = [sorted(set(killed.says("BATCH")[1:])) for _ in range(4)]
+        saved = tmp_path / "output/actor_train-0/checkpoint-2"
+        while not (saved / "dcp/.metadata").exists():
+            time.sleep(0.1)
+        os.kill(killed.process.pid, signal.SIGKILL)
+        with next_consumer(bridge, 120.0) as between:
+            left = sorted({record.meta.group_id for record in between.poll() if record.meta.redelivered})
+        assert left == [*batches[2], *batches[3]], "checkpoint 2 was not known to be durable"
+        (tmp_path / "from").mkdir()
+        (tmp_path / "from/actor_train").symlink_to(saved)
+        (tmp_path / "from/pipeline").symlink_to(tmp_path / "output/pipeline/checkpoint-2/pipeline")
+        run = start(*flags, "--resume", str(tmp_path / "from"))
+        assert [sorted(set(run.says("BATCH")[1:])) for _ in range(2)] == [
+            batches[3],
+            sorted(f"4-{group.group_id}" for group in groups),
+        ]
+        run.says("DONE")
+    with next_consumer(bridge) as left:
+        assert not left.poll(), "all were trained, and released"

@@ -14,12 +14,14 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, os.environ["SHMBRIDGE_ROLL_CHECKOUT"])
 ROOT = str(Path(__file__).parents[3])
 
 import ray  # noqa: E402
+import torch  # noqa: E402
 from dacite import from_dict  # noqa: E402
 from roll.distributed.executor.worker import Worker  # noqa: E402
 from roll.distributed.scheduler.decorator import Dispatch, register  # noqa: E402
@@ -44,6 +46,9 @@ for name in ["memory_allocated", "memory_reserved", "max_memory_allocated", "max
     setattr(CpuPlatform, name, staticmethod(lambda *_: 0))
 CpuPlatform.mem_get_info = staticmethod(lambda *_: (1, 1))
 CpuPlatform.device_memory_used = staticmethod(lambda *_: 0)
+CpuPlatform.random = SimpleNamespace(get_rng_state_all=list, set_rng_state_all=lambda _: None)
+CpuPlatform.get_rng_state = staticmethod(torch.get_rng_state)
+CpuPlatform.set_rng_state = staticmethod(torch.set_rng_state)
 
 
 class NoEngine(Worker):
@@ -87,9 +92,6 @@ class OnCpu(AgenticPipeline):
     def set_model_update_pair(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def do_checkpoint(self, global_step: int, is_last_step: bool | None = None) -> None:
-        pass
-
     def adjust_batch(self, data: Any, mode: str = "copy") -> Any:
         print("BATCH", data.meta_info["global_step"], *data.non_tensor_batch["shm_group"], flush=True)
         if os.environ.get("WAIT_IN_STEP") == str(data.meta_info["global_step"]):
@@ -97,7 +99,7 @@ class OnCpu(AgenticPipeline):
         return super().adjust_batch(data, mode)
 
 
-class ShmOnCpu(OnCpu, ShmAgenticPipeline):
+class ShmOnCpu(ShmAgenticPipeline, OnCpu):
     """The same, with the advantages put in place by the pipeline."""
 
 
@@ -115,7 +117,8 @@ def config(options: argparse.Namespace) -> AgenticConfig:
             "seed": 3,
             "max_steps": options.steps,
             "eval_steps": 0,
-            "save_steps": 10_000,
+            "save_steps": options.save,
+            "resume_from_checkpoint": options.resume or False,
             "logging_steps": 1,
             "num_gpus_per_node": 0,
             "num_nodes": 1,
@@ -190,6 +193,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--rate", type=float, default=1e-2)
     parser.add_argument("--lag", type=int, default=0)
+    parser.add_argument("--save", type=int, default=10_000)
+    parser.add_argument("--resume", default="")
     parser.add_argument("--logprobs", action="store_true")
     parser.add_argument("--by", choices=("pipeline", "worker"), default="pipeline")
     options = parser.parse_args()

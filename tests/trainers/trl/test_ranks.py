@@ -25,7 +25,7 @@ bridge, tiny, folder = sys.argv[1:]
 ShmGRPOTrainer  # imported once, for both ranks
 rank = int(os.fork() == 0)
 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-args = GRPOConfig(folder, use_cpu=True, bf16=False, report_to=[], save_strategy="no", max_steps=3, seed=3,
+args = GRPOConfig(folder, use_cpu=True, bf16=False, report_to=[], save_steps=2, max_steps=2, seed=3,
     per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=1, disable_tqdm=True,
     learning_rate=1e-2, logging_steps=1)
 seen = []
@@ -38,6 +38,8 @@ class Seen(ShmGRPOTrainer):
 with shm_rollout_func(bridge, timeout_s=100) as rollouts:
     trainer = Seen(tiny, args=args, rollout_func=rollouts)
     trainer.train()
+    args.max_steps = 3
+    trainer.train(resume_from_checkpoint=True)
     weights = sum(float(value.detach().double().sum()) for value in trainer.model.parameters())
     stats = rollouts.stats() if rollouts.is_hub else {}
     said = {"rank": trainer.accelerator.process_index, "hub": rollouts.is_hub, "groups": seen,
@@ -153,7 +155,8 @@ def test_two_processes_train_one_model_on_groups_of_their_own(bridge, tiny, make
     assert sorted(first["groups"] + second["groups"]) == [f"group-{n}" for n in range(6)]
     assert first["weights"] == second["weights"]  # gradients of both reached both
     assert (first["released"], first["held"]) == (6, 0)
-    assert producer.policy_version == 3
+    assert producer.policy_version == 4  # 2 again, lifted, and the step after it
+    assert json.loads((tmp_path / "checkpoint-2/shmbridge.json").read_text())["held"] == {}
 
 
 @pytest.mark.timeout(300)

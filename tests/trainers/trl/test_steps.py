@@ -100,7 +100,7 @@ def test_max_staleness_is_kept_and_versions_are_published(start, make_producer):
 
     class Trained(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            trained.extend(meta.group_id for meta in {*trainer.rollouts._held[0][1].meta})
+            trained.extend(meta.group_id for meta in {*trainer.rollouts._held[0][1].batch.meta})
 
     trainer.add_callback(AtEnds(after))
     trainer.add_callback(Trained())
@@ -116,7 +116,7 @@ def test_max_staleness_is_kept_and_versions_are_published(start, make_producer):
 def test_a_second_run_goes_on_above_the_versions_of_the_first(start, make_producer, bridge):
     producer = make_producer(lane_bytes="1M")
     for expected in (2, 5):  # two steps from 0, two from 3
-        trainer = start({"max_steps": 2})
+        trainer = start({"max_steps": 2}, start="from-scratch")
         for number in range(2):
             producer.put(group(number))
         trainer.train()
@@ -181,13 +181,13 @@ def test_uneven_groups_are_refused_filled_or_skipped(start, make_producer):
     filling.train()
     stats = filling.rollouts.stats()
     assert (stats["trl_rows_total"], stats["trl_rows_filled_total"], stats["released_total"]) == (3, 1, 1)
-    assert stats["trl_records_redelivered_total"] == 1  # it was refused, not released
+    assert stats["feed_groups_redelivered_total"] == 1  # it was refused, not released
     producer.put(group(1, rows=5), group_id="long")
     with pytest.raises(UnevenGroups, match="5 rows and the trainer wants 4"):
         filling.train()
     filling.rollouts.close()
 
-    skipping = start(uneven="skip")
+    skipping = start(uneven="skip", start="from-scratch")
     producer.put(group(2, rows=3))
     producer.put(group(3), split="eval")
     producer.put(group(4), group_id="whole")

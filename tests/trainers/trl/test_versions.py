@@ -44,20 +44,3 @@ def test_training_goes_on_after_a_wait_that_was_too_long(trainer, make_producer)
     trainer.rollouts._timeout_s = 30
     trainer.train()
     assert trainer.state.global_step == 3
-
-
-def test_training_goes_on_after_an_interrupt(trainer, make_producer):
-    """As in a notebook: Ctrl-C while nothing comes, then `train` again."""
-
-    def interrupted():
-        raise KeyboardInterrupt
-        yield
-
-    trainer.rollouts._batches = interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    producer = make_producer(lane_bytes="1M")
-    for number in range(3):
-        producer.put(group(number))
-    trainer.train()
-    assert trainer.state.global_step == 3

@@ -32,9 +32,11 @@ def start_trainer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Starts verl's loop on a bridge; ended at the end of all tests."""
     started: list[Trainer] = []
 
-    def start(bridge: str, steps: int, *more: str, halt_at: int) -> Trainer:
+    def start(
+        bridge: str, steps: int, *more: str, halt_at: int | str, loop: str = "verl_loop.py", actor: str = ""
+    ) -> Trainer:
         folder = tmp_path_factory.mktemp("verl")
-        words = [sys.executable, str(HERE / "verl_loop.py"), bridge, str(tiny), str(steps), *more]
+        words = [sys.executable, str(HERE / loop), bridge, str(tiny), str(steps), *more]
         variables = {
             **os.environ,
             "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,recorded_loss",
@@ -42,6 +44,7 @@ def start_trainer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "VERL_ENGINE_DEVICE": "cuda",
             "RECORD_TO": str(folder),
             "HALT_AT": str(halt_at),
+            "ACTOR": actor,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(HERE), str(ROOT)]),
         }
         with (folder / "log").open("wb") as log:

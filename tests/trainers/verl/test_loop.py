@@ -4,9 +4,12 @@ policy loss.
 
 from __future__ import annotations
 
+import json
+import random
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,8 +174,55 @@ def test_the_recipes_metrics_are_in_verls_log(run):
     advantages = np.concatenate([row.advantages[row.trained] for row in rows])
     assert float(metrics["atropos/known/mean_advantage"]) == pytest.approx(advantages.mean(), abs=1e-6)
     assert float(metrics["shmbridge/rows_without_response_total"]) == 1
-    assert float(metrics["shmbridge/groups_trained_total"]) == 2
+    assert float(metrics["shmbridge/feed_groups_total"]) == 2
     assert float(metrics["shmbridge/weights_version"]) == 1
+
+
+def in_the_model(folder: Path) -> list[str]:
+    """The groups of the last process's model: those of the checkpoint it resumed, and of its own steps."""
+    steps: dict[int, list[str]] = {}
+    for line in map(json.loads, (folder / "steps.jsonl").read_text().splitlines()):
+        if "resumed" in line:
+            steps = {step: groups for step, groups in steps.items() if step <= line["resumed"]}
+        else:
+            steps[line["step"]] = line["groups"]
+    return [group for groups in steps.values() for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "actor"),
+    [
+        (range(3), "none"),
+        pytest.param(range(3, 10), "none", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
+        pytest.param(range(3), "fsdp2", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
+    ],
+)
+def test_kills_around_a_save_lose_no_group_and_repeat_none(start_trainer, bridge, tmp_path, seeds, actor):
+    """One process after the other resumes what verl saved, and is killed in a save, or before the release."""
+    steps = 4 * len(seeds) + 3
+    options = [
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.resume_mode=auto",
+        "trainer.save_freq=2",
+        "trainer.atropos.max_off_policy_steps=null",
+        "trainer.v1.shmbridge.num_warmup_batches=1",
+    ]
+    with shmbridge.Producer(bridge, env_name="known", lane_bytes="1M") as producer:
+        put = [f"g{number}" for number in range(2 * steps + 6)]
+        for group in put:
+            producer.put(target_group(), group_id=group)
+        for seed in seeds:
+            place = f"{('saved', 'save', 'queue')[seed % 3]}:{random.Random(seed).choice([1, 2])}"
+            run = start_trainer(bridge, steps, *options, halt_at=place, loop="saving_loop.py", actor=actor)
+            run.wait_for("halted", 600)
+            run.kill()
+        run = start_trainer(bridge, steps, *options, halt_at="", loop="saving_loop.py", actor=actor)
+        assert run.process.wait(600) == 0, run.log()[-3000:]
+        trained = in_the_model(tmp_path)
+        with shmbridge.Consumer(bridge) as consumer:
+            left = [record.meta.group_id for record in consumer.poll(1000)]
+    assert len(trained) == len(set(trained)) == 2 * steps
+    assert sorted([*trained, *left], key=put.index) == put
 
 
 @pytest.mark.long

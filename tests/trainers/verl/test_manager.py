@@ -8,6 +8,7 @@ import threading
 import types
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from verl_loop import configured
 from verl_process import until
 
 import shmbridge
+from shmbridge.archive.reading import read_archive
+from shmbridge.consumers.feed import Drained
+from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.testing.known_groups import KnownGroup, KnownRow, known_groups
 
 pytestmark = pytest.mark.timeout(400)
@@ -50,22 +54,21 @@ def clear(queue: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def make_manager(bridge: str, clear: Any, tiny: Any) -> Iterator[Any]:
+def make_manager(bridge: str, clear: Any, tiny: Any, tmp_path: Path) -> Iterator[Any]:
     from shmbridge.consumers.verl.agent_loop_manager import ShmAgentLoopManager
 
     made = []
 
     def make(*more: str) -> Any:
-        config = configured(
-            bridge, str(tiny), 10, ["actor_rollout_ref.rollout.n=4", *NO_LOGPROBS, *NO_LIMIT, *more]
-        )
+        options = ["actor_rollout_ref.rollout.n=4", f"trainer.default_local_dir={tmp_path}"]
+        config = configured(bridge, str(tiny), 10, [*options, *NO_LOGPROBS, *NO_LIMIT, *more])
         made.append(ShmAgentLoopManager.create(config, llm_client=None, reward_loop_worker_handles=[]))
         made[-1].config = config
         return made[-1]
 
     yield make
     for each in made:
-        each.step_ended([f"{uid}_0_0" for uid in each._folded.uids()])
+        each.step_ended([f"{uid}_0_0" for uid in each._folded])
         each.close()
 
 
@@ -172,7 +175,7 @@ def test_what_verl_clears_is_released_at_its_next_call(make_manager, make_buffer
         queue.kv_clear(keys=batch.keys, partition_id="train")
         assert manager.stats()["groups_held"] == 1
         ask(queue, manager, 1, step=2)
-        assert manager.stats()["groups_cleared_total"] == 1
+        assert manager.stats()["feed_groups_dropped_total{cleared}"] == 1
 
 
 def test_uneven_groups_are_counted_and_whole(make_manager, make_buffer, make_producer, queue):
@@ -196,7 +199,7 @@ def test_with_a_limit_whole_steps_are_taken_and_dealt_out(make_manager, make_buf
         for _ in range(2):
             ask(queue, manager, 1)
             make_buffer().sample(1, "train", 1)
-    assert manager.stats()["groups_total"] == 2
+    assert manager.stats()["feed_groups_total"] == 2
 
 
 LIMIT = ["trainer.atropos.max_off_policy_steps=2", "trainer.v1.shmbridge.num_warmup_batches=1"]
@@ -223,7 +226,7 @@ def test_a_group_within_the_limit_is_not_discarded_for_what_is_written_ahead(
             )
         ask(queue, manager, 2, step=3)
         make_buffer().sample(3, "train", 2)
-    assert manager.stats()["groups_total"] == 2
+    assert manager.stats()["feed_groups_total"] == 2
 
 
 def test_a_limit_below_what_is_written_ahead_is_refused(make_manager):
@@ -240,7 +243,7 @@ def test_versions_of_a_resumed_run_are_mapped_onto_verls_steps(
 
     with make_producer(lane_bytes="1M") as producer, WeightsWriter(bridge) as writer:
         writer.publish(9, [("a", np.zeros(3, np.float32))])
-        manager = make_manager()
+        manager = make_manager("+trainer.atropos.start=from-bridge")
         producer.put(known_groups(vocabulary=28, version=2)[0].fragments[0], policy_version=(8, 9))
         ask(queue, manager, 1, step=6)
         batch, _ = make_buffer().sample(6, "train", 1)
@@ -283,7 +286,7 @@ def test_verls_filter_of_groups_judges_scores_and_not_advantages(
     assert {key.split("_")[0] for key in batch.keys} == {kept}
     assert metrics["training/filter_groups/evicted_samples"] == len(refilled) == 1
     manager.release_cleared()
-    assert manager.stats()["groups_cleared_total"] == 1
+    assert manager.stats()["feed_groups_dropped_total{cleared}"] == 1
 
 
 def test_groups_of_evaluations_are_not_trained(make_manager, make_buffer, make_producer, queue):
@@ -313,7 +316,7 @@ def test_a_group_without_any_response_is_a_failed_prompt_that_verl_replaces(
 
         make_buffer(refill).sample(1, "train", 1)
     assert refilled == [1]
-    assert manager.stats()["groups_without_response_total"] == 1
+    assert manager.stats()["feed_groups_dropped_total{no_response}"] == 1
 
 
 def test_columns_that_verl_has_no_place_for_are_counted_by_name(
@@ -386,11 +389,155 @@ def test_what_a_row_lacks_ends_training_with_its_name_and_releases_nothing(
             assert (record.meta.group_id, record.meta.redelivered) == ("incomplete", True)
 
 
+def rows_of_one_token(token: int, **more: Any) -> dict[str, Any]:
+    columns = {"loss_mask": [[0, 1, 1]] * 2, "prompt_length": [1] * 2, "score": [0.0, 1.0]}
+    return {"tokens": [[token, token, token]] * 2, "inference_logprobs": [[1, -1, -1]] * 2, **columns, **more}
+
+
+@pytest.mark.parametrize("where", ["in the step", "in its rows"])
+def test_a_group_at_which_every_resumed_run_fails_is_set_aside(
+    make_manager, make_producer, clear, tmp_path, where
+):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from shmbridge.consumers.verl.rows import NoLogprobs
+    from shmbridge.consumers.verl.trainer import BridgePPOTrainer
+
+    def add_batch(trainer: Any) -> None:
+        ask(clear, trainer.agent_loop_manager, 4)
+
+    class Trainer(BridgePPOTrainer):
+        """verl's, whose workers end at one group."""
+
+        _add_batch_to_generate = add_batch
+
+        def _add_prompts_to_generate(self, count: int) -> None:
+            ask(clear, self.agent_loop_manager, count)
+
+        def _step_once(self, metrics: Any, timing: Any, size: int) -> Any:
+            batch, _ = self.replay_buffer.sample(1, "train", size)
+            rows = clear.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["prompts"])
+            self.groups = {int(prompt[0]) for prompt in rows["prompts"]}
+            if 2 in self.groups and where == "in the step":
+                raise FloatingPointError("the loss is not finite")
+            return batch
+
+    assert issubclass(Trainer, PPOTrainer)
+    trained: list[int] = []
+    unknown = {"inference_logprobs": [[1, -1, float("nan")]] * 2} if where == "in its rows" else {}
+    with make_producer(lane_bytes="1M") as producer:
+        for token in range(20):
+            producer.put(rows_of_one_token(token, **(unknown if token == 2 else {})), group_id=f"g{token}")
+        for runs in range(12):
+            manager = make_manager(
+                "data.train_batch_size=4", "actor_rollout_ref.rollout.calculate_log_probs=True"
+            )
+            trainer = Trainer(manager.config)
+            trainer.agent_loop_manager, trainer.global_steps = manager, 1
+            trainer.replay_buffer.poll_interval = 0.05
+            try:
+                while len(trained) < 16:
+                    batch = trainer.step({}, {})
+                    trained += trainer.groups
+                    manager.step_ended(batch.keys)
+                    clear.kv_clear(keys=batch.keys, partition_id="train")
+                break
+            except (FloatingPointError, NoLogprobs):
+                manager.close()
+                if there := list((clear.kv_list("train") or {}).get("train", {})):
+                    clear.kv_clear(keys=there, partition_id="train")
+    assert len(trained) == len(set(trained)) == 16
+    assert 2 not in trained
+    assert runs >= 3
+    assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g2"]
+
+
+@pytest.mark.parametrize("unfit", ["refuse", "leave_out"])
+def test_rows_longer_than_verls_dynamic_batches_are_named_or_left_out(
+    make_manager, make_buffer, make_producer, queue, unfit
+):
+    most = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6"
+    logprob = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8"
+    dynamic = "actor_rollout_ref.actor.use_dynamic_bsz=True"
+    manager = make_manager(dynamic, most, logprob, f"+trainer.atropos.unfit={unfit}")
+    long = {"tokens": [[3] * 7, [3] * 3], "loss_mask": [[0] + [1] * 6, [0, 1, 1]]}
+    logprobs = {"inference_logprobs": [[-1] * 7, [-1] * 3]}
+    with make_producer(lane_bytes="1M") as producer:
+        producer.put(rows_of_one_token(3, **long, **logprobs), group_id="long")
+        (uid,) = ask(queue, manager, 1)
+        if unfit == "refuse":
+            error = error_after(manager, queue, make_buffer())
+            assert "row 0 of group long of environment" in str(error)
+            assert "has 7 tokens, and the trainer takes 6" in str(error)
+            return
+        batch, _ = make_buffer().sample(1, "train", 1)
+    assert batch.keys == [f"{uid}_1_0"]
+    assert manager.stats()["feed_rows_left_out_too_long_total"] == 1
+
+
+def test_groups_are_held_until_verl_names_a_checkpoint_with_them(
+    make_manager, make_buffer, make_producer, queue, tmp_path, monkeypatch
+):
+    """As where its ranks write on once its save has returned (`async_save`)."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from shmbridge.consumers.verl.trainer import BridgePPOTrainer
+
+    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", lambda self: None)
+    manager = make_manager("trainer.save_freq=1")
+    trainer = BridgePPOTrainer(manager.config)
+    trainer.agent_loop_manager = manager
+    with make_producer(lane_bytes="1M") as producer:
+        for step in (1, 2):
+            producer.put(rows_of_one_token(step))
+            ask(queue, manager, 1, step=step)
+            trainer.global_steps = step
+            trainer._trained = make_buffer().sample(step, "train", 1)[0].keys
+            trainer._save_checkpoint()
+    assert manager.stats()["feed_steps_trained_held"] == 2
+    for step, held in ((1, 1), (2, 0)):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(step))
+        trainer._release_saved()
+        assert manager.stats()["feed_steps_trained_held"] == held
+    assert trainer._metrics["atropos/batch_groups"] == 1
+
+
+def test_a_trained_bridge_is_refused_unless_verl_has_resumed(
+    make_manager, make_buffer, make_producer, queue, bridge
+):
+    from shmbridge.consumers.verl.trainer import BridgePPOTrainer
+
+    with make_producer(lane_bytes="1M") as producer:
+        producer.put(rows_of_one_token(3))
+        with shmbridge.Consumer(bridge) as before:
+            before.publish_policy_version(3)
+        manager = make_manager()
+        trainer = types.SimpleNamespace(
+            agent_loop_manager=manager,
+            _resumed=None,
+            _send_weights=lambda step: pytest.fail("weights are sent"),
+        )
+        with pytest.raises(BridgeAhead, match="trained up to version 3"):
+            BridgePPOTrainer.on_train_begin(trainer)
+        manager.close()
+        sync = "trainer.v1.trainer_mode=sync"
+        with pytest.raises(ValueError, match=r"does not load the bridge's weights -> .*mode=shmbridge"):
+            make_manager(sync, "+trainer.atropos.start=from-bridge")
+        manager = make_manager(sync)
+        ask(queue, manager, 1)
+        assert isinstance(error_after(manager, queue, make_buffer()), BridgeAhead)
+        manager.close()
+        manager = make_manager(sync)
+        ask(queue, manager, 1, step=4)  # verl has loaded a checkpoint of step 3
+        assert make_buffer().sample(4, "train", 1)[0].keys
+
+
 def test_too_few_groups_within_the_recipes_limits_end_training(make_manager, make_buffer, queue):
     manager = make_manager("trainer.atropos.max_wait_time=0.5")
     ask(queue, manager, 1)
     error = error_after(manager, queue, make_buffer())
-    assert "0 of the 1 groups" in str(error)
+    assert isinstance(error, shmbridge.ConsumerEmpty)
+    assert "0 groups are there for a step of 1 group" in str(error)
     assert "trainer.atropos.max_wait_time" in str(error)
 
 
@@ -425,11 +572,11 @@ def test_a_drained_bridge_with_too_few_groups_ends_training(make_manager, make_b
     manager = make_manager("trainer.atropos.max_wait_time=null")
     with make_producer(lane_bytes="1M") as producer:
         known_groups(vocabulary=28, version=2)[0].put(producer)
-        manager._consumer.drain()
+        manager.feed.drain()
         ask(queue, manager, 2)
         error = error_after(manager, queue, make_buffer())
-    assert type(error).__name__ == "NoGroups"
-    assert "has 1 of the 2 groups that a step wants, and is drained" in str(error)
+    assert isinstance(error, Drained)
+    assert "is drained: 1 groups are there for a step of 2 groups" in str(error)
 
 
 def test_a_first_token_without_a_prompt_is_counted_and_not_trained(

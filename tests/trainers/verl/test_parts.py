@@ -293,6 +293,7 @@ KEYS = "actor_rollout_ref.rollout"
         (["trainer.atropos.max_wait_time=10min"], "max_wait_time='10min' is no number"),
         (["trainer.v1.shmbridge.num_warmup_batches=2"], "max_off_policy_steps=1.*num_warmup_batches=1, or"),
         (["algorithm.use_kl_in_reward=True"], "use_kl_loss"),
+        (["+trainer.atropos.release_at=checkpoint"], "save_freq=-1: no checkpoint would .*save_freq=20"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_a_bridge_are_refused_before_verl_starts_anything(overrides, words):
@@ -302,6 +303,40 @@ def test_settings_that_do_not_go_with_a_bridge_are_refused_before_verl_starts_an
 
     with pytest.raises(ValueError, match=words):
         BridgePPOTrainer(configured("run1", "no model", 3, overrides))
+
+
+def test_a_trained_bridges_weights_become_verls_model(bridge, consumer, tiny, tmp_path):
+    from safetensors.numpy import load_file
+    from verl_loop import configured
+
+    from shmbridge.consumers.verl import trainer
+
+    class Started(Exception):
+        pass
+
+    class Stopped(trainer.BridgePPOTrainer):
+        def _build_replay_buffer(self):
+            raise Started
+
+    def started() -> str:
+        options = [f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"]
+        config = configured(bridge, str(tiny), 3, [*options, "+trainer.atropos.start=from-bridge"])
+        with pytest.raises(Started):
+            Stopped(config)
+        return config.actor_rollout_ref.model.path
+
+    wanted = {name: value + 1 for name, value in load_file(tiny / "model.safetensors").items()}
+    assert started() == str(tiny), "nothing was trained"
+    with WeightsWriter(bridge) as writer:
+        writer.publish(3, wanted.items())
+        assert started() == str(tmp_path / "from_bridge")
+        writer.publish(4, ((name, value + 1) for name, value in wanted.items()))
+        (tmp_path / "global_step_1").mkdir()
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+        assert started() == str(tmp_path / "from_bridge"), "verl resumes"
+    found = load_file(tmp_path / "from_bridge/model.safetensors")
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert (tmp_path / "from_bridge/tokenizer_config.json").exists()
 
 
 def test_an_untested_release_is_named_before_its_imports_can_fail(monkeypatch, caplog):

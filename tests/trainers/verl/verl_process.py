@@ -38,10 +38,15 @@ class Trainer:
         """What the loss got at its call of that number, from 1."""
         return dict(np.load(self.folder / f"loss-{number}.npz"))
 
-    def wait_for_loss(self, number: int, within_s: float = 400.0) -> None:
+    def wait_for_loss(self, number: int) -> None:
+        self.wait_for(f"loss-{number}.npz")
+
+    def wait_for(self, name: str, within_s: float = 400.0) -> None:
+        """Waits for a file in its folder."""
+
         def there() -> bool:
             assert self.process.poll() is None, self.log()[-1500:]
-            return (self.folder / f"loss-{number}.npz").exists()
+            return (self.folder / name).exists()
 
         until(there, within_s, lambda: self.log()[-1500:])
 
