@@ -106,12 +106,13 @@ def test_without_checkpoints_what_is_trained_is_released(example, trainer, produ
     assert left_over(bridge) == expected
 
 
-def test_a_group_at_which_every_run_fails_is_set_aside(example, trainer, producer, bridge, tmp_path):
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_group_at_which_every_run_fails_is_set_aside(example, trainer, producer, bridge, tmp_path, kind):
     names = [*NAMES, "g12"]
     put(example, producer, names)
     for _ in range(3):  # its step twice, then beside groups that nobody suspects
-        trainer(poison="g05", ends=1, says="nan loss")
-    trainer(poison="g05")
+        trainer(kind, poison="g05", ends=1, says="nan loss")
+    trainer(kind, poison="g05")
     assert in_the_model(tmp_path) == [name for name in names if name != "g05"]
     assert [record.group_id for record in read_archive(tmp_path / "set_aside")] == ["g05"]
     assert left_over(bridge) == []
