@@ -236,9 +236,8 @@ class Feed:
         self._groups, self._rows, self._exact = groups or 8, rows, exact
         self._together = trained_together or self._groups
         limited = consumer.get("max_off_policy_steps") is not None
-        self._at_once = (
-            consumer.get("groups_per_step") if limited else None
-        )  # then nothing else is handed out
+        # with a limit the consumer hands out whole steps only
+        self._at_once = consumer.get("groups_per_step") if limited else None
         # the consumer's own limit holds for groups that come again, too
         self._max_staleness = consumer.get("max_off_policy_steps") if max_staleness is None else max_staleness
         self._split, self._prefetch, self._pid = split, prefetch, os.getpid()

@@ -172,9 +172,9 @@ def feed_of(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], b
             run_dir=config.run_dir,
             start="from-scratch",  # `starting_point.py` has decided
             prefetch=config.batch.prefetch,
+            screen=screen,
             **options,
         )
-    feed.consumer.screen(screen)
     say(f"groups are released when their step is {'trained' if feed.release_at == 'step' else 'saved'}")
     return feed
 
