@@ -24,8 +24,10 @@ def git(*arguments: str) -> str:
 
 
 def most(name: str, allowed: float) -> float:
-    """What a figure may be; of calls, now and then one more, as where a list grows."""
-    return allowed * TOLERATED + (0.1 if name in ("libc", "python") else 0.0)
+    """What a figure may be: of calls, now and then one more, as where a list grows; of the bytes read, some
+    that libc reads twice, as the addresses of a process are. One more pass over them would be 1.
+    """
+    return allowed * TOLERATED + {"libc": 0.1, "python": 0.1, "read": 0.15}.get(name, 0.0)
 
 
 def worse(found: Figures, allowed: Figures) -> list[str]:
