@@ -73,6 +73,7 @@ sys.exit(f"not registered if imported first: {failed}" if failed else 0)
 """
 
 
+@pytest.mark.timeout(400)  # it imports verl once for each order
 def test_it_does_not_matter_what_is_imported_first():
     room = "shmbridge.consumers.verl"
     modules = [f"{room}.{each.name}" for each in pkgutil.iter_modules(importlib.import_module(room).__path__)]
