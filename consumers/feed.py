@@ -103,7 +103,7 @@ class Step:
     def batch(self) -> Batch:
         """See the class. Its `release()` does nothing: the feed releases."""
         made = (self._feed.make or Batch)(self.groups, "packed")
-        made.is_lent = True
+        made._is_lent = True
         return made
 
     @cached_property

@@ -70,7 +70,7 @@ class Batch(BatchColumns, NamedColumns, OneProcess):
         self.layout: Layout = layout
         self.groups = groups
         self.manifest: Manifest | None = None  # from which a learner rank got it
-        self.is_lent = False  # its leases are another's, who releases them
+        self._is_lent = False  # its leases are another's, who releases them
         self.records: list[Record] = [record for group in groups for record in group.records]
         self._sources = tuple(self.records)
         self._meta: list[RecordMeta] | None = None
@@ -260,7 +260,7 @@ class Batch(BatchColumns, NamedColumns, OneProcess):
 
     def release(self) -> None:
         """Ends the leases of the batch's records, unless they are a feed's; its arrays stay. Idempotent."""
-        if self.is_lent:
+        if self._is_lent:
             return
         for record in self.records:
             record.release()

@@ -389,7 +389,7 @@ class BatchFormer:
         """Raises BatchTooBig if this consumer holds every record in the lanes: no more can come."""
         with self._lock:
             here = [*self._complete, *self._partial, *itertools.chain(*self._back)]
-            handed = (each for each in self._handed if isinstance(each, Held) or not each.is_lent)
+            handed = (each for each in self._handed if isinstance(each, Held) or not each._is_lent)
             elsewhere = sum(len(each.records) for each in handed) if self.somebody_waits else 0
             complete, partial = len(self._complete), len(self._partial)
         stuck = self._lanes.stuck(sum(len(group.records) for group in here) + elsewhere)

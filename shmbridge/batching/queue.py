@@ -86,7 +86,7 @@ class GroupQueue:
         """Takes over the leases of groups that a caller holds, or of their batch, to be kept without it."""
         held = Held(records)
         if batch is not None:
-            batch.is_lent = True
+            batch._is_lent = True
         self._former.held_by_caller(held)
         return held
 

@@ -330,35 +330,23 @@ def test_a_learner_killed_before_release_leaves_the_batch_to_its_successor(
         batch.release()
 
 
-def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, consumer):
+def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, bridge, tmp_path):
     from shmbridge.consumers.learner.config.flags import parse
-    from shmbridge.consumers.learner.data.batch_source import HubSource
+    from shmbridge.consumers.learner.data.batch_source import HubSource, feed_of
     from shmbridge.consumers.learner.stopping import StopSignals
 
+    flags = ["--bridge", bridge, "--model", "m", "--steps", "1", "--groups", "1", "--device", "cpu"]
+    flags += ["--prefetch", "2", "--run-dir", str(tmp_path)]
     for way, kind in (("direct", torch.Tensor), ("auto", np.ndarray), ("batch", np.ndarray)):
         producer.put({"tokens": [[1, 2]]})
-        flags = [
-            "--bridge",
-            "b",
-            "--model",
-            "m",
-            "--steps",
-            "1",
-            "--groups",
-            "1",
-            "--device",
-            "cpu",
-            "--host-copy",
-            way,
-            "--prefetch",
-            "2",
-        ]
-        with HubSource(consumer, parse(flags), StopSignals()).batches() as found:
-            batch = next(found)
-            assert isinstance(batch.tokens, kind)
-            assert batch.tokens.tolist() == [1, 2]
-            batch.release()
-            found.close()
+        config = parse([*flags, "--host-copy", way])
+        with feed_of(config, shmbridge.Run(), lambda group: True) as feed:
+            source = HubSource(feed, config, StopSignals())
+            with source.batches() as found:
+                batch = next(found)
+                assert isinstance(batch.tokens, kind)
+                assert batch.tokens.tolist() == [1, 2]
+                source.trained([batch])
 
 
 def test_a_lane_is_mapped_writable_for_a_gpu_that_registers_no_other_memory(producer, consumer):
