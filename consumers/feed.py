@@ -65,6 +65,7 @@ Unfit = Literal["refuse", "leave_out"]
 _LOOK_S = 0.25  # longest wait at a time at first, so the longest wait for close() or a cancelled call
 _LONG_S = 1.0  # after which it waits longer at a time:
 _ASK_S = 1.5  # longer than the second after which the consumer says that a batch does not fit into the lanes
+_MOST_WAITING = 64  # tasks at a time, each with its own timeout; more wait for one of these
 _MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
 _FORMAT = 1
 STATE = "shmbridge.json"
@@ -78,6 +79,9 @@ class Drained(RuntimeError):
 
 class UnfitRow(InvalidRecord):
     """A row cannot be trained; the message names its environment, its group and why."""
+
+
+_NOT_OF_GROUPS = (ConsumerEmpty, BatchTooBig, Closed, UnfitRow, Drained)  # what `take` raises
 
 
 class Step:
@@ -332,7 +336,9 @@ class Feed:
         if self._closing.is_set():
             raise self._is_closed()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shmbridge-{self.consumer.bridge}")
+            self._thread = ThreadPoolExecutor(
+                _MOST_WAITING, thread_name_prefix=f"shmbridge-{self.consumer.bridge}"
+            )
         over = threading.Event()
         call = asyncio.get_running_loop().run_in_executor(
             self._thread, functools.partial(self._take, timeout_s, groups, over)
@@ -363,6 +369,9 @@ class Feed:
                     finally:
                         self._taking.release()
                 if step is not None:
+                    if over.is_set():  # its loop may be closed, and then nobody else gives it back
+                        self.give_back(step)
+                        break
                     return step
                 if left_s <= look_s:
                     raise ConsumerEmpty(f"no step within {timeout_s:g} s: {self._missing(groups)}")
@@ -394,6 +403,10 @@ class Feed:
 
     def _gather_again(self, wanted: int) -> list[Group] | None:
         """Returns that many groups of those that come again; None if there are fewer, which are kept."""
+        with self._lock:
+            if self._gathered:  # looked at again: they may have become stale
+                self._again.appendleft(self._gathered)
+                self._gathered = []
         while len(self._gathered) < wanted and (again := self._next_again()):
             room = wanted - len(self._gathered)
             self._gathered += again[:room]
@@ -632,10 +645,10 @@ class Feed:
                 self._saving = [step for step in self._saving or () if step not in over] or None
             else:
                 over, self._saving = (self._trained if self._saving is None else self._saving), None
+            _release(over)  # first: interrupted, they are still listed in the next state
             self._trained = [step for step in self._trained if step not in over]
             if not self._trained:
                 self._end_run()
-        _release(over)
 
     def _end_run(self) -> None:
         """Tells the bridge that the trainer has saved what it trained."""
@@ -807,7 +820,7 @@ class Feed:
                 "feed_steps_out": float(len(self._steps)),
                 "feed_steps_trained_held": float(len(self._trained)),
             }
-        names = [(name.partition("{"), count) for name, count in list(self.counts.items())]
+        names = [(name.partition("{"), count) for name, count in dict.copy(self.counts).items()]
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
         return {**self.consumer.stats(), **mine, **held}
 
@@ -863,7 +876,7 @@ class Feed:
         if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
                 keys = [key for step in self._steps.values() for key in step.keys]
-            if keys and not isinstance(error, (UnfitRow, Drained)) and not lacks_memory(error):
+            if keys and not isinstance(error, _NOT_OF_GROUPS) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()
 

@@ -801,3 +801,75 @@ def test_lanes_have_room_for_the_steps_that_they_are_sized_for(bridge, tmp_path)
             feed.trained(feed.take(5))
         producer.put(group)
         assert feed.stats()["feed_steps_trained_held"] == 5
+
+
+def test_each_asynchronous_call_has_its_own_timeout(bridge, tmp_path) -> None:
+    async def main(feed) -> bool:
+        first = asyncio.create_task(feed.take_async(20))
+        await asyncio.sleep(0.05)
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            await feed.take_async(0.3)
+        alone = first.done()
+        first.cancel()
+        return alone
+
+    with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
+        assert not asyncio.run(main(feed))
+
+
+def test_a_group_that_comes_after_the_loop_has_ended_comes_again(bridge, producer, tmp_path) -> None:
+    async def main(feed) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(feed.take_async(), 1.3)  # by now the thread waits for longer at a time
+
+    with Feed(bridge, groups=1, run_dir=tmp_path) as feed:
+        asyncio.run(main(feed))
+        put(producer, [7])
+        assert numbers_of(feed.take(5)) == [7]
+
+
+@pytest.mark.parametrize("error", [shmbridge.ConsumerEmpty, shmbridge.BatchTooBig])
+def test_a_wait_that_ends_the_run_is_no_failure_of_the_steps_that_are_out(
+    bridge, producer, tmp_path, error
+) -> None:
+    put(producer, [1])
+    for _ in range(3):
+        with pytest.raises(error), Feed(bridge, groups=1, run_dir=tmp_path) as feed:
+            assert numbers_of(feed.take(5)) == [1]
+            raise error("no second step")
+    assert not (tmp_path / "set_aside").exists()
+
+
+def test_what_is_released_half_way_stays_in_the_next_state(bridge, producer, tmp_path, monkeypatch) -> None:
+    put(producer, range(4))
+    release = shmbridge.Record.release
+
+    def interrupted(record) -> None:
+        if record.meta.sequence == 1:
+            raise KeyboardInterrupt
+        release(record)
+
+    with Feed(bridge, groups=2, run_dir=tmp_path, release_at="checkpoint") as feed:
+        feed.trained(feed.take(5))
+        feed.save_state(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(shmbridge.Record, "release", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                feed.checkpointed()
+        feed.save_state(tmp_path)
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        assert feed.load_state(tmp_path)
+        assert numbers_of(feed.take(5)) == [2, 3]
+
+
+def test_what_waits_for_an_exact_step_becomes_stale(bridge, producer, tmp_path) -> None:
+    with Feed(bridge, groups=4, run_dir=tmp_path, exact=True, max_staleness=1) as feed:
+        feed.publish(0)
+        put(producer, range(4))
+        parts = feed.parts(feed.take(5))
+        feed.failed(parts[:2], ValueError())
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            feed.take(0.2)
+        feed.trained(parts[2:], version=9)
+        put(producer, range(10, 14))
+        assert numbers_of(feed.take(5)) == [10, 11, 12, 13]
