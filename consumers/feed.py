@@ -100,8 +100,18 @@ class Step:
     def __init__(self, groups: list[Group], feed: Feed, held: Held) -> None:
         self.groups, self._feed, self._held = groups, feed, held
         self.keys = [_key(group) for group in groups]
-        self.early = False
+        self._early = False
         self._counted = True  # as a step of the run; parts are, once they are trained
+
+    @property
+    def early(self) -> bool:
+        """See the class."""
+        return self._early
+
+    @early.setter
+    def early(self, is_early: bool) -> None:
+        self._early = is_early
+        self._feed._begin(self)
 
     @cached_property
     def batch(self) -> Batch:
@@ -514,7 +524,7 @@ class Feed:
 
     def _must_wait(self, groups: list[Group]) -> bool:
         """Returns whether exact steps have groups of another set that is tried apart, or may have."""
-        if not self._exact or self._failures is None or not self._failures.counts:
+        if self._failures is None or not self._failures.counts:
             return False
         with self._lock:
             begun = (step for step in self._steps.values() if not step.early)
@@ -553,6 +563,12 @@ class Feed:
             for kind, _ in unfit.values():
                 self.counts[f"rows_left_out_{kind}"] += 1
         return step
+
+    def _begin(self, step: Step) -> None:
+        """Notes whether the end of the process would be one of this step; never, as long as it is early."""
+        with self._lock:
+            if self._failures is not None and id(step) in self._steps:
+                (self._failures.over if step.early else self._failures.begin)(step.keys)
 
     def parts(self, step: Step) -> list[Step]:
         """Returns a step per group in place of the step, for a trainer that trains groups one by one.
@@ -674,7 +690,10 @@ class Feed:
             if not (spared or no_memory or self._failures is None):
                 fault = self._failures.failed([_key(group) for group in groups])
             back = [group for group in groups if _key(group) != fault]
-            self._again.extendleft(reversed(self._by_failures(back) if back else []))
+            most = max(self._groups, *(len(each.groups) for each in over))  # several steps stay several
+            parts = self._by_failures(back) if back else []
+            cut = [part[at : at + most] for part in parts for at in range(0, len(part), most)]
+            self._again.extendleft(reversed(cut))
             for group in groups:
                 if group not in back:
                     self._set_aside(group, error)
@@ -875,7 +894,7 @@ class Feed:
         self._is_broken = not (error is None or isinstance(error, Drained))
         if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
             with self._lock:
-                keys = [key for step in self._steps.values() for key in step.keys]
+                keys = [key for step in self._steps.values() if not step.early for key in step.keys]
             if keys and not isinstance(error, _NOT_OF_GROUPS) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()

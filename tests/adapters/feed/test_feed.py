@@ -873,3 +873,58 @@ def test_what_waits_for_an_exact_step_becomes_stale(bridge, producer, tmp_path) 
         feed.trained(parts[2:], version=9)
         put(producer, range(10, 14))
         assert numbers_of(feed.take(5)) == [10, 11, 12, 13]
+
+
+PIPELINE = """
+import os, sys
+from shmbridge import ConsumerEmpty
+from shmbridge.consumers import Feed
+
+out = []
+with Feed(sys.argv[1], groups=4, run_dir=sys.argv[2]) as feed:
+    while True:
+        try:
+            while len(out) < 2:
+                out.append(feed.take(10 if not feed.counts else 0))
+                out[-1].early = sys.argv[3] == "early"
+        except ConsumerEmpty:
+            if not out:
+                break
+        step = out.pop(0)
+        step.early = False
+        if 5 in [int(row.tokens[0]) for row in step.rows]:
+            os.abort()
+        feed.trained(step)
+"""
+
+
+@pytest.mark.parametrize("ahead", ["begun", "early"])
+def test_a_trainer_with_two_steps_out_finds_the_group_that_ends_it(bridge, producer, tmp_path, ahead) -> None:
+    put(producer, range(12))
+    ends = []
+    while len(ends) < 8 and (not ends or ends[-1]):
+        ends.append(subprocess.run([sys.executable, "-c", PIPELINE, bridge, tmp_path, ahead]).returncode)
+    assert ends[-1] == 0
+    assert [record.sequence for record in read_archive(tmp_path / "set_aside")] == [5]
+
+
+def test_steps_that_fail_together_are_tried_apart_and_grow_no_larger(bridge, producer, tmp_path) -> None:
+    put(producer, range(16))
+    trained, sizes = [], set()
+    with Feed(bridge, groups=4, run_dir=tmp_path) as feed:
+        for _ in range(40):
+            steps = []
+            try:
+                while len(steps) < 2:
+                    steps.append(feed.take(0.2))
+            except shmbridge.ConsumerEmpty:
+                if not steps:
+                    break
+            sizes |= {len(step.groups) for step in steps}
+            numbers = [number for step in steps for number in numbers_of(step)]
+            if 5 in numbers:
+                feed.failed(steps, ValueError())
+            else:
+                feed.trained(steps)
+                trained += numbers
+    assert (sorted(trained), max(sizes)) == ([*range(5), *range(6, 16)], 4)
