@@ -267,7 +267,7 @@ class Feed:
         self._trained: list[Held] = []  # steps that are not yet in a durable checkpoint
         self._saving: list[Held] | None = None  # trained before the last state_dict
         self._known = HeldRecords({}, {})  # of the loaded state
-        self._aside_in_a_row = 0
+        self._aside_in_a_row, self._empty_s = 0, 0.0  # since when calls found no step
         self._asked = False  # whether groups have passed the screen
         self._closing = threading.Event()
         self._bridge, self._start = bridge, start
@@ -296,21 +296,25 @@ class Feed:
 
     # -- how it starts
 
-    def begin_run(self, version: int) -> None:
-        """Announces the version of the weights with which training starts, before the first step.
+    def begin_run(self, version: int) -> int:
+        """Announces the version of the weights with which training starts, and returns it: the next free one
+        if the bridge is above, as after a kill between two checkpoints. Call it before the first step.
 
         Until the feed is closed in order, or a checkpoint has all that is trained, the bridge then keeps what
         is published for the next trainer. Never blocks.
 
-        Raises BridgeAhead as `take`; ValueError: versions only rise.
+        Raises BridgeAhead as `take`.
         """
         self.require_start()
+        if version < self.consumer.policy_version:
+            version = self.consumer.policy_version + 1
         goes_on = self._run_id is not None or self._start == "from-bridge"
         self._run_id = self._run_id or (self._found[0] if goes_on else "") or secrets.token_hex(8)
         self.consumer.publish_policy_version(
             version, run_id=self._run_id, same_as=self._found[1] if goes_on else None
         )
         self._begun = True
+        return version
 
     def require_start(self) -> None:
         """Raises BridgeAhead as `take`, for a trainer that is about to publish weights. Never blocks."""
@@ -382,8 +386,10 @@ class Feed:
                     if over.is_set():  # its loop may be closed, and then nobody else gives it back
                         self.give_back(step)
                         break
+                    self._empty_s = 0.0
                     return step
                 if left_s <= look_s:
+                    self._look_for_room(groups)
                     raise ConsumerEmpty(f"no step within {timeout_s:g} s: {self._missing(groups)}")
         raise self._is_closed()
 
@@ -450,19 +456,8 @@ class Feed:
             if isinstance(wrong, ConsumerEmpty):
                 return None
             if isinstance(wrong, BatchTooBig):
-                out = self._groups_out()
-                if out >= self._together or self._saving:  # a whole step is trained, or saved: then released
-                    return None
-                if self._trained and not self._strict:
-                    self._release_early(wrong)
-                    return None
-                what = f"{wrong.message}; the trainer has {out} of the {self._together} groups of a step"
-                if self._trained:
-                    raise BatchTooBig(
-                        f"{what}, and {counted(len(self._trained), 'step')} wait for a checkpoint",
-                        hint='save more often, give environments larger lanes, or release_at="step"',
-                    ) from None
-                raise BatchTooBig(what, hint=wrong.hint) from None
+                self._when_full(wrong)
+                return None
             raise
         if batch is None:
             self._batches = None
@@ -473,10 +468,38 @@ class Feed:
         self.consumer.queue.count_batch(-1)  # a step is counted as it is handed out
         return batch
 
+    def _when_full(self, full: BatchTooBig) -> None:
+        """Returns if the lanes will have room, or have it now; else raises BatchTooBig."""
+        out = self._groups_out()
+        if out >= self._together or self._saving:  # a whole step is trained, or saved: then released
+            return None
+        if self._trained and not self._strict:
+            return self._release_early(full)
+        what, hint = (
+            f"{full.message}; the trainer has {out} of the {self._together} groups of a step",
+            full.hint,
+        )
+        if self._trained:
+            what = f"{what}, and {counted(len(self._trained), 'step')} wait for a checkpoint"
+            hint = 'save more often, give environments larger lanes, or release_at="step"'
+        raise BatchTooBig(what, hint=hint) from None
+
+    def _look_for_room(self, groups: int | None) -> None:
+        """Does what a longer wait would do if the lanes are full, after calls too short to notice."""
+        now = time.monotonic()
+        self._empty_s = self._empty_s or now
+        if now - self._empty_s >= _LONG_S and self._rows is None:
+            try:
+                self.consumer.queue.require_room(groups or self._groups)
+            except BatchTooBig as full:
+                self._when_full(full)
+
     def _release_early(self, full: BatchTooBig) -> None:
         """Releases what waits for a checkpoint, since the lanes have no room for more."""
         with self._lock:
-            early, self._trained, self._saving = self._trained, [], None
+            early = self._trained
+            _release(early)
+            self._trained, self._saving = [], None
         first = "steps_released_early" not in self.counts
         self.counts["steps_released_early"] += len(early)
         log.log(
@@ -489,7 +512,6 @@ class Feed:
             full.message,
             full.hint,
         )
-        _release(early)
 
     def _groups_out(self) -> int:
         with self._lock:
@@ -551,7 +573,12 @@ class Feed:
         if batch is not None:
             step.batch = batch
         self.consumer.queue.count_batch()
-        unfit = step.unfit
+        try:
+            unfit = step.unfit
+        except BaseException:  # as where memory for its arrays ran out
+            self.consumer.queue.count_batch(-1)
+            self._again.appendleft(groups)
+            raise
         if unfit and self._on_unfit == "refuse":
             self._refuse(step, *next(iter(unfit.items())))
         with self._lock:
@@ -617,16 +644,17 @@ class Feed:
             step: of `take`, once; or several `parts` that were trained together.
             version: of the weights that the step made; published to the environments. None: not published.
         """
-        over = self._end(step, trained=True)
+        over = self._that_are_out(step)
         self._aside_in_a_row, self._saved = 0, False
         self.counts["steps_trained"] += 1
         if over and not any(each._counted for each in over):
             self.consumer.queue.count_batch()
+        with self._lock:  # in this order: interrupted, they are in the next state
+            if self.release_at == "checkpoint":
+                self._trained += [each._held for each in over]
+            self._end(over, trained=True)
         if self.release_at == "step":
             _release(over)
-        else:
-            with self._lock:
-                self._trained += [each._held for each in over]
         if version is not None:
             self.publish(version)
 
@@ -654,6 +682,7 @@ class Feed:
             state: the `state_dict()` in it. None: of the last call, or, without any, all that is trained.
                 Give it where the next checkpoint may begin before this one is durable.
         """
+        self._check_process()
         with self._lock:
             if state is not None:
                 contained = {(name, number) for name, numbers in state["held"].items() for number in numbers}
@@ -696,7 +725,10 @@ class Feed:
             self._again.extendleft(reversed(cut))
             for group in groups:
                 if group not in back:
-                    self._set_aside(group, error)
+                    try:
+                        self._set_aside(group, error)
+                    except OSError as wrong:
+                        raise wrong from error
         if no_memory:
             length, meta = max(
                 (
@@ -728,15 +760,23 @@ class Feed:
             if step._counted:
                 self.consumer.queue.count_batch(-1)
 
-    def _end(self, step: Step | Sequence[Step], *, trained: bool = False, begun: bool = False) -> list[Step]:
-        """Ends steps, and returns them; `begun`: their groups stay begun."""
-        if self._pid != os.getpid():
-            raise Closed(f"the feed of bridge {self.consumer.bridge!r} belongs to the process before fork")
-        over = [step] if isinstance(step, Step) else list(step)
+    def _that_are_out(self, step: Step | Sequence[Step]) -> list[Step]:
+        self._check_process()
+        steps = [step] if isinstance(step, Step) else list(dict.fromkeys(step))
         with self._lock:
-            for each in over:
+            for each in steps:
                 if id(each) not in self._steps:
                     raise ValueError(f"{each!r} is over, or another feed's")
+        return steps
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed(f"the feed of bridge {self.consumer.bridge!r} belongs to the process before fork")
+
+    def _end(self, step: Step | Sequence[Step], *, trained: bool = False, begun: bool = False) -> list[Step]:
+        """Ends steps, and returns them; `begun`: their groups stay begun."""
+        with self._lock:
+            over = self._that_are_out(step)
             for each in over:
                 del self._steps[id(each)]
             if self._failures is not None and not begun:
@@ -811,12 +851,21 @@ class Feed:
         Blocks for the disk.
         """
         state, file = self.state_dict(), Path(folder) / STATE
-        with file.with_suffix(".new").open("w") as new:
-            json.dump(state, new)
-            new.flush()
-            os.fsync(new.fileno())
-        Path(new.name).replace(file)
+        try:
+            with file.with_suffix(".new").open("w") as new:
+                json.dump(state, new)
+                new.flush()
+                os.fsync(new.fileno())
+            Path(new.name).replace(file)
+        except BaseException:
+            self.not_saved()
+            raise
         return state
+
+    def not_saved(self) -> None:
+        """Notes that the checkpoint of the last `state_dict` failed: its steps wait for the next one."""
+        with self._lock:
+            self._saving = None
 
     def load_state(self, folder: str | Path) -> bool:
         """Loads what `save_state` wrote; returns False if the folder has no such file. Blocks for the disk.

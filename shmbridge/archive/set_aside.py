@@ -45,6 +45,9 @@ class Failures:
         self.counts: dict[Key, int] = {}  # failures so far
         self._apart: list[list[Key]] = []  # groups to try by themselves, set after set
         self._at_fault: set[Key] = set()  # to be set aside as soon as they are here
+        self._beside: dict[
+            Key, list[Key]
+        ] = {}  # of a group tried apart by itself: who was at all its failures
         self._begun: dict[Key, None] = {}  # of steps whose end is not known yet
         self._crash: CrashNote | None = None
         self._load()
@@ -55,6 +58,7 @@ class Failures:
             read: Any = json.loads((self.folder / "failures.json").read_bytes())
             counts = {str(key): int(count) for key, count in read["counts"].items()}
             apart, at_fault = [_keys(each) for each in read["apart"]], _keys(read["at_fault"])
+            beside = {str(key): _keys(others) for key, others in read.get("beside", {}).items()}
         except FileNotFoundError:
             pass
         except _UNREADABLE as wrong:
@@ -64,7 +68,7 @@ class Failures:
                 wrong,
             )
         else:
-            self.counts, self._apart, self._at_fault = counts, apart, set(at_fault)
+            self.counts, self._apart, self._at_fault, self._beside = counts, apart, set(at_fault), beside
         crash = self.folder / "crash"
         try:
             lines = [line.split(b" ", 1) for line in crash.read_bytes().splitlines()]
@@ -114,24 +118,35 @@ class Failures:
     def failed(self, keys: Sequence[Key]) -> Key | None:
         """Counts a failure of a step; returns the one group at fault, to be set aside, once it is known.
 
-        Where groups that failed often enough were tried beside others, only those are counted. `apart` says
-        how to try the groups again. Blocks for one small write.
+        Groups that are tried apart may stand beside others, which may be at fault themselves: these are
+        counted, too, and become a set of their own. A single group is at fault once no other one was beside
+        it in each of its failures. `apart` says how to try the groups again. Blocks for one small write.
         """
         self.over(keys)
         suspects = [key for key in keys if self.set_of(key) is not None] or list(keys)
-        for key in suspects:
+        others = [key for key in keys if key not in set(suspects)]
+        for key in keys:
             self.counts[key] = self.counts.pop(key, 0) + 1
         self._forget(set(list(self.counts)[: max(0, len(self.counts) - max(_MOST_KNOWN, len(keys)))]))
-        found = None
+        found, late = None, [key for key in others if self.counts.get(key, 0) >= max(self.after, 2)]
         if all(self.counts.get(key, 0) >= self.after for key in suspects):
             kept = ([key for key in each if key not in suspects] for each in self._apart)
             self._apart = [each for each in kept if each]
-            if len(suspects) == 1:
-                found = suspects[0]
-                self._at_fault.add(found)
-            else:
+            if len(suspects) > 1:
                 half = len(suspects) // 2
                 self._apart = [suspects[:half], suspects[half:], *self._apart]
+            else:
+                beside = self._beside.get(suspects[0], others)
+                self._beside[suspects[0]] = [key for key in others if key in set(beside)]
+                if self._beside[suspects[0]]:
+                    self._apart = [suspects, *self._apart]
+                else:
+                    found = suspects[0]
+                    self._at_fault.add(found)
+                    self.counts.update({key: self.counts[key] - 1 for key in others})
+                    late = []
+        if late:
+            self._apart.append(late)
         self._save()
         return found
 
@@ -165,12 +180,18 @@ class Failures:
     def _forget(self, keys: set[Key]) -> None:
         for key in keys:
             self.counts.pop(key, None)
+            self._beside.pop(key, None)
         self._at_fault -= keys
         kept = ([key for key in each if key not in keys] for each in self._apart)
         self._apart = [each for each in kept if each]
 
     def _save(self) -> None:
-        known = {"counts": self.counts, "apart": self._apart, "at_fault": sorted(self._at_fault)}
+        known = {
+            "counts": {key: count for key, count in self.counts.items() if count},
+            "apart": self._apart,
+            "at_fault": sorted(self._at_fault),
+            "beside": self._beside,
+        }
         file = self.folder / "failures.json"
         try:
             if any(known.values()):

@@ -385,6 +385,14 @@ class BatchFormer:
         with self._lock:
             self._handed.add(held)
 
+    def require_room(self, groups: int) -> None:
+        """Raises BatchTooBig as a long wait for so many groups would. Never blocks."""
+        self.somebody_waits = True
+        try:
+            self._check_stuck(Want(groups, None))
+        finally:
+            self.somebody_waits = False
+
     def _check_stuck(self, size: Want) -> None:
         """Raises BatchTooBig if this consumer holds every record in the lanes: no more can come."""
         with self._lock:

@@ -82,6 +82,10 @@ class GroupQueue:
         """Counts batches handed out other than by `take_groups`; a negative number: batches undone unread."""
         self._former.count_batch(batches)
 
+    def require_room(self, groups: int) -> None:
+        """Raises BatchTooBig if only the caller's own release makes room for so many groups. Never blocks."""
+        self._former.require_room(groups)
+
     def keep(self, records: list[Record], batch: Batch | None = None) -> Held:
         """Takes over the leases of groups that a caller holds, or of their batch, to be kept without it."""
         held = Held(records)

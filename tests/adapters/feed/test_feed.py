@@ -19,6 +19,7 @@ from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.feed import Drained, Feed, UnfitRow
 from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.producers.replay import replay
+from shmbridge.testing import wait_until
 
 STEP = """
 import os, signal, sys
@@ -928,3 +929,101 @@ def test_steps_that_fail_together_are_tried_apart_and_grow_no_larger(bridge, pro
                 feed.trained(steps)
                 trained += numbers
     assert (sorted(trained), max(sizes)) == ([*range(5), *range(6, 16)], 4)
+
+
+@pytest.mark.parametrize("poison", [(2,), (0,), (2, 13), (0, 8), (3, 9, 20)])
+def test_exact_steps_set_the_groups_at_fault_aside_and_no_others(bridge, producer, tmp_path, poison) -> None:
+    """Groups that are tried apart stand beside others, which may be at fault themselves."""
+    put(producer, range(160))
+    trained: list[int] = []
+    with Feed(bridge, groups=8, exact=True, run_dir=tmp_path) as feed:
+        for _ in range(100):
+            if len(trained) >= 128:
+                break
+            step = feed.take(5)
+            numbers = numbers_of(step)
+            if {*poison} & {*numbers}:
+                feed.failed(step, FloatingPointError("nan loss"))
+            else:
+                feed.trained(step)
+                trained += numbers
+    aside = [int(record.group_id[1:]) for record in read_archive(tmp_path / "set_aside")]
+    assert sorted(aside) == sorted(poison)
+    assert len(trained) == len({*trained}) >= 128
+
+
+@pytest.mark.parametrize("timeout_s", [0.05, 0.5, 2.0])
+@pytest.mark.parametrize("release_at", [None, "checkpoint"])
+def test_short_waits_notice_full_lanes_as_a_long_one_does(
+    bridge, producer, tmp_path, timeout_s, release_at
+) -> None:
+    run = shmbridge.Run(save_checkpoint_interval=1000)
+    with Feed(bridge, groups=2, run=run, release_at=release_at, run_dir=tmp_path) as feed:
+        put(producer, range(256))
+        for _ in range(128):
+            feed.trained(feed.take(5))
+        more = threading.Thread(target=put, args=(producer, range(256, 258)))
+        more.start()
+
+        def came() -> bool:
+            try:
+                return numbers_of(feed.take(timeout_s)) == [256, 257]
+            except shmbridge.ConsumerEmpty:
+                return False
+
+        if release_at is None:
+            wait_until(came, timeout_s=20)
+        else:
+            with pytest.raises(shmbridge.BatchTooBig, match="wait for a checkpoint"):
+                wait_until(came, timeout_s=20)
+            feed.checkpointed()
+        more.join(20)
+
+
+def test_a_save_that_fails_holds_nothing_up(bridge, producer, tmp_path) -> None:
+    with Feed(bridge, groups=1, release_at="checkpoint", run_dir=tmp_path) as feed:
+        put(producer, range(256))
+        for _ in range(256):
+            feed.trained(feed.take(5))
+        with pytest.raises(OSError, match="No such"):
+            feed.save_state(tmp_path / "nowhere")
+        more = threading.Thread(target=put, args=(producer, [256]))
+        more.start()
+        with pytest.raises(shmbridge.BatchTooBig, match="256 steps wait for a checkpoint"):
+            feed.take(20)
+        feed.checkpointed()
+        more.join(20)
+
+
+def test_groups_whose_arrays_cannot_be_made_come_again(bridge, producer, tmp_path) -> None:
+    made = []
+
+    def make(groups, layout):
+        if len(groups) < 2 and not made:
+            made.append(1)
+            raise MemoryError("no room for the arrays")
+        return shmbridge.Batch(groups, layout)
+
+    put(producer, range(2))
+    with Feed(bridge, groups=2, longest_row=9, make=make, run_dir=tmp_path) as feed:
+        step = feed.take(5)
+        for _ in range(2):
+            feed.failed(step, ValueError("of the step"))
+            if not made:
+                try:
+                    step = feed.take(5)
+                except MemoryError:
+                    step = feed.take(5)
+        assert made
+        assert numbers_of(step) == [0]
+
+
+def test_a_step_named_twice_ends_once_and_a_run_begins_above_the_bridge(bridge, producer, tmp_path) -> None:
+    put(producer, range(4))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        assert feed.begin_run(3) == 3
+        step = feed.take(5)
+        feed.trained([step, step], version=7)
+        assert feed.stats()["released_total"] == 2
+    with Feed(bridge, groups=2, start="from-scratch", run_dir=tmp_path) as feed:
+        assert feed.begin_run(5) == 8
