@@ -887,8 +887,8 @@ MUTATIONS = (
         8,
         "a group at which steps fail is never tried alone",
         "shmbridge/archive/set_aside.py",
-        "            if len(suspects) == 1:\n",
-        "            if False:\n",
+        "                if self._beside[suspects[0]]:\n",
+        "                if True:\n",
         "tests/adapters/feed/test_feed.py -k in_halves",
     ),
     Mutation(
@@ -918,6 +918,15 @@ MUTATIONS = (
         "    if trained is None or start is not None or",
         "    if True or",
         "tests/adapters/feed/test_feed.py -k refused_without_its_state",
+    ),
+    Mutation(
+        "blamed-for-another",
+        8,
+        "a group is set aside for the failures of one that stood beside it",
+        "shmbridge/archive/set_aside.py",
+        "                if self._beside[suspects[0]]:\n",
+        "                if False:\n",
+        "tests/adapters/feed/test_feed.py -k aside_and_no_others",
     ),
     Mutation(
         "suspects-together",
