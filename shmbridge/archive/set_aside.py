@@ -139,7 +139,7 @@ class Failures:
                 beside = self._beside.get(suspects[0], others)
                 self._beside[suspects[0]] = [key for key in others if key in set(beside)]
                 if self._beside[suspects[0]]:
-                    self._apart = [suspects, *self._apart]
+                    self._apart, late = [suspects, *self._apart], others  # others stand beside it next time
                 else:
                     found = suspects[0]
                     self._at_fault.add(found)

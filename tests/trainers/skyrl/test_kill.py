@@ -110,7 +110,7 @@ def test_without_checkpoints_what_is_trained_is_released(example, trainer, produ
 def test_a_group_at_which_every_run_fails_is_set_aside(example, trainer, producer, bridge, tmp_path, kind):
     names = [*NAMES, "g12"]
     put(example, producer, names)
-    for _ in range(3):  # its step twice, then beside groups that nobody suspects
+    for _ in range(4):  # its step twice, then twice beside groups that nobody suspects
         trainer(kind, poison="g05", ends=1, says="nan loss")
     trainer(kind, poison="g05")
     assert in_the_model(tmp_path) == [name for name in names if name != "g05"]
