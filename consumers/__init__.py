@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from shmbridge.consumers.dataset import BridgeDataset as BridgeDataset
     from shmbridge.consumers.feed import Drained as Drained
     from shmbridge.consumers.feed import Feed as Feed
-    from shmbridge.consumers.feed import UnfitRow as UnfitRow
     from shmbridge.consumers.trained_bridge import BridgeAhead as BridgeAhead
     from shmbridge.consumers.trained_bridge import load_published as load_published
+    from shmbridge.consumers.trajectories import UnfitRow as UnfitRow
     from shmbridge.consumers.weight_sync import WeightSync as WeightSync
 
 _HOMES = {
@@ -19,7 +19,7 @@ _HOMES = {
     "BridgeDataset": "dataset",
     "Drained": "feed",
     "Feed": "feed",
-    "UnfitRow": "feed",
+    "UnfitRow": "trajectories",
     "WeightSync": "weight_sync",
     "load_published": "trained_bridge",
 }

@@ -38,16 +38,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
 
-import numpy as np
-
 import shmbridge
-from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, InvalidRecord, Record, Run
+from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
 from shmbridge.batching.screen import Screen
 from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
-from shmbridge.consumers.trajectories import Credit, Trajectory, trajectories
+from shmbridge.consumers.trajectories import (
+    Credit,
+    Trajectory,
+    UnfitRow,
+    lags,
+    trajectories,
+    unfit_row,
+    unfit_rows,
+)
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split
@@ -75,10 +81,6 @@ _NO_LAST_STEP = (1 << 31) - 1
 
 class Drained(RuntimeError):
     """The bridge is drained or closed, and has fewer groups than a step wants; what is left stays there."""
-
-
-class UnfitRow(InvalidRecord):
-    """A row cannot be trained; the message names its environment, its group and why."""
 
 
 _NOT_OF_GROUPS = (ConsumerEmpty, BatchTooBig, Closed, UnfitRow, Drained)  # what `take` raises
@@ -545,7 +547,7 @@ class Feed:
         return None
 
     def _must_wait(self, groups: list[Group]) -> bool:
-        """Returns whether exact steps have groups of another set that is tried apart, or may have."""
+        """Returns whether a step has groups of another set that is tried apart."""
         if self._failures is None or not self._failures.counts:
             return False
         with self._lock:
@@ -947,39 +949,6 @@ class Feed:
             if keys and not isinstance(error, _NOT_OF_GROUPS) and not lacks_memory(error):
                 self._failures.failed(keys)
         self.close()
-
-
-def lags(stamps: Iterable[int], version: int) -> list[int]:
-    """Returns how many versions each stamp is behind this one; those below 0 are none."""
-    return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
-
-
-def unfit_rows(batch: Batch, longest_row: int | None, vocabulary: int | None) -> dict[int, tuple[str, str]]:
-    """Returns row -> (kind, why), of the rows of a packed batch that cannot be trained. Never blocks."""
-    found: dict[int, tuple[str, str]] = {}
-    if longest_row is not None:
-        for row in np.flatnonzero(batch.lengths > longest_row).tolist():
-            found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {longest_row}"
-    if vocabulary is not None:
-        places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
-        rows, first = np.unique(
-            np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
-        )
-        for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
-            why = f"has token {batch.tokens[at]}, and the model knows {vocabulary}"
-            found.setdefault(row, ("unknown_token", why))
-    return found
-
-
-def unfit_row(batch: Batch, row: int, unfit: tuple[str, str]) -> UnfitRow:
-    """Returns the error that names a row of `unfit_rows`. Never blocks."""
-    meta, at = batch.meta[row], int(batch.group_index[row])
-    number = row - int(np.searchsorted(batch.group_index, at))
-    return UnfitRow(
-        f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
-        hint='unfit="leave_out" trains without such rows, and counts them',
-        row=number,
-    )
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -1,12 +1,12 @@
 """A bridge that an earlier trainer has trained: how it is seen, refused, and taken over.
 
-A killed trainer that begins anew, without its checkpoint, would throw environments and engines back to the
-base model. Nothing here takes records, and torch is imported only to load weights.
+A trainer that was killed, and starts again without its checkpoint, would send the base model to environments
+and engines. Nothing here takes records, and torch is imported only to load weights.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import shmbridge
 from shmbridge.weights import lease_from_outside
@@ -45,8 +45,6 @@ def require_start(
         run_id: the run of the loaded checkpoint; None: there is none.
     """
     run, trained = found
-    if start is not None and start not in get_args(Start):
-        raise ValueError(f"start={start!r} is none of {', '.join(get_args(Start))}")
     if trained is None or start is not None or (run_id is not None and run in ("", run_id)):
         return
     loaded = "no checkpoint was loaded" if run_id is None else "the loaded checkpoint is of another run"

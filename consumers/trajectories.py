@@ -8,7 +8,7 @@ Letters: B rows, L tokens of one row, R tokens of its response.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,16 +16,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shmbridge import Batch
+from shmbridge import Batch, InvalidRecord
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
 from shmbridge.consumers.advantages.row_settings import truncated_rows
 from shmbridge.consumers.advantages.trained_tokens import trained_tokens
 from shmbridge.record.record import RecordMeta
 from shmbridge.schema import FINISH_REASONS, STANDARD, recorded_logprobs
 
-__all__ = ["Credit", "Trajectory", "columns_ignored", "trajectories"]
+__all__ = [
+    "Credit",
+    "Trajectory",
+    "UnfitRow",
+    "columns_ignored",
+    "lags",
+    "trajectories",
+    "unfit_row",
+    "unfit_rows",
+]
 
 _DEFAULT = Credit()
+
+
+class UnfitRow(InvalidRecord):
+    """A row cannot be trained; the message names its environment, its group and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +178,36 @@ def _logprobs(
     rows = np.repeat(np.arange(len(batch)), batch.lengths)
     known = np.bincount(rows[unknown], minlength=len(batch)) == 0
     return np.where(trained, recorded, np.float32(0)), batch.has("inference_logprobs") & known
+
+
+def lags(stamps: Iterable[int], version: int) -> list[int]:
+    """Returns how many versions each stamp is behind this one; a stamp below 0 is left out."""
+    return [max(0, version - stamp) for stamp in stamps if stamp >= 0 and version >= 0]
+
+
+def unfit_rows(batch: Batch, longest_row: int | None, vocabulary: int | None) -> dict[int, tuple[str, str]]:
+    """Returns row -> (kind, why), of the rows of a packed batch that cannot be trained. Never blocks."""
+    found: dict[int, tuple[str, str]] = {}
+    if longest_row is not None:
+        for row in np.flatnonzero(batch.lengths > longest_row).tolist():
+            found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {longest_row}"
+    if vocabulary is not None:
+        places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
+        rows, first = np.unique(
+            np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
+        )
+        for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
+            why = f"has token {batch.tokens[at]}, and the model knows {vocabulary}"
+            found.setdefault(row, ("unknown_token", why))
+    return found
+
+
+def unfit_row(batch: Batch, row: int, unfit: tuple[str, str]) -> UnfitRow:
+    """Returns the error that names a row of `unfit_rows`. Never blocks."""
+    meta, at = batch.meta[row], int(batch.group_index[row])
+    number = row - int(np.searchsorted(batch.group_index, at))
+    return UnfitRow(
+        f"row {number} of group {meta.group_id} of environment {meta.env_name!r} {unfit[1]}",
+        hint='unfit="leave_out" trains without such rows, and counts them',
+        row=number,
+    )

@@ -29,7 +29,7 @@ class BridgeReader:
         bridge: its name.
         lag: steps that may lie between taking a group and training it: `async_generation_ratio`.
         word: of `ShmAgenticPipeline` before its first step: `states`, by bridge, of the loaded checkpoint;
-            None: there is no such pipeline.
+            None: another pipeline runs.
         options: of the Feed.
 
     Attributes:

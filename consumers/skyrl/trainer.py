@@ -66,7 +66,7 @@ class BridgeSteps:
     def load_checkpoints(self) -> Any:
         """Loads SkyRL's checkpoint, and which groups it contains. Blocks for the disk.
 
-        Raises BridgeAhead: the bridge was trained before, and this is no checkpoint of that run.
+        Raises BridgeAhead: the bridge was trained before, and this checkpoint is of another run.
         """
         loaded = super().load_checkpoints()  # type: ignore[misc]
         feed, folder = self.generator.feed, loaded[1]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shmbridge.consumers.feed import Drained, UnfitRow
+from shmbridge.consumers.feed import Drained
+from shmbridge.consumers.trajectories import UnfitRow
 from shmbridge.consumers.trl.rollouts import NotJoined, ShmRollouts, shm_rollout_func
 from shmbridge.consumers.trl.rows import UnevenGroups
 from shmbridge.consumers.trl.samples import NoLogprobs, PerTokenAdvantages

@@ -170,8 +170,7 @@ class ShmRolloutWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Raises NoProducers if none lives, and nothing came for so many seconds. Never blocks.
 
-        A producer that lives and is slow is no fault, however slow it is. That a bridge is drained is raised
-        by the buffer itself.
+        A slow producer that is alive raises nothing. The buffer raises Drained.
         """
         waited_s = time.monotonic() - self._last_s
         if waited_s > stale_after_s and not self._open().stats()["lanes_live"]:

@@ -278,7 +278,7 @@ def _checkpoint(asked: str | bool | None, folder: str) -> str | None:
     found = {each.name.rpartition("-")[2]: each for each in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
     whole = [int(number) for number, each in found.items() if number.isdigit() and _is_whole(each)]
     if not whole:
-        raise Unsupported(f"no checkpoint in {folder} was saved to its end -> train() begins anew")
+        raise Unsupported(f"no checkpoint in {folder} was saved to its end -> train() starts a new run")
     return str(found[str(max(whole))])
 
 

@@ -22,10 +22,10 @@ from msgspec import structs
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.feed import Drained, Feed, ReleaseAt, Step, Unfit, lags, unfit_row, unfit_rows
+from shmbridge.consumers.feed import Drained, Feed, ReleaseAt, Step, Unfit
 from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import warn_of_stale_rows
-from shmbridge.consumers.trajectories import Credit
+from shmbridge.consumers.trajectories import Credit, lags, unfit_row, unfit_rows
 from shmbridge.consumers.trl.rows import Rows, rows_of
 from shmbridge.record.leases import abandon
 

@@ -12,7 +12,7 @@ HEAD = ("", "with", "release", "rows", "rows missing, too many, of an evaluation
 
 
 def page() -> str:
-    """Returns the page, its table made anew."""
+    """Returns the page with its table rebuilt."""
     before, rest = (ROOT / "docs/reference/trainers.md").read_text().split(BEGIN)
     return f"{before}{BEGIN}\n{_table()}\n{END}{rest.split(END)[1]}"
 
