@@ -36,7 +36,7 @@ from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import shmbridge
 from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, Record, Run
@@ -45,6 +45,7 @@ from shmbridge.batching.former import Held
 from shmbridge.batching.screen import Screen
 from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
+from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words
 from shmbridge.consumers.trajectories import (
     Credit,
     Trajectory,
@@ -64,9 +65,6 @@ if TYPE_CHECKING:
     from shmbridge.batch import MakeBatch
 
 log = logging.getLogger(__name__)
-
-ReleaseAt = Literal["step", "checkpoint"]
-Unfit = Literal["refuse", "leave_out"]
 
 _LOOK_S = 0.25  # longest wait at a time at first, so the longest wait for close() or a cancelled call
 _LONG_S = 1.0  # after which it waits longer at a time:
@@ -233,17 +231,9 @@ class Feed:
         screen: Screen | None = None,
         **consumer: Any,
     ) -> None:
-        choices = ("release_at", release_at, ReleaseAt), ("unfit", unfit, Unfit), ("split", split, Split)
-        for name, value, known in (*choices, ("start", start, Start)):
-            if value is not None and value not in get_args(known):
-                raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
-        for name, size in (("groups", groups), ("rows", rows)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size!r} is below 1: a step has some")
+        check_words(locals())
         if exact and rows is not None:
             raise ValueError("exact=True counts groups, and rows= does not -> groups=")
-        if set_aside_after < 0:
-            raise ValueError(f"set_aside_after={set_aside_after} is below 0 -> 0 turns it off")
         saves = run is not None and run.save_checkpoint_interval > 0
         self.release_at: ReleaseAt = release_at or ("checkpoint" if saves else "step")
         self._strict = release_at is not None

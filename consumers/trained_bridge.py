@@ -6,10 +6,13 @@ and engines. Nothing here takes records, and torch is imported only to load weig
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal
 
 import shmbridge
 from shmbridge.weights import lease_from_outside
+
+log = logging.getLogger(__name__)
 
 Start = Literal["from-bridge", "from-scratch"]
 
@@ -54,6 +57,31 @@ def require_start(
         'start="from-bridge" takes the bridge\'s weights, once `shmbridge.consumers.load_published` has '
         f'loaded them; start="from-scratch" gives version {trained} up',
     )
+
+
+def save_published(bridge: str, source: str, folder: str, tokenizer: Any, **options: Any) -> bool:
+    """Saves a trained bridge's weights as the model that a trainer begins with; returns whether it has any.
+
+    Blocks for both. Raises as `load_published`.
+
+    Args:
+        bridge: its name.
+        source: the model that it was begun with.
+        folder: where the model with the bridge's weights goes, with its tokenizer.
+        tokenizer: of transformers.
+        options: further arguments of `from_pretrained`.
+    """
+    import transformers
+
+    if trained_as(bridge_info(bridge))[1] is None:
+        log.warning("bridge %r has no trained weights: a new run begins with %s", bridge, source)
+        return False
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+    version = load_published(bridge, model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    log.info("version %d of bridge %r is in %s, for the run to begin with", version, bridge, folder)
+    return True
 
 
 def load_published(bridge: str, model: Any) -> int:

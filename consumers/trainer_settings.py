@@ -1,18 +1,66 @@
-"""What an adapter checks in its trainer's own configuration, and what it says of rows that count as fresh.
+"""What an adapter checks in its trainer's configuration, and what it says of rows that count as fresh.
 
 Each adapter has a table of `Refused` settings. A test walks the options of the installed trainer: each one is
-in that table, or is named beside the test with what it does to a bridge's rows. Knows no trainer.
+in that table, or is named beside the test with what it does to a bridge's rows. Options of `Feed` have the
+same words in every adapter: `check_words`. Knows no trainer.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
+
+from shmbridge import BadArgument
+from shmbridge.consumers.trained_bridge import Start
+from shmbridge.schema import Split
 
 log = logging.getLogger(__name__)
+
+ReleaseAt = Literal["step", "checkpoint"]
+Unfit = Literal["refuse", "leave_out"]
+
+# The values of an option: its words, or the least number.
+ALLOWED: dict[str, tuple[Any, ...] | int] = {
+    "release_at": (None, *get_args(ReleaseAt)),
+    "start": (None, *get_args(Start)),
+    "split": (None, *get_args(Split)),
+    "unfit": get_args(Unfit),
+    "max_staleness": 0,
+    "set_aside_after": 0,
+    "longest_row": 1,
+    "groups": 1,
+    "rows": 1,
+}
+
+
+def check_words(
+    given: Mapping[str, Any],
+    prefix: str = "",
+    error: Callable[[str], Exception] = BadArgument,
+    **more: tuple[Any, ...] | int,
+) -> None:
+    """Raises an error for the first option with a value that is not allowed. Never blocks.
+
+    Args:
+        given: options of `Feed` or of the adapter; those that neither has are not looked at.
+        prefix: what the trainer's configuration has before their names.
+        error: makes the exception of a sentence with name, value and what is allowed.
+        more: the adapter's own, as `ALLOWED`: allowed words, or the least number; a word that is None may be
+            left out.
+    """
+    for name, value in given.items():
+        allowed = (ALLOWED | more).get(name)
+        if isinstance(allowed, tuple) and not (value in allowed and type(value) in map(type, allowed)):
+            words = [str(word) for word in allowed if word is not None]
+            one = f"{prefix}{name}={words[0]}"
+            raise error(f"{prefix}{name}={value!r} is none of {', '.join(words)} -> {one}")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(allowed, int) and value is not None and not (whole and value >= allowed):
+            least = f"{prefix}{name}={allowed}"
+            raise error(f"{prefix}{name}={value!r} is no whole number of at least {allowed} -> {least}")
 
 
 @dataclass(frozen=True, slots=True)

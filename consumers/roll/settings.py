@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shmbridge import BadArgument
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.feed import ReleaseAt
-from shmbridge.consumers.trainer_settings import Refused, setting
+from shmbridge.consumers.trainer_settings import Refused, ReleaseAt, check_words, setting
 from shmbridge.consumers.trajectories import Credit
 
 WORD = "shmbridge"  # in the `trace_meta` of an environment manager: what `ShmAgenticPipeline` tells
@@ -45,22 +44,11 @@ REFUSED_BY_PIPELINE = (
 )  # fmt: skip
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-# setting -> whether a value can be one, and what can
-_FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "rows": (("trajectory", "step").__contains__, "rows: trajectory, or step"),
-    "infer_logprobs": (lambda value: isinstance(value, bool), "true, or false"),
-    "max_staleness": (lambda value: value is None or _is_count(value), "steps: 0, 1, ...; or leave it out"),
-    "unfit": (("cut", "refuse", "leave_out").__contains__, "unfit: cut, refuse, or leave_out"),
-    "set_aside_after": (_is_count, "failures: 1, 2, ...; 0 turns it off"),
-    "release_at": ((None, "step", "checkpoint").__contains__, "release_at: step, or checkpoint"),
-    "start": (
-        (None, "from-scratch").__contains__,
-        "start: from-scratch; ROLL publishes no weights to a bridge, from which it could go on",
-    ),
+_OWN: dict[str, Any] = {
+    "rows": ("trajectory", "step"),
+    "infer_logprobs": (True, False),
+    "unfit": ("cut", "refuse", "leave_out"),
+    "start": (None, "from-scratch"),  # ROLL publishes no weights to a bridge, from which it could go on
 }
 
 
@@ -128,9 +116,7 @@ class Settings:
             )
         values = dict(given)
         check_bridge_name(values["bridge"])
-        for name, (fits, hint) in _FITS.items():
-            if name in values and not fits(values[name]):
-                raise BadArgument(f"env_config.{name} is {values[name]!r}", hint=hint)
+        check_words(values, "env_config.", BadArgument, **_OWN)
         try:
             values["credit"] = Credit(**(values.get("credit") or {}))
         except TypeError as wrong:

@@ -8,22 +8,18 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import LOSSES_WITHOUT_OLD_LOGPRO
 from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
 
 from shmbridge.config import check_bridge_name, check_timeout
-from shmbridge.consumers.feed import ReleaseAt, Unfit
 from shmbridge.consumers.skyrl.arrange import LongGroups
 from shmbridge.consumers.skyrl.estimator import NAME
-from shmbridge.consumers.trained_bridge import Start
-from shmbridge.consumers.trainer_settings import Refused, refuse
+from shmbridge.consumers.trainer_settings import Refused, check_words, refuse
 from shmbridge.errors import BadArgument, BadBridgeName
 
 Match = Literal["arrival", "instance"]
-MATCHES: tuple[str, ...] = get_args(Match)
-LONG_GROUPS: tuple[str, ...] = get_args(LongGroups)
-CHOICES = {
-    "match": MATCHES,
-    "long_groups": LONG_GROUPS,
-    "release_at": get_args(ReleaseAt),
-    "unfit": get_args(Unfit),
-    "start": get_args(Start),
+# the words and least numbers of the adapter's own keys
+OWN: dict[str, Any] = {
+    "match": get_args(Match),
+    "long_groups": get_args(LongGroups),
+    "steps": 1,
+    "max_token_len": 0,
 }
 
 
@@ -138,14 +134,7 @@ def _check_bridge(bridge: Any) -> None:
         check_timeout(bridge.timeout_s)
     except (BadBridgeName, BadArgument) as wrong:
         _refuse(f"bridge.name={bridge.name} bridge.timeout_s={bridge.timeout_s}: {wrong.message}", wrong.hint)
-    for name, allowed in CHOICES.items():
-        given = getattr(bridge, name)
-        if given not in allowed and not (given is None and name in ("release_at", "start")):
-            _refuse(f"bridge.{name}={given} is none of {', '.join(allowed)}", f"bridge.{name}={allowed[0]}")
-    for name, least in (("max_staleness", 0), ("steps", 1), ("max_token_len", 0), ("set_aside_after", 0)):
-        given = getattr(bridge, name)
-        if not (given is None and name == "max_staleness") and (not isinstance(given, int) or given < least):
-            _refuse(f"bridge.{name}={given} is no whole number of at least {least}", f"bridge.{name}={least}")
+    check_words(vars(bridge), "bridge.", ConfigDoesNotFit, **OWN)
     if isinstance(bridge.engines, str):
         _refuse(f"bridge.engines={bridge.engines} is no list", f"bridge.engines=[{bridge.engines}]")
 

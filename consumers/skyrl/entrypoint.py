@@ -9,7 +9,6 @@ The Ray task that runs the trainer is the consumer of the bridge.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import typing
@@ -37,9 +36,7 @@ from shmbridge.consumers.skyrl.generator import NobodyAsks, NoLogprobs, NotEvalu
 from shmbridge.consumers.skyrl.inference_client import ShmInferenceClient
 from shmbridge.consumers.skyrl.prompts import EmptyPrompts
 from shmbridge.consumers.skyrl.trainer import ShmAsyncTrainer, ShmTrainer, ShmTrainerSim
-from shmbridge.consumers.trained_bridge import bridge_info, load_published, trained_as
-
-log = logging.getLogger(__name__)
+from shmbridge.consumers.trained_bridge import save_published
 
 OVERRIDE = "trainer.override_entrypoint="
 # What ends training and is no fault of a program: each says what to change.
@@ -70,8 +67,10 @@ class ShmExp(BasePPOExp):
     def _feed(self) -> Feed:
         trainer, bridge = self.cfg.trainer, typing.cast(Any, self.cfg.bridge)  # checked words
         local = "" if io.is_cloud_path(trainer.ckpt_path) else trainer.ckpt_path
-        if bridge.start == "from-bridge":
-            self._take_weights(os.path.join(local or f"runs/{bridge.name}", "from-bridge"))
+        if bridge.start == "from-bridge":  # a checkpoint that is loaded replaces these weights
+            policy, folder = trainer.policy.model, os.path.join(local or f"runs/{bridge.name}", "from-bridge")
+            if save_published(bridge.name, policy.path, folder, self.tokenizer, trust_remote_code=True):
+                policy.path = folder
         model = transformers.AutoConfig.from_pretrained(trainer.policy.model.path, trust_remote_code=True)
         model = model.get_text_config()
         limits = bridge.max_token_len, getattr(model, "max_position_embeddings", None)
@@ -92,19 +91,6 @@ class ShmExp(BasePPOExp):
             mask_truncated=self.cfg.generator.apply_overlong_filtering,
             start=bridge.start,
         )
-
-    def _take_weights(self, folder: str) -> None:
-        """Lets SkyRL's policy begin with the bridge's weights; a checkpoint that is loaded replaces them."""
-        bridge, policy = self.cfg.bridge.name, self.cfg.trainer.policy.model
-        if trained_as(bridge_info(bridge))[1] is None:
-            log.warning("bridge %r has no trained weights: a new run begins with %s", bridge, policy.path)
-            return
-        model = transformers.AutoModelForCausalLM.from_pretrained(policy.path, trust_remote_code=True)
-        version = load_published(bridge, model)
-        model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        log.info("version %d of bridge %r is in %s, for the policy to begin with", version, bridge, folder)
-        policy.path = folder
 
     def _run(self) -> shmbridge.Run:
         trainer, generator = self.cfg.trainer, self.cfg.generator

@@ -27,11 +27,11 @@ import numpy as np
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import get_rollout_metrics
 
-from shmbridge.config import check_choice
 from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.skyrl.arrange import LongGroups, places, rows_left_out
-from shmbridge.consumers.skyrl.config import LONG_GROUPS, MATCHES, Match
+from shmbridge.consumers.skyrl.config import OWN, Match
 from shmbridge.consumers.skyrl.rows import READ, Row, masked_row, row_of
+from shmbridge.consumers.trainer_settings import check_words
 from shmbridge.consumers.trajectories import Trajectory, columns_ignored
 
 EVAL = "eval"
@@ -92,8 +92,7 @@ class ShmGenerator(GeneratorInterface):
         timeout_s: float | None = None,
         evaluator: GeneratorInterface | None = None,
     ) -> None:
-        check_choice("match", match, MATCHES)
-        check_choice("long_groups", long_groups, LONG_GROUPS)
+        check_words({"match": match, "long_groups": long_groups}, **OWN)
         self.feed, self.repetitions, self.step_wise = feed, repetitions, step_wise
         self._long_groups, self._match, self._most_early = long_groups, match, most_early
         self._logprobs, self._evaluator, self._timeout_s = logprobs, evaluator, timeout_s

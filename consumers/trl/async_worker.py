@@ -34,9 +34,10 @@ from typing import Any, Literal, get_args
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import shmbridge
-from shmbridge.consumers.feed import Feed, Step, Unfit
+from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trained_bridge import Start
+from shmbridge.consumers.trainer_settings import Unfit, check_words
 from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored
 from shmbridge.consumers.trl.rollouts import ALL, check_options
 from shmbridge.consumers.trl.rows import READ
@@ -101,13 +102,7 @@ class ShmRolloutWorker:
         run_dir: str | Path | None = None,
         **consumer: Any,
     ) -> None:
-        for name, value, known in (
-            ("per_token", per_token, PerToken),
-            ("unscored", unscored, Unscored),
-            ("hold", hold, Hold),
-        ):
-            if value not in get_args(known):
-                raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
+        check_words(locals(), per_token=get_args(PerToken), unscored=get_args(Unscored), hold=get_args(Hold))
         check_options(bridge, credit, consumer)
         warn_if_untested(*TESTED)
         self.bridge, self.per_token, self.most_parts, self.unscored = bridge, per_token, most_parts, unscored

@@ -22,9 +22,9 @@ from msgspec import structs
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.feed import Drained, Feed, ReleaseAt, Step, Unfit
+from shmbridge.consumers.feed import Drained, Feed, Step
 from shmbridge.consumers.trained_bridge import Start
-from shmbridge.consumers.trainer_settings import warn_of_stale_rows
+from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words, warn_of_stale_rows
 from shmbridge.consumers.trajectories import Credit, lags, unfit_row, unfit_rows
 from shmbridge.consumers.trl.rows import Rows, rows_of
 from shmbridge.record.leases import abandon
@@ -88,8 +88,7 @@ class ShmRollouts:
         start: Start | None = None,
         **consumer: Any,
     ) -> None:
-        if uneven not in get_args(Uneven):
-            raise ValueError(f"uneven={uneven!r} is none of {', '.join(get_args(Uneven))}")
+        check_words(locals(), uneven=get_args(Uneven))
         check_options(bridge, credit, consumer)
         self.bridge, self.uneven, self._credit = bridge, uneven, credit
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s

@@ -9,7 +9,7 @@ so the failure is logged here as well.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from shmbridge.consumers.tested_versions import warn_if_untested
 
@@ -32,15 +32,16 @@ def register() -> None:
 
     for name in estimator.NAMES:
         register_adv_est(name)(estimator.passed_through)
-    RolloutReplicaRegistry.register("shmbridge", _replica)
+    RolloutReplicaRegistry.register("shmbridge", lambda: _no_replica)
     transfer_queue.register()
 
 
-def _replica() -> type[Any]:
-    """Returns the class that verl would start engines with under the rollout name `shmbridge`."""
-    from shmbridge.consumers.verl.no_replicas import NoReplicas
-
-    return NoReplicas
+def _no_replica(*_: Any, **__: Any) -> NoReturn:
+    """Stands where verl would start an engine of the rollout name `shmbridge`, and refuses."""
+    raise ValueError(
+        "actor_rollout_ref.rollout.name=shmbridge has no engines to start -> set "
+        "trainer.v1.trainer_mode=shmbridge, or name the engine that verl is to start"
+    )
 
 
 try:

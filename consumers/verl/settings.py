@@ -14,10 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.feed import ReleaseAt, Unfit
 from shmbridge.consumers.learner.data.batch_wait import Patience
 from shmbridge.consumers.trained_bridge import Start
-from shmbridge.consumers.trainer_settings import Refused, refuse, setting
+from shmbridge.consumers.trainer_settings import Refused, ReleaseAt, Unfit, check_words, refuse, setting
 from shmbridge.consumers.trajectories import Credit
 from shmbridge.consumers.verl import estimator
 from shmbridge.consumers.verl.rows import Form
@@ -111,19 +110,13 @@ class Settings:
         if not self.bridge:
             raise ValueError("trainer.atropos.bridge is not set -> ++trainer.atropos.bridge=run1")
         check_bridge_name(self.bridge)
-        times = "timeout", "retry_attempts", "retry_delay", "max_wait_time"
-        for name in (*times, "max_off_policy_steps", "set_aside_after", "longest_row"):
+        words = get_args(Normalise)
+        check_words(vars(self), "trainer.atropos.", max_off_policy_steps=0, advantage_normalization=words)
+        for name in ("timeout", "retry_attempts", "retry_delay", "max_wait_time"):
             given = getattr(self, name)
             if given is not None and not (isinstance(given, (int, float)) and given >= 0):
                 raise ValueError(
-                    f"trainer.atropos.{name}={given!r} is no number of at least 0 -> write one, or null"
-                )
-        optional = ("release_at", ReleaseAt), ("start", Start)
-        for name, known in (("advantage_normalization", Normalise), ("unfit", Unfit), *optional):
-            given = getattr(self, name)
-            if given not in get_args(known) and not (given is None and (name, known) in optional):
-                raise ValueError(
-                    f"trainer.atropos.{name}={given!r} is none of {', '.join(get_args(known))} -> write one"
+                    f"trainer.atropos.{name}={given!r} is no number of at least 0 -> trainer.atropos.{name}=0"
                 )
         if not self.use_advantages and not self.fallback_to_grpo:
             raise ValueError(

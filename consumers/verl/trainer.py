@@ -18,14 +18,13 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from transformers import AutoModelForCausalLM
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
 import shmbridge
-from shmbridge.consumers.trained_bridge import bridge_info, load_published, trained_as
+from shmbridge.consumers.trained_bridge import save_published
 from shmbridge.consumers.trainer_settings import warn_of_stale_rows
 from shmbridge.consumers.verl.metrics import VERSION
 from shmbridge.consumers.verl.settings import (
@@ -197,15 +196,10 @@ def _take_weights(config: Any) -> None:
         config.trainer.resume_mode == "auto" and find_latest_ckpt_path(config.trainer.default_local_dir)
     )
     if not resumes:
-        if trained_as(bridge_info(bridge))[1] is None:
-            return
         given = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-        model = AutoModelForCausalLM.from_pretrained(
-            given.local_path, trust_remote_code=given.trust_remote_code
-        )
-        log.info("a new run begins with version %d of bridge %r", load_published(bridge, model), bridge)
-        model.save_pretrained(folder)
-        given.tokenizer.save_pretrained(folder)
+        source, remote = given.local_path, given.trust_remote_code
+        if not save_published(bridge, source, folder, given.tokenizer, trust_remote_code=remote):
+            return
     if os.path.isdir(folder):
         config.actor_rollout_ref.model.path = folder
 

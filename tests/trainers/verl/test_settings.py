@@ -51,7 +51,7 @@ def test_the_other_recipes_advantage_keys_shape_the_credit():
         ({"release_at": "never"}, "release_at='never' is none of step, checkpoint"),
         ({"unfit": None}, "unfit=None is none of refuse, leave_out"),
         ({"start": "anew"}, "start='anew' is none of from-bridge, from-scratch"),
-        ({"set_aside_after": -1}, "set_aside_after=-1 is no number"),
+        ({"set_aside_after": -1}, "set_aside_after=-1 is no whole number"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(keys, words):
