@@ -25,6 +25,7 @@ from shmbridge.schema import FINISH_REASONS, STANDARD, recorded_logprobs
 
 __all__ = [
     "Credit",
+    "NoLogprobs",
     "Trajectory",
     "UnfitRow",
     "columns_ignored",
@@ -39,6 +40,10 @@ _DEFAULT = Credit()
 
 class UnfitRow(InvalidRecord):
     """A row cannot be trained; the message names its environment, its group and why."""
+
+
+class NoLogprobs(InvalidRecord):
+    """A loss compares with the sampler, and a row lacks the log-probability of a trained token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,30 @@ class Trajectory:
         """Why it ended: one of "stop", "length", "abort" and "error"; None if nobody said."""
         code = self.value("finish_reason")
         return FINISH_REASONS[code] if code is not None and code < len(FINISH_REASONS) else None
+
+    @property
+    def named(self) -> str:
+        """The row in the words of an error: its number, group and environment."""
+        return f"row {self.number} of group {self.meta.group_id} of environment {self.meta.env_name!r}"
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What names the row in a trainer's logs: environment, record, group, task and repetition."""
+        meta = self.meta
+        names = ("env_name", "producer_id", "sequence", "group_id")
+        task = {"instance_id": self.instance_id, "repetition_id": self.repetition_id}
+        return {name: getattr(meta, name) for name in names} | task
+
+    def known_logprobs(self, action: str) -> npt.NDArray[np.float32]:
+        """Returns float32 (L,), nats. Raises NoLogprobs, with what to do instead of recording them."""
+        if self.logprobs is None:
+            raise NoLogprobs(
+                f"{self.named} has no log-probability for every trained token",
+                hint=f"have the environment record inference_logprobs, or {action}",
+                column="inference_logprobs",
+                row=self.number,
+            )
+        return self.logprobs
 
     def value(self, name: str) -> Any:
         """Returns the row's value of any column, without a copy: a per-token column as (L,); None if absent.

@@ -73,8 +73,6 @@ def roll_rows(
         InvalidRecord: log-probabilities or step rewards are asked for, and a row has none.
     """
     pieces = [piece for row in rows for piece in (_steps(row) if by == "step" else [_whole(row)])]
-    if logprobs:
-        _require_logprobs(rows)
     counts = {"rows": len(pieces), "rows_trimmed": 0, "tokens_trimmed": 0, "rows_unscored": 0}
     if by == "step":
         ends = [pieces[-1].end for pieces in map(_steps, rows)]
@@ -106,8 +104,9 @@ def roll_rows(
         tensors["prompt_mask"][at, : int(trained.argmax()) if trained.any() else kept] = True
         later = trained[1:kept]  # ROLL's column i is about token i + 1
         np.copyto(tensors[ADVANTAGES][at, : len(later)], row.advantages[1:kept], where=later)
-        if logprobs and row.logprobs is not None:
-            np.copyto(tensors["infer_logprobs"][at, : len(later)], row.logprobs[1:kept], where=later)
+        if logprobs:
+            known = row.known_logprobs("env_config.infer_logprobs: false for all rows")
+            np.copyto(tensors["infer_logprobs"][at, : len(later)], known[1:kept], where=later)
         counts["rows_unscored"] += _score(piece, tensors["scores"][at], kept)
     return RollRows(tensors, _objects(pieces), counts)
 
@@ -121,8 +120,7 @@ def _steps(row: Trajectory) -> list[_Piece]:
     if rewards is None or ends is None or not 0 < len(rewards) == len(ends):
         counted = [0 if each is None else len(each) for each in (rewards, ends)]
         raise InvalidRecord(
-            f"row {row.number} of group {row.meta.group_id} of {row.meta.env_name} has {counted[0]} "
-            f"step_rewards and {counted[1]} step_ends",
+            f"{row.named} has {counted[0]} step_rewards and {counted[1]} step_ends",
             hint="rows: trajectory, or score the steps before the group is put (docs/how-to/rewards.md)",
             column="step_rewards",
             row=row.number,
@@ -132,18 +130,6 @@ def _steps(row: Trajectory) -> list[_Piece]:
         _Piece(row, begin, end, step, float(reward))
         for step, ((begin, end), reward) in enumerate(zip(pairwise(bounds), rewards, strict=True))
     ]
-
-
-def _require_logprobs(rows: Sequence[Trajectory]) -> None:
-    for row in rows:
-        if row.logprobs is None:
-            raise InvalidRecord(
-                f"row {row.number} of group {row.meta.group_id} of {row.meta.env_name} has no "
-                "log-probability for every trained token",
-                hint="record inference_logprobs, or set env_config.infer_logprobs: false for all rows",
-                column="inference_logprobs",
-                row=row.number,
-            )
 
 
 def _score(piece: _Piece, scores: npt.NDArray[np.float32], kept: int) -> bool:

@@ -32,7 +32,7 @@ from shmbridge.consumers.skyrl.config import (
     max_staleness,
     needs_logprobs,
 )
-from shmbridge.consumers.skyrl.generator import NobodyAsks, NoLogprobs, NotEvaluated, ShmGenerator
+from shmbridge.consumers.skyrl.generator import NobodyAsks, NotEvaluated, ShmGenerator
 from shmbridge.consumers.skyrl.inference_client import ShmInferenceClient
 from shmbridge.consumers.skyrl.prompts import EmptyPrompts
 from shmbridge.consumers.skyrl.trainer import ShmAsyncTrainer, ShmTrainer, ShmTrainerSim
@@ -41,8 +41,8 @@ from shmbridge.consumers.trained_bridge import save_published
 OVERRIDE = "trainer.override_entrypoint="
 # What ends training and is no fault of a program: each says what to change.
 TO_CHANGE = (
-    shmbridge.ShmBridgeError, ConfigDoesNotFit, Drained, GroupDoesNotFit, NoAdvantages, NoLogprobs,
-    NobodyAsks, NotEvaluated,
+    shmbridge.ShmBridgeError, ConfigDoesNotFit, Drained, GroupDoesNotFit, NoAdvantages, NobodyAsks,
+    NotEvaluated,
 )  # fmt: skip
 
 

@@ -3,15 +3,9 @@
     generator = ShmGenerator(Feed("run1", groups=4, exact=True), repetitions=8)
     trainer = ShmTrainer(cfg=cfg, generator=generator, ...)
 
-**Consumer**: the process of SkyRL's trainer (the Ray task of its entrypoint). SkyRL's workers get tensors
-from it, not from the bridge.
-
-**Released**: what a step trained, when SkyRL has saved a checkpoint after it; where it saves none, when
-`RayPPOTrainer.train_critic_and_policy` returns, or `_run_training` of the simulated trainer. `trainer.py`
-tells the feed.
-
-**Again after a kill**: every group that was not released, marked `redelivered`, but for those that the loaded
-checkpoint contains. Under fully asynchronous training that includes the groups in SkyRL's own buffer.
+The hub is the process of SkyRL's trainer (the Ray task of its entrypoint): SkyRL's workers get tensors from
+it. `trainer.py` tells the feed when a step is over. After a kill the groups in SkyRL's own buffer come again,
+too: docs/how-to/skyrl.md.
 """
 
 from __future__ import annotations
@@ -39,10 +33,6 @@ EVAL = "eval"
 
 class NotEvaluated(RuntimeError):
     """SkyRL asks for an evaluation, and this generator was given none to do it."""
-
-
-class NoLogprobs(ValueError):
-    """A loss needs the sampler's log-probabilities, and a row has none; nothing was taken."""
 
 
 class NobodyAsks(RuntimeError):
@@ -250,20 +240,16 @@ class ShmGenerator(GeneratorInterface):
         meta = like.meta
         arranged = places(group, self.repetitions, step_wise=self.step_wise, long_groups=self._long_groups)
         rows = [masked_row(like) if each.trajectory is None else row_of(each.trajectory) for each in arranged]
-        without = sum(row.logprobs is None for row in rows)
-        if without and self._logprobs == "all":
-            raise NoLogprobs(
-                f"group {meta.group_id} of environment {meta.env_name!r} has {without} of {len(rows)} rows "
-                "without inference_logprobs, and this loss compares with the sampler -> have the environment "
-                "record them, or choose a loss that does not: trainer.algorithm.policy_loss_type=regular"
-            )
+        if self._logprobs == "all":
+            for row in (each.trajectory for each in arranged if each.trajectory is not None):
+                row.known_logprobs("trainer.algorithm.policy_loss_type=regular, which does without")
         counts: Counter[str] = Counter(
             groups=1,
             groups_redelivered=int(meta.redelivered),
             rows_masked=sum(each.trajectory is None for each in arranged),
             rows_trimmed=rows_left_out(group, arranged),
             rows_without_response=sum(row.prompt_length >= len(row.tokens) for row in group),
-            rows_without_logprobs=without,
+            rows_without_logprobs=sum(row.logprobs is None for row in rows),
         )
         return _Group(
             step, rows, [each.repetition for each in arranged], [each.is_last for each in arranged], counts

@@ -83,15 +83,5 @@ def _metrics(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _identity(trajectory: Trajectory) -> dict[str, Any]:
-    meta = trajectory.meta
-    return {
-        "instance_id": trajectory.instance_id,
-        "repetition_id": trajectory.repetition_id,
-        "group_id": meta.group_id,
-        "env_name": meta.env_name,
-        "producer_id": meta.producer_id,
-        "sequence": meta.sequence,
-        "min_policy_version": meta.min_policy_version,
-        "max_policy_version": meta.max_policy_version,
-        "redelivered": meta.redelivered,
-    }
+    meta, names = trajectory.meta, ("min_policy_version", "max_policy_version", "redelivered")
+    return trajectory.origin | {name: getattr(meta, name) for name in names}

@@ -12,10 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shmbridge.consumers.feed import Drained
-from shmbridge.consumers.trajectories import UnfitRow
+from shmbridge.consumers.trajectories import NoLogprobs, UnfitRow
 from shmbridge.consumers.trl.rollouts import NotJoined, ShmRollouts, shm_rollout_func
 from shmbridge.consumers.trl.rows import UnevenGroups
-from shmbridge.consumers.trl.samples import NoLogprobs, PerTokenAdvantages
+from shmbridge.consumers.trl.samples import PerTokenAdvantages
 
 if TYPE_CHECKING:
     from shmbridge.consumers.trl.async_worker import NoProducers, ShmRolloutWorker

@@ -9,14 +9,9 @@ its planner one sample beyond that, so a sample is trained by the third optimize
 handed out. Records are released at the third `update_model_version` after their last sample was handed out;
 TRL calls it every `weight_sync_steps` steps. `hold="none"` releases them when they are handed out.
 
-**Again after a kill**: every group not yet released, `redelivered`; so, also after an orderly end, the groups
-of the last three updates, though some of them were trained. A checkpoint of TRL's does not list groups: its
-trainer saves without a word to its worker.
-
-**A step that fails** ends TRL's training, which stops the worker: all groups that are not released have then
-failed once, and the one at fault is found over several runs, as `Feed` describes.
-
-**Hub**: the main process of the trainer; TRL distributes what it packs to the others through accelerate.
+So also after an orderly end the groups of the last three updates come again, though some were trained: TRL
+saves without a word to its worker. A step that fails stops the worker: all that is not released has then
+failed once. The hub is the trainer's main process; TRL distributes what it packs through accelerate.
 """
 
 from __future__ import annotations

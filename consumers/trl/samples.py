@@ -23,10 +23,6 @@ class PerTokenAdvantages(ValueError):
     """A row has several advantages, and TRL's async trainer takes one; the message says what to do."""
 
 
-class NoLogprobs(ValueError):
-    """A row has no log-probabilities of the sampler, which TRL's async loss needs."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One sample; the arrays are views of the batch's, but for masks of rows that were split."""
@@ -59,26 +55,17 @@ def samples_of(
     """
     if not len(values):
         return []
-    if row.logprobs is None:
-        raise NoLogprobs(
-            f"row {row.number} of group {row.meta.group_id!r} of environment {row.meta.env_name!r} has no "
-            "log-probabilities for all of its trained tokens, and TRL's async loss has no others -> record "
-            "inference_logprobs, or unscored='skip'"
-        )
-    whole = row.trained.view(np.uint8)
+    logprobs, whole = row.known_logprobs("unscored='skip'"), row.trained.view(np.uint8)
     if len(values) == 1:
-        return [Sample(row.tokens, whole, row.logprobs, float(values[0]))]
+        return [Sample(row.tokens, whole, logprobs, float(values[0]))]
     if per_token == "mean":
-        return [Sample(row.tokens, whole, row.logprobs, float(row.advantages[row.trained].mean()))]
+        return [Sample(row.tokens, whole, logprobs, float(row.advantages[row.trained].mean()))]
     if per_token == "refuse" or len(values) > most_parts:
         raise PerTokenAdvantages(
-            f"row {row.number} of group {row.meta.group_id!r} of environment {row.meta.env_name!r} has "
-            f"{len(values)} different advantages from {values[0]:g} to {values[-1]:g}, and a sample of TRL "
-            f"has one -> per_token='split' with most_parts={len(values)} or more, or per_token='mean'"
+            f"{row.named} has {len(values)} different advantages from {values[0]:g} to {values[-1]:g}, and a "
+            f"sample of TRL has one -> per_token='split' with most_parts={len(values)}, or per_token='mean'"
         )
     return [
-        Sample(
-            row.tokens, (row.trained & (row.advantages == value)).view(np.uint8), row.logprobs, float(value)
-        )
+        Sample(row.tokens, (row.trained & (row.advantages == value)).view(np.uint8), logprobs, float(value))
         for value in values
     ]

@@ -7,16 +7,10 @@ The environments own prompts and grouping. verl issues uids, and each whole grou
 onto one of them: `generate_sequences` notes the uids and returns; the thread takes as many groups, writes
 their rows into TransferQueue (`kv_batch_put`), then sets the tags of the uids to finished.
 
-HUB: this object's feed, in verl's TaskRunner process; verl's actors never see the bridge's records.
-
-RELEASED: a group's records, once verl has trained it. Under `trainer.v1.trainer_mode=shmbridge` that is once
-a checkpoint that contains it is durable, if verl saves some (`trainer.save_freq`), else
-`PPOTrainer.on_step_end`. Groups that verl drops as stale, and all groups under verl's own modes, are released
-at the next `generate_sequences` after verl has removed their rows (`kv_clear`).
-
-AGAIN after a kill: all groups whose records were not released: those waiting, those in TransferQueue, those
-of the step under way, and those trained since the last checkpoint. Of these the keys stand in the checkpoint,
-so that a resumed run trains none twice. Under verl's own modes also those of the last finished step.
+The hub is this object's feed, in verl's TaskRunner process; verl's actors never see the bridge's records.
+Groups that verl drops as stale, and all groups under verl's own trainer modes, are released at the next
+`generate_sequences` after verl has removed their rows. Otherwise `trainer.py` says when a step is over; what
+comes again after a kill: docs/how-to/verl.md.
 """
 
 from __future__ import annotations
@@ -138,16 +132,7 @@ class ShmAgentLoopManager:
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
     ) -> Self:
-        """Returns a manager, as verl asks for one. Does not block.
-
-        Args:
-            config: verl's whole configuration.
-            llm_client: not used: environments sample elsewhere.
-            teacher_client: None, as `distillation.enabled` is refused.
-            reward_loop_worker_handles: not used: environments score.
-
-        Raises: as the class.
-        """
+        """Returns a manager, as verl asks for one: its clients are not used. Never blocks; raises as the class."""
         return cls(config)
 
     # -- calls of verl

@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils
 
 from shmbridge.consumers.trajectories import Trajectory
 
-__all__ = ["COLUMNS", "Form", "NoLogprobs", "NoScore", "Rows", "rows_of"]
+__all__ = ["COLUMNS", "Form", "NoScore", "Rows", "rows_of"]
 
 # What is read of a record; all other columns are counted by name.
 COLUMNS = frozenset(
@@ -29,10 +29,9 @@ COLUMNS = frozenset(
         *("repetition_id", "instance_id", "finish_reason", "temperature", "turn_ends", "reward_components"),
     )
 )
-
-
-class NoLogprobs(ValueError):
-    """verl is configured to use the samplers' log-probabilities, and a row has none for some token."""
+_WITHOUT = (
+    "algorithm.rollout_correction.bypass_mode=False actor_rollout_ref.rollout.calculate_log_probs=False"
+)
 
 
 class NoScore(ValueError):
@@ -147,7 +146,7 @@ def _fields(kept: Sequence[_Kept], form: Form) -> TensorDict:
     }
     if form.logprobs:
         values["rollout_log_probs"] = _jagged(
-            (_logprobs(row)[start:] for row, start, _, _ in kept), np.float32
+            (row.known_logprobs(_WITHOUT)[start:] for row, start, _, _ in kept), np.float32
         )
     return tensordict_utils.get_tensordict(values)
 
@@ -166,7 +165,7 @@ def _rewards(row: Trajectory, start: int, form: Form) -> npt.NDArray[np.float32]
     score = row.score
     if score is None and (form.scored or not form.per_token):
         raise NoScore(
-            f"row {row.number} of group {row.meta.group_id} of {row.meta.env_name!r} has no score, and "
+            f"{row.named} has no score, and "
             "verl's estimator or filter_groups needs one -> have the environment score its rows, or "
             "algorithm.adv_estimator=shmbridge algorithm.filter_groups.enable=False"
         )
@@ -175,17 +174,6 @@ def _rewards(row: Trajectory, start: int, form: Form) -> npt.NDArray[np.float32]
     rewards, trained = np.zeros(len(row.tokens) - start, np.float32), np.flatnonzero(row.trained[start:])
     rewards[trained[-1] if trained.size else -1] = score
     return rewards
-
-
-def _logprobs(row: Trajectory) -> npt.NDArray[np.float32]:
-    if row.logprobs is None:
-        raise NoLogprobs(
-            f"row {row.number} of group {row.meta.group_id} of {row.meta.env_name!r} lacks "
-            "inference_logprobs, and algorithm.rollout_correction or rollout.calculate_log_probs needs them "
-            "-> have the environment record them, or algorithm.rollout_correction.bypass_mode=False "
-            "actor_rollout_ref.rollout.calculate_log_probs=False"
-        )
-    return row.logprobs
 
 
 def _turns(row: Trajectory) -> int:
@@ -197,18 +185,10 @@ def _turns(row: Trajectory) -> int:
 
 def _extra(row: Trajectory, versions: tuple[int, int]) -> dict[str, Any]:
     """Returns what verl carries beside the tensors; the origin names the record."""
-    meta = row.meta
     return {
         "min_global_steps": versions[0],
         "max_global_steps": versions[1],
         "reward_extra_info": dict(row.value("reward_components") or {})
         | ({} if row.score is None else {"score": row.score}),
-        "origin": {
-            "env_name": meta.env_name,
-            "producer_id": meta.producer_id,
-            "sequence": meta.sequence,
-            "group_id": meta.group_id,
-            "instance_id": row.instance_id,
-            "finish_reason": row.finish_reason,
-        },
+        "origin": row.origin | {"finish_reason": row.finish_reason},
     }

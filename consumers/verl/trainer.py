@@ -2,11 +2,10 @@
 
     trainer.v1.trainer_mode: shmbridge
 
-A step is verl's own. What this mode adds: the weights go out when training begins and after each step, and
-the `atropos/...` metrics are logged. A step's groups are released once a checkpoint with the step is durable,
-or at its end if verl saves none. The keys of the groups in a checkpoint stand in it, as `shmbridge.json`. If
-a step raises an error, its groups are noted, and a resumed run finds the one at fault. verl samples with its
-asynchronous replay buffer, so `trainer.v1.sampler.max_off_policy_threshold` drops stale groups or waits.
+A step is verl's own. What this mode adds: the weights go out when training begins and after each step, the
+`atropos/...` metrics are logged, and the feed hears which groups a step trained, at which it failed, and
+which a durable checkpoint contains. verl samples with its asynchronous replay buffer, so
+`trainer.v1.sampler.max_off_policy_threshold` drops stale groups or waits.
 """
 
 from __future__ import annotations

@@ -89,10 +89,10 @@ def test_the_loss_gets_what_was_put(trained, setting):
 
 
 def test_that_loss_refuses_rows_without_them_and_they_stay(trained, bridge):
-    from shmbridge.consumers.skyrl.generator import NoLogprobs
+    from shmbridge.consumers.trajectories import NoLogprobs
 
     groups = [group for group in loss_matrix(vocabulary=VOCABULARY) if group.name == "no columns"]
-    with pytest.raises(NoLogprobs, match=r"4 of 4 rows without inference_logprobs.*policy_loss_type=regular"):
+    with pytest.raises(NoLogprobs, match=r"row 0 of .* has no log-probability.*loss_type=regular"):
         trained(groups, "trainer.algorithm.policy_loss_type=rollout_is")
     with shmbridge.Consumer(bridge) as following, following.get(timeout_s=5.0) as again:
         assert again.meta.group_id == groups[0].group_id

@@ -342,7 +342,7 @@ def error_after(manager: Any, queue: Any, buffer: Any) -> BaseException:
     ("more", "column", "words"),
     [
         (("trainer.atropos.fallback_to_grpo=False",), "advantages", "without advantages"),
-        (("actor_rollout_ref.rollout.calculate_log_probs=True",), "inference_logprobs", "lacks inference"),
+        (("actor_rollout_ref.rollout.calculate_log_probs=True",), "inference_logprobs", "no log-prob"),
         (("algorithm.adv_estimator=grpo",), "score", "has no score"),
     ],
 )  # fmt: skip
@@ -375,7 +375,7 @@ def test_a_group_at_which_every_resumed_run_fails_is_set_aside(
 ):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    from shmbridge.consumers.verl.rows import NoLogprobs
+    from shmbridge.consumers.trajectories import NoLogprobs
     from shmbridge.consumers.verl.trainer import BridgePPOTrainer
 
     def add_batch(trainer: Any) -> None:
