@@ -132,7 +132,7 @@ class ShmAgentLoopManager:
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
     ) -> Self:
-        """Returns a manager, as verl asks for one: its clients are not used. Never blocks; raises as the class."""
+        """Returns a manager, as verl asks for one: its clients are not used. Raises as the class."""
         return cls(config)
 
     # -- calls of verl
