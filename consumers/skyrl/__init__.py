@@ -5,12 +5,32 @@
 - `estimator.py`: the advantage estimator `shmbridge`, which hands token-level values through.
 - `trainer.py`: SkyRL's trainers, which tell the feed of steps and checkpoints; `weights.py`: the policy
   worker's half of the way back, `inference_client.py` the trainer's.
-- `config.py`, `prompts.py`, `entrypoint.py`: SkyRL's config with a section `bridge`, a data set of empty
-  prompts, the program.
+- `config.py`, `entrypoint.py`: SkyRL's config with a section `bridge`, and the program.
 """
 
-from shmbridge.consumers.skyrl import python_311
+import importlib.util
+import sys
+import typing
+from contextlib import suppress
+
+import typing_extensions
+
 from shmbridge.consumers.tested_versions import warn_if_untested
 
+_TYPES = "skyrl.tinker.types"  # has the only model, in 0.3, with a `typing.TypedDict` inside
+
+
+def _import_types() -> None:
+    """Imports it with the `TypedDict` that pydantic takes on Python 3.11; `typing` stays as it was."""
+    before = typing.TypedDict
+    typing.TypedDict = typing_extensions.TypedDict
+    try:
+        with suppress(ModuleNotFoundError):  # another release may not have it
+            importlib.import_module(_TYPES)
+    finally:
+        typing.TypedDict = before
+
+
 warn_if_untested("skyrl", "0.3", "0.5")  # first: another release may fail at its import
-python_311.prepare()
+if sys.version_info < (3, 12) and _TYPES not in sys.modules and importlib.util.find_spec("skyrl") is not None:
+    _import_types()

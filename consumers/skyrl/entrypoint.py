@@ -34,7 +34,6 @@ from shmbridge.consumers.skyrl.config import (
 )
 from shmbridge.consumers.skyrl.generator import NobodyAsks, NotEvaluated, ShmGenerator
 from shmbridge.consumers.skyrl.inference_client import ShmInferenceClient
-from shmbridge.consumers.skyrl.prompts import EmptyPrompts
 from shmbridge.consumers.skyrl.trainer import ShmAsyncTrainer, ShmTrainer, ShmTrainerSim
 from shmbridge.consumers.trained_bridge import save_published
 
@@ -44,6 +43,33 @@ TO_CHANGE = (
     shmbridge.ShmBridgeError, ConfigDoesNotFit, Drained, GroupDoesNotFit, NoAdvantages, NobodyAsks,
     NotEvaluated,
 )  # fmt: skip
+
+
+class EmptyPrompts:
+    """What SkyRL's data loader needs of a data set: environments have the real prompts, SkyRL draws some.
+
+    Args:
+        size: prompts; SkyRL makes `size // train_batch_size` steps an epoch.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"{size} prompts -> at least train_batch_size of them")
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        if not 0 <= item < self.size:
+            raise IndexError(item)
+        prompt = [{"role": "user", "content": ""}]
+        return {"prompt": prompt, "env_class": None, "env_extras": {}, "uid": str(item)}
+
+    @staticmethod
+    def collate_fn(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns SkyRL's prompts, one dictionary each."""
+        return items
 
 
 class ShmExp(BasePPOExp):

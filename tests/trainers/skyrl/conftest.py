@@ -36,7 +36,7 @@ def prompts():
     def made(groups, rows, phase="train", first=0):
         from skyrl.train.generators.utils import prepare_generator_input
 
-        from shmbridge.consumers.skyrl.prompts import EmptyPrompts
+        from shmbridge.consumers.skyrl.entrypoint import EmptyPrompts
 
         data = EmptyPrompts(first + groups)
         drawn = data.collate_fn([data[first + each] for each in range(groups)])
