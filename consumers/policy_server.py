@@ -4,7 +4,8 @@ restarts.
     python -m shmbridge.consumers.policy_server --bridge run1 --model ./tiny --port 9004
 
 It serves the endpoints that Atropos' server classes use: `/v1/chat/completions`, `/v1/completions`,
-`/v1/models`, `/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every
+`/v1/models`, `/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). The train
+client of verifiers and others ask vLLM's own token route, `/inference/v1/generate`. Every
 response carries the policy version that it was sampled under, as `weight_version` and in the header
 `X-Policy-Version`. `/generate` also gives it per token (`weight_versions`, as vLLM does); all tokens have the
 same version, since batches are static. New weights are loaded from the bridge's weights segment between two
@@ -54,7 +55,10 @@ from shmbridge.weights import WeightsReader
 Result = TypeVar("Result")
 
 _VERSION_HEADER = "X-Policy-Version"
-_ROUTES = "POST /v1/chat/completions, /v1/completions or /generate; GET /v1/models or /health"
+_ROUTES = (
+    "POST /v1/chat/completions, /v1/completions, /generate or /inference/v1/generate; "
+    "GET /v1/models or /health"
+)
 _HELD_BYTES = 256 << 20  # memory of all bodies that are not tokenised yet
 _IN_MEMORY = 10  # bytes of Python lists and numbers for a byte of JSON, about
 _NO_BODY = Takes(0, HeldBytes(0, in_line=False))
@@ -90,6 +94,7 @@ class PolicyServer:
             "/v1/completions": (api.completions, api.completions_response),
             "/v1/chat/completions": (api.chat, api.chat_response),
             "/generate": (api.generate, api.generate_response),
+            "/inference/v1/generate": (api.tokens, api.tokens_response),
         }
         self._says: dict[str, Callable[[], Response]] = {"/health": self._health, "/v1/models": self._models}
         largest = f"send less at once: the context has {api.context} tokens"

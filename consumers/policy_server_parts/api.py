@@ -1,8 +1,9 @@
 """The JSON of a policy server: request bodies to questions, replies to response bodies.
 
-Speaks the OpenAI completions and chat completions API, and vLLM's token-in token-out `/generate` in the form
-that Atropos sends and parses. Every answer says which policy versions sampled it: `/generate` token by token,
-in `weight_versions`, the OpenAI API with the newest and the oldest, and with the tokens of prompt and answer.
+Speaks the OpenAI completions and chat completions API, and vLLM's token-in token-out: `/generate` in the form
+that Atropos sends and parses, `/inference/v1/generate` in vLLM's own. Every answer says which policy versions
+sampled it: those two token by token, in `weight_versions`, the OpenAI API with the newest and the oldest, and
+with the tokens of prompt and answer.
 Used by `policy_server.py`.
 
 What a request may ask is in `fields.py`.
@@ -26,6 +27,7 @@ from shmbridge.consumers.policy_server_parts.fields import (
     PromptTokens,
     SamplingFields,
     decoded,
+    of_tokens,
     prompt_list,
 )
 from shmbridge.consumers.policy_server_parts.generation import Row, TokenLogprobs
@@ -97,6 +99,15 @@ class PolicyApi:
         given = body.prompt
         prompt = given.prompt_token_ids if isinstance(given, PromptTokens) else self._encoded(given)
         wanted = body.max_tokens or _VLLM_DEFAULT_TOKENS
+        return self._question(body, [prompt], wanted, body.logprobs or 0, body.prompt_logprobs)
+
+    def tokens(self, raw: bytes) -> Question:
+        """Returns the question of a `/inference/v1/generate` body; raises BadRequest. Never blocks."""
+        body = decoded(of_tokens(raw), Generate, self.context)
+        self._require_rows(1, body)
+        assert isinstance(body.prompt, PromptTokens)
+        prompt = body.prompt.prompt_token_ids
+        wanted = body.max_tokens or max(1, self.context - len(prompt))
         return self._question(body, [prompt], wanted, body.logprobs or 0, body.prompt_logprobs)
 
     def _question(
@@ -207,14 +218,35 @@ class PolicyApi:
             "token_ids": [row.token_ids for row in reply.rows],
             "prompt_token_ids": list(question.prompts[0]),
             "weight_version": reply.version,
-            # One span each: weights change between two batches only.
-            "weight_versions": [
-                [{"version": str(reply.version), "start": 0, "end": len(row.token_ids)}] for row in reply.rows
-            ],
+            "weight_versions": [self._spans(row, reply) for row in reply.rows],
         }
         if reply.prompt_logprobs:
             body["prompt_logprobs"] = reply.prompt_logprobs[0]
         return body
+
+    def tokens_response(self, question: Question, reply: Reply) -> Json:
+        """Returns the body for `/inference/v1/generate`, as vLLM 0.32 has it: ids, no text."""
+        choices = [
+            {
+                "index": index,
+                "finish_reason": row.finish_reason,
+                "token_ids": row.token_ids,
+                "logprobs": {"content": list(_of_ids(row))},
+                "weight_versions": self._spans(row, reply),
+            }
+            for index, row in enumerate(reply.rows)
+        ]
+        body = self._response("generate", choices, question, reply)
+        body |= {"request_id": body.pop("id"), "output_mode": "tokens"}
+        body["prompt_token_ids"] = list(question.prompts[0])
+        if reply.prompt_logprobs:
+            body["prompt_logprobs"] = reply.prompt_logprobs[0]
+        return body
+
+    @staticmethod
+    def _spans(row: Row, reply: Reply) -> list[Json]:
+        """One span: weights change between two batches only."""
+        return [{"version": str(reply.version), "start": 0, "end": len(row.token_ids)}]
 
     def models(self, version: int) -> Json:
         """Returns the body for `/v1/models`."""
@@ -265,3 +297,11 @@ def _per_token(row: Row) -> list[TokenLogprobs]:
     if row.alternatives:
         return row.alternatives
     return [{token: value} for token, value in zip(row.token_ids, row.logprobs, strict=True)]
+
+
+def _of_ids(row: Row) -> Iterator[Json]:
+    """The log-probability of each token, and of its likeliest alternatives if some were asked for."""
+    for token, value, entry in zip(row.token_ids, row.logprobs, _per_token(row), strict=True):
+        likeliest = sorted(entry.items(), key=lambda item: -item[1])[: row.sampling.top_logprobs]
+        top = [{"token_id": int(each), "logprob": logprob} for each, logprob in likeliest]
+        yield {"token_id": token, "logprob": value, "top_logprobs": top}

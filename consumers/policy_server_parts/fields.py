@@ -71,6 +71,7 @@ _MOST_STOPS, _LONGEST_STOP = 16, 1024  # strings, characters: each token is comp
 _VALUES, _VALUES_OF_A_TOKEN = 1 << 16, 8  # texts, lists and objects of a body: a message has 5 or more
 _LARGEST_FIELD = 1 << 20  # bytes, but for prompt and messages
 _FORM = 'such as {"prompt": "...", "max_tokens": 16}'
+_FORM_OF_TOKENS = 'such as {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 16}}'
 
 Count = Annotated[int, Meta(ge=1)]
 Alternatives = Annotated[int, Meta(ge=0, le=20)]
@@ -144,7 +145,43 @@ class Generate(SamplingFields):
     prompt_logprobs: Alternatives | None = None
 
 
+# Of the route without text, what has no effect: `detokenize` and the like concern text alone.
+_NEUTRAL_OF_TOKENS: dict[str, tuple[Any, ...]] = {
+    "content_parts": ([],),
+    "detokenize": (True, False),
+    "features": (),
+    "output_mode": ("tokens",),
+    "skip_special_tokens": (True, False),
+    "spaces_between_special_tokens": (True, False),
+}
+
 Body = TypeVar("Body", bound=SamplingFields)
+
+
+def of_tokens(raw: bytes | bytearray) -> bytes:
+    """Returns the body of `/inference/v1/generate` as one of `/generate`. Raises BadRequest.
+
+    Its token ids become the prompt, its sampling parameters fields of the whole; what both may name, such as
+    `model`, is the body's. Nothing but the names is decoded.
+    """
+    try:
+        parts = _PARTS.decode(raw)
+        fields = _PARTS.decode(parts.pop("sampling_params", b"{}"))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        said = str(error).partition(" - at ")[0]
+        raise BadRequest(f"{said or 'the body is not JSON'} -> {_FORM_OF_TOKENS}") from None
+    if "token_ids" not in parts:
+        raise BadRequest(f"the body has no token_ids -> {_FORM_OF_TOKENS}")
+    if other := {"prompt", "messages"} & {*parts, *fields}:
+        raise BadRequest(f"{min(other)!r} is not a field of such a request -> {_FORM_OF_TOKENS}")
+    parts["prompt"] = msgspec.Raw(b'{"prompt_token_ids":%b}' % bytes(parts.pop("token_ids")))
+    fields |= parts
+    for name, allowed in _NEUTRAL_OF_TOKENS.items():
+        if name in fields:
+            value = msgspec.json.decode(fields.pop(name))
+            if value is not None and value not in allowed:
+                raise BadRequest(f"{name}: {shown(value)} is not supported -> leave {name} out")
+    return msgspec.json.encode(fields)
 
 
 def decoded(raw: bytes | bytearray, kind: type[Body], context: int) -> Body:

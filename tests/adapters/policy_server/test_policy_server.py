@@ -119,6 +119,33 @@ async def test_generate_speaks_the_dialect_of_atropos(client, policy):
         np.testing.assert_allclose([next(iter(entry[0].values())) for entry in entries], expected, atol=1e-4)
 
 
+async def test_the_token_route_of_vllm_gives_what_generate_gives(client, policy):
+    """As verifiers' train client asks: ids in, ids out, the log-probability of each, alternatives on top."""
+    sampling = {"n": 2, "max_tokens": 6, "temperature": 0.9, "seed": 5, "logprobs": 1}
+    more = {"stop_token_ids": [], "skip_special_tokens": False, "detokenize": False}
+    body = {"model": "m", "token_ids": PROMPTS[0], "sampling_params": sampling | more, "priority": 1}
+    answer = await (await client.post("/inference/v1/generate", json=body)).json()
+    twin = {"prompt": {"prompt_token_ids": PROMPTS[0]}, **sampling}
+    same = await (await client.post("/generate", json=twin)).json()
+    assert answer["prompt_token_ids"] == PROMPTS[0]
+    assert [each["token_ids"] for each in answer["choices"]] == same["token_ids"]
+    assert [each["weight_versions"] for each in answer["choices"]] == same["weight_versions"]
+    for choice in answer["choices"]:
+        entries = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+        assert all(entry["top_logprobs"][0]["logprob"] >= entry["logprob"] for entry in entries)
+        expected = recomputed(policy.model, PROMPTS[0], choice["token_ids"], 0.9)
+        np.testing.assert_allclose([entry["logprob"] for entry in entries], expected, atol=1e-4)
+
+
+async def test_the_token_route_fills_the_context_unless_told_how_much(client, policy):
+    body = {"token_ids": PROMPTS[0], "sampling_params": {"ignore_eos": True}}
+    answer = await (await client.post("/inference/v1/generate", json=body)).json()
+    (choice,) = answer["choices"]
+    assert len(choice["token_ids"]) == policy.context - len(PROMPTS[0])
+    assert choice["finish_reason"] == "length"
+
+
 async def test_every_answer_names_the_versions_that_sampled_it(client, follower):
     """Batches are static: one version for all tokens of an answer, which each form says in its own way."""
     follower.arriving = 9
@@ -178,6 +205,16 @@ async def test_chat_renders_the_template_and_reports_alternatives(client):
         ("/generate", {"prompt": "1", "temperature": -1}, "temperature: -1 is not a number, at least 0 -> "),
         ("/generate", {"prompt": "1", "n": 257}, "at most 256"),
         ("/generate", {"prompt": "1", "top_k": 5}, "top_k: 5 is not supported"),
+        ("/inference/v1/generate", b"{", "truncated"),
+        ("/inference/v1/generate", {"sampling_params": {}}, "no token_ids"),
+        ("/inference/v1/generate", {"token_ids": []}, "no tokens"),
+        ("/inference/v1/generate", {"token_ids": [3, 28]}, "token id 28"),
+        ("/inference/v1/generate", {"token_ids": "3"}, "token_ids: '3' is not a list"),
+        ("/inference/v1/generate", {"token_ids": [3], "sampling_params": [1]}, "sampling_params"),
+        ("/inference/v1/generate", {"token_ids": [3], "prompt": "1"}, "'prompt' is not a field"),
+        ("/inference/v1/generate", {"token_ids": [3], "sampling_params": {"top_k": 5}}, "top_k: 5"),
+        ("/inference/v1/generate", {"token_ids": [3], "features": {"mm": 1}}, "features"),
+        ("/inference/v1/generate", {"token_ids": [3] * 200}, "200 token ids in 1 list do not fit"),
         ("/v1/completions", {"prompt": "1", "stream": True}, "stream"),
         ("/v1/completions", {"prompt": [1, "2"]}, "neither text"),
         (
