@@ -25,8 +25,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbridge
 from shmbridge import Batch, ConsumerEmpty, Record
+from shmbridge.batch import Layout
 from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
-from shmbridge.consumers.feed import Drained, Feed, Step
+from shmbridge.consumers.feed import Drained, Feed, ReleaseAt, Step
 from shmbridge.record import batch_numbers
 from shmbridge.record.record import RaggedLists
 from shmbridge.schema import STANDARD, Split
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from shmbridge.record.groups import Group
 
 Items = Literal["batches", "rows"]
-Layout = Literal["packed", "padded"]
-Hold = Literal["step", "checkpoint"]
 Tensors = dict[str, torch.Tensor]
 
 _LOOK_FOR_PARENT_S = 1.0
@@ -79,7 +78,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         groups: groups in a batch, over all ranks.
         items: "batches" yields the tensors of `Batch.to_torch`, "rows" those of each row: see `row_tensors`.
         layout: of batches: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
-        hold: see above; "checkpoint" needs the consumer in this process, and no ranks.
+        hold: see above; as Feed's release_at. "checkpoint" needs the consumer in this process, and no ranks.
         max_staleness: groups that are more versions older than the current policy are discarded and counted;
             None: no limit.
         prefetch: batches gathered ahead in a thread, still held.
@@ -110,7 +109,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         groups: int = 8,
         items: Items = "batches",
         layout: Layout = "packed",
-        hold: Hold = "step",
+        hold: ReleaseAt = "step",
         max_staleness: int | None = None,
         prefetch: int = 1,
         timeout_s: float | None = None,
@@ -124,7 +123,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         **feed: Any,
     ) -> None:
         super().__init__()
-        choices = ("items", items, Items), ("layout", layout, Layout), ("hold", hold, Hold)
+        choices = ("items", items, Items), ("layout", layout, Layout), ("hold", hold, ReleaseAt)
         for name, value, known in (*choices, ("split", "train" if split is None else split, Split)):
             if value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
@@ -188,10 +187,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         """
         self._check_worker()
         self._check_process()
-        if self.rank is None or self.world_size is None:
-            batches = self._steps()
-        else:
-            batches = self._shares(self.rank, self.world_size)
+        batches = self._steps() if self.world_size is None else self._shares(self.world_size)
         while True:
             for item in self._left:  # noqa: UP028 - `yield from` would end them at a break
                 yield item
@@ -220,12 +216,13 @@ class BridgeDataset(IterableDataset[Tensors]):
             self._step = step
             yield items
 
-    def _shares(self, rank: int, world_size: int) -> Iterator[Iterable[Tensors]]:
+    def _shares(self, world_size: int) -> Iterator[Iterable[Tensors]]:
         """Yields the items of each share of this rank."""
-        if rank == 0 and self._server is None:
+        assert self.rank is not None
+        if self.rank == 0 and self._server is None:
             self._server = self._open_feed().consumer.serve_ranks(world_size, **self._of_batches)
         if self._member is None:
-            self._member = shmbridge.Rank(self.bridge, rank, world_size)
+            self._member = shmbridge.Rank(self.bridge, self.rank, world_size)
         for share in self._member.batches(layout=self.layout, timeout_s=self._timeout_s):
             yield self._items_of(share, ())
         if self._server is not None:
@@ -321,9 +318,8 @@ class BridgeDataset(IterableDataset[Tensors]):
                 screen=self._is_new,
             )
             if get_worker_info() is not None:
-                threading.Thread(
-                    target=_close_with_parent, args=(self._feed, os.getppid()), daemon=True
-                ).start()
+                watched = self._feed, os.getppid()
+                threading.Thread(target=_close_with_parent, args=watched, daemon=True).start()
         return self._feed
 
     def publish_policy_version(self, version: int) -> None:
