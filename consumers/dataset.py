@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -148,7 +147,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         run = run or shmbridge.Run(batch_size=max(64, 8 * groups), max_token_len=0, num_steps=(1 << 31) - 1)
         self._options = {"set_aside_after": 0, "start": "from-scratch", **feed}
         self._options |= {"run": run, "lanes": lanes, "schema": schema}
-        self._counts, self._skipped = Counter(dict.fromkeys(_COUNTS, 0)), 0
+        self._counts, self._skipped = dict.fromkeys(_COUNTS, 0), 0
         self._held: dict[tuple[str, int], int] = {}  # by place: rows handed out of each record held here
         # rows handed out of each record of the loaded state that is not held here, and the lanes' mounts
         self._had: dict[tuple[str, int], int] = {}
@@ -241,7 +240,7 @@ class BridgeDataset(IterableDataset[Tensors]):
     def _whole(self, batch: Batch, tensors: Tensors) -> Iterator[Tensors]:
         for record in batch.records:
             self._took(record, record.rows)
-        self._counts.update(items=1, rows=len(batch), tokens=batch.token_count)
+        self._count(len(batch), batch.token_count)
         yield tensors
 
     def _rows(self, batch: Batch, tensors: Iterator[Tensors], unfit: Container[int]) -> Iterator[Tensors]:
@@ -254,8 +253,13 @@ class BridgeDataset(IterableDataset[Tensors]):
                 if number >= had:
                     self._took(record, 1)
                     if row not in unfit:
-                        self._counts.update(items=1, rows=1, tokens=tokens)
+                        self._count(1, tokens)
                         yield item
+
+    def _count(self, rows: int, tokens: int) -> None:
+        self._counts["items"] += 1
+        self._counts["rows"] += rows
+        self._counts["tokens"] += tokens
 
     def _took(self, record: Record, rows: int) -> None:
         """Notes that rows of a record are handed out."""
@@ -389,7 +393,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             raise ValueError(
                 f"this is no state of a BridgeDataset of format {_FORMAT}: it has {names or 'nothing'}"
             )
-        self._counts, self._skipped = Counter({name: int(state[name]) for name in _COUNTS}), 0
+        self._counts, self._skipped = {name: int(state[name]) for name in _COUNTS}, 0
         held = state["held"] if self.world_size is None else ()
         self._had = {(producer, int(sequence)): int(rows) for producer, sequence, rows in held}
         self._mounts = dict(state.get("mounts", {}))  # what an earlier release wrote has none
