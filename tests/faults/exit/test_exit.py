@@ -34,7 +34,7 @@ def run(bridge):
             env={**os.environ, "PYTHONPATH": ROOT},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,  # a child that imports torch, on a busy machine
         )
         return done.returncode, done.stdout, done.stderr
 
