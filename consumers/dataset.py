@@ -5,26 +5,32 @@
         loss = ...                                 # batch["tokens"], batch["advantages"], ... are tensors
         data.publish_policy_version(step)
 
-This file opens the bridge, ends leases and keeps the position. `dataset_parts/batch_tensors.py` makes the
-tensors, `dataset_parts/position.py` defines the saved state.
+Tensors and a position on a `Feed`, which has the consumer and the leases. A feed's state names whole groups;
+a position counts rows, since an iteration over rows may stop within a group.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbridge
-from shmbridge import Batch, Record
-from shmbridge.consumers.dataset_parts.batch_tensors import Tensors, batch_tensors, check_names, row_tensors
-from shmbridge.consumers.dataset_parts.position import Place, Position
-from shmbridge.record.leases import abandon
-from shmbridge.schema import Split
-from shmbridge.segments.at_exit import closed_at_exit
+from shmbridge import Batch, ConsumerEmpty, Record
+from shmbridge.batch import Layout
+from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
+from shmbridge.consumers.feed import Drained, Feed, ReleaseAt, Step
+from shmbridge.record import batch_numbers
+from shmbridge.record.record import RaggedLists
+from shmbridge.schema import STANDARD, Split
+from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,10 +39,13 @@ if TYPE_CHECKING:
     from shmbridge.record.groups import Group
 
 Items = Literal["batches", "rows"]
-Layout = Literal["packed", "padded"]
-Hold = Literal["step", "checkpoint"]
+Tensors = dict[str, torch.Tensor]
 
 _LOOK_FOR_PARENT_S = 1.0
+_OF_FEED = {"exact", "longest_row", "run_dir", "set_aside_after", "start", "unfit", "vocabulary"}
+_HANDLES = "_feed", "_member", "_server", "_step", "_left", "_pid"  # of one process
+_FORMAT = 1
+_COUNTS = "items", "rows", "tokens"
 
 
 class TooManyWorkers(ValueError):
@@ -66,10 +75,9 @@ class BridgeDataset(IterableDataset[Tensors]):
     Args:
         bridge: name of the bridge.
         groups: groups in a batch, over all ranks.
-        items: "batches" yields what `batch_tensors` makes of each batch, "rows" what `row_tensors` makes of
-            each row.
+        items: "batches" yields the tensors of `Batch.to_torch`, "rows" those of each row: see `row_tensors`.
         layout: of batches: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
-        hold: see above; "checkpoint" needs the consumer in this process, and no ranks.
+        hold: see above; as Feed's release_at. "checkpoint" needs the consumer in this process, and no ranks.
         max_staleness: groups that are more versions older than the current policy are discarded and counted;
             None: no limit.
         prefetch: batches gathered ahead in a thread, still held.
@@ -83,6 +91,9 @@ class BridgeDataset(IterableDataset[Tensors]):
         world_size: as in torch.distributed; None: WORLD_SIZE of the environment under torchrun.
         whole_rows: rows with neither a mask nor `prompt_length` get a `loss_mask` of 1 instead of 0.
         split: "train" or "eval": groups of the other are released untrained and counted; None: both.
+        feed: as of Feed, without ranks: `longest_row`, `vocabulary`, `unfit` ("leave_out" for rows only);
+            `set_aside_after` (here 0), `run_dir`, `exact`: an exception that leaves the `with` is a failure
+            of the batch in hand; `start` (here "from-scratch", since the model is not known here).
 
     Raises:
         ValueError: an argument is not one of the allowed values; rank without world_size.
@@ -97,7 +108,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         groups: int = 8,
         items: Items = "batches",
         layout: Layout = "packed",
-        hold: Hold = "step",
+        hold: ReleaseAt = "step",
         max_staleness: int | None = None,
         prefetch: int = 1,
         timeout_s: float | None = None,
@@ -108,170 +119,183 @@ class BridgeDataset(IterableDataset[Tensors]):
         world_size: int | None = None,
         whole_rows: bool = False,
         split: Split | None = "train",
+        **feed: Any,
     ) -> None:
         super().__init__()
-        if items not in ("batches", "rows") or hold not in ("step", "checkpoint"):
-            raise ValueError(
-                f'items={items!r} is "batches" or "rows", hold={hold!r} is "step" or "checkpoint"'
-            )
+        choices = ("items", items, Items), ("layout", layout, Layout), ("hold", hold, ReleaseAt)
+        for name, value, known in (*choices, ("split", "train" if split is None else split, Split)):
+            if value not in get_args(known):
+                raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
         if items == "rows" and layout != "packed":
             raise ValueError(f"layout={layout!r} is of batches; rows have no padding")
-        if split not in ("train", "eval", None):
-            raise ValueError(f'split={split!r} is none of "train", "eval" and None')
+        if unknown := feed.keys() - _OF_FEED:
+            raise TypeError(f"BridgeDataset takes no argument {', '.join(sorted(unknown))}")
+        if items == "batches" and feed.get("unfit") == "leave_out":
+            raise ValueError('unfit="leave_out" is of rows; a batch has all rows of its groups')
         self.bridge, self.groups, self.items, self.layout, self.hold = bridge, groups, items, layout, hold
         self.rank, self.world_size = _ranks(rank, world_size)
-        if hold == "checkpoint" and self.world_size is not None:
+        if self.world_size is not None and (hold == "checkpoint" or feed):
             raise ValueError(
-                'hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, '
-                'hold="step"'
+                f"{', '.join(feed) or repr(hold)} is for one process: with ranks the consumer keeps what is "
+                'not done, hold="step"'
             )
-        self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._run, self._lanes, self._schema = run or _endless_run(groups), lanes, schema
-        self._whole_rows, self._split = whole_rows, split
-        check_names(getattr(schema, "names", ()), items)
-        self._position = Position()
-        self._pid = 0
-        self._consumer: shmbridge.Consumer | None = None
-        self._member: shmbridge.Rank | None = None
-        self._server: RankServer | None = None
-        self._held: list[Batch] = []  # handed out, not yet released
+        keys = batch_numbers.KEYS_OF_ROWS if items == "rows" else batch_numbers.KEYS_OF_BATCHES
+        batch_numbers.check_names(getattr(schema, "names", ()), keys)
+        self._timeout_s, self._whole_rows = timeout_s, whole_rows
+        of_batches = {"groups": groups, "max_staleness": max_staleness, "prefetch": prefetch, "split": split}
+        self._of_batches: dict[str, Any] = of_batches
+        run = run or shmbridge.Run(batch_size=max(64, 8 * groups), max_token_len=0, num_steps=(1 << 31) - 1)
+        self._options = {"set_aside_after": 0, "start": "from-scratch", **feed}
+        self._options |= {"run": run, "lanes": lanes, "schema": schema}
+        self._counts, self._skipped = dict.fromkeys(_COUNTS, 0), 0
+        self._held: dict[tuple[str, int], int] = {}  # by place: rows handed out of each record held here
+        # rows handed out of each record of the loaded state that is not held here, and the lanes' mounts
+        self._had: dict[tuple[str, int], int] = {}
+        self._mounts: dict[str, str] = {}
+        # by producer: the newest record handed out, that of the loaded state, and what is missing behind it
+        self._newest: dict[str, int] = {}
+        self._loaded: dict[str, int] = {}
+        self._gone: dict[str, int] = {}
         self._forget_process()
 
+    def _forget_process(self) -> None:
+        self._pid: int | None = os.getpid()
+        self._feed: Feed | None = None
+        self._member: shmbridge.Rank | None = None
+        self._server: RankServer | None = None
+        self._step: Step | None = None  # in hand
+        self._left: Iterable[Tensors] = ()  # its items that are not handed out
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():  # a forked worker: the open handles belong to the parent
+            self._forget_process()
+
     # -- reading
-    # --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensors]:
         """Yields items until the bridge is drained.
 
-        Blocks in `next`; a later iteration continues where this one stops.
+        Blocks in `next`; a later iteration continues where this one stops, also within a group.
 
         Raises:
             TooManyWorkers: in each worker of a DataLoader that has several.
             shmbridge.BatchTooBig: the batches held for a checkpoint leave no room for the next one.
             shmbridge.ConsumerEmpty: no item came within `timeout_s`. shmbridge.ConsumerTaken, RankTaken: the
                 place is taken.
+            shmbridge.SchemaMismatch, UnfitRow, BridgeAhead: see the class; the batch comes again.
         """
         self._check_worker()
-        for batch in closed_at_exit(self._batches()):
-            if self.items == "rows":
-                yield from self._rows(batch)
-            else:
-                yield from self._whole(batch)
-
-    def _whole(self, batch: Batch) -> Iterator[Tensors]:
-        self._keep(batch)
-        for record in batch.records:
-            self._position.took(_place(record), record.rows)
-        self._count(rows=len(batch), tokens=batch.token_count)
-        yield batch_tensors(batch)
-
-    def _rows(self, batch: Batch) -> Iterator[Tensors]:
-        rows = zip(row_tensors(batch), batch.lengths.tolist(), strict=True)
-        self._keep(batch)
-        for record in list(batch.records):
-            place = _place(record)
-            had = min(self._position.rows_had(place), record.rows)
-            if had:
-                self._position.skipped += had
-                self._position.took(place, had)
-            for row, (tensors, tokens) in zip(range(record.rows), rows, strict=False):
-                if row >= had:
-                    self._position.took(place, 1)
-                    self._count(rows=1, tokens=tokens)
-                    yield tensors
-
-    def _count(self, *, rows: int, tokens: int) -> None:
-        counts = self._position.counts
-        counts["items"] += 1
-        counts["rows"] += rows
-        counts["tokens"] += tokens
-
-    def _keep(self, batch: Batch) -> None:
-        """Keeps the batch's leases until `release`. With ranks, the rank's share owns them."""
-        if self.world_size is None:
-            self._held.append(batch)
-
-    def _is_new(self, group: Group) -> bool:
-        """The consumer's screen: keeps out groups whose rows the loaded state has all."""
-        had = all(self._position.rows_had(_place(record)) >= record.rows for record in group.records)
-        self._position.skipped += group.rows if had else 0
-        return not had
-
-    def _batches(self) -> Generator[Batch, None, None]:
-        if self.world_size is not None:
-            yield from self._shares()
-            return
-        parent = os.getppid() if get_worker_info() is not None else None
-        consumer, batches = self._open_consumer(), self._iterate_consumer(parent)
+        self._check_process()
+        batches = self._steps() if self.world_size is None else self._shares(self.world_size)
         while True:
-            self._end_step()
-            with consumer.one_wait():
-                batches, batch = self._wait_for_batch(batches, parent)
-            if batch is None:
+            for item in self._left:  # noqa: UP028 - `yield from` would end them at a break
+                yield item
+            self._left = ()
+            self._end_step(release=self.hold == "step")
+            if (items := next(batches, None)) is None:
                 return
-            yield batch
+            self._left = items
 
-    def _wait_for_batch(
-        self, batches: Iterator[Batch], parent: int | None
-    ) -> tuple[Iterator[Batch], Batch | None]:
-        """Returns the next batch, and the iteration it is of: one that timed out has ended.
-
-        The batch is None after the last one, and if the parent process has ended.
-        """
-        began = time.monotonic()
+    def _steps(self) -> Iterator[Iterable[Tensors]]:
+        """Yields the items of each step."""
+        feed, of = self._open_feed(), counted(self.groups, "group")
         while True:
             try:
-                return batches, next(batches, None)
-            except shmbridge.ConsumerEmpty as empty:
-                if parent is None:
-                    raise
-                if self._timeout_s is not None and time.monotonic() - began >= self._timeout_s:
-                    whole = empty.message.replace(
-                        f" within {_LOOK_FOR_PARENT_S} s", f" within {self._timeout_s} s", 1
-                    )
-                    raise shmbridge.ConsumerEmpty(whole, hint=empty.hint) from None
-                if os.getppid() != parent:  # the training process is gone, so this worker ends itself
-                    return batches, None
-            batches = self._iterate_consumer(parent)
+                step = feed.take(self._timeout_s)
+            except Drained:
+                return
+            except ConsumerEmpty as empty:
+                there = empty.message.partition(": ")[2]
+                raise ConsumerEmpty(f"no batch of {of} within {self._timeout_s} s; {there}") from None
+            try:
+                items = self._items_of(step.batch, step.unfit)
+            except BaseException:
+                feed.give_back(step)
+                raise
+            self._step = step
+            yield items
 
-    def _iterate_consumer(self, parent: int | None) -> Iterator[Batch]:
-        patience = self._timeout_s
-        if parent is not None:
-            patience = _LOOK_FOR_PARENT_S if patience is None else min(patience, _LOOK_FOR_PARENT_S)
-        return self._open_consumer().batches(
-            groups=self.groups,
-            layout=self.layout,
-            max_staleness=self._max_staleness,
-            prefetch=self._prefetch,
-            timeout_s=patience,
-            hold="caller",
-            whole_rows=self._whole_rows,
-            split=self._split,
-        )
-
-    def _shares(self) -> Iterator[Batch]:
-        member = self._open_rank()
-        yield from member.batches(layout=self.layout, timeout_s=self._timeout_s, whole_rows=self._whole_rows)
+    def _shares(self, world_size: int) -> Iterator[Iterable[Tensors]]:
+        """Yields the items of each share of this rank."""
+        assert self.rank is not None
+        if self.rank == 0 and self._server is None:
+            self._server = self._open_feed().consumer.serve_ranks(world_size, **self._of_batches)
+        if self._member is None:
+            self._member = shmbridge.Rank(self.bridge, self.rank, world_size)
+        for share in self._member.batches(layout=self.layout, timeout_s=self._timeout_s):
+            yield self._items_of(share, ())
         if self._server is not None:
             # the other ranks read through this process until they are done
             self._server.wait(self._timeout_s)
 
-    def _end_step(self) -> None:
-        if self.hold == "step":
-            self.release()
+    def _items_of(self, batch: Batch, unfit: Container[int]) -> Iterator[Tensors]:
+        """Returns the items of a batch, which count as handed out as they leave. Raises SchemaMismatch."""
+        if self._whole_rows:
+            batch.train_whole_rows()
+        if self.items == "rows":
+            return self._rows(batch, row_tensors(batch), unfit)
+        numbers = batch_numbers.batch_numbers(batch)
+        return self._whole(batch, {name: torch.from_numpy(array) for name, array in numbers.items()})
+
+    def _whole(self, batch: Batch, tensors: Tensors) -> Iterator[Tensors]:
+        for record in batch.records:
+            self._took(record, record.rows)
+        self._count(len(batch), batch.token_count)
+        yield tensors
+
+    def _rows(self, batch: Batch, tensors: Iterator[Tensors], unfit: Container[int]) -> Iterator[Tensors]:
+        rows = enumerate(zip(tensors, batch.lengths.tolist(), strict=True))
+        for record in list(batch.records):
+            if had := min(self._had.get(_place(record), 0), record.rows):
+                self._skipped += had
+                self._took(record, had)
+            for number, (row, (item, tokens)) in zip(range(record.rows), rows, strict=False):
+                if number >= had:
+                    self._took(record, 1)
+                    if row not in unfit:
+                        self._count(1, tokens)
+                        yield item
+
+    def _count(self, rows: int, tokens: int) -> None:
+        self._counts["items"] += 1
+        self._counts["rows"] += rows
+        self._counts["tokens"] += tokens
+
+    def _took(self, record: Record, rows: int) -> None:
+        """Notes that rows of a record are handed out."""
+        producer, sequence = place = _place(record)
+        self._held[place] = self._held.get(place, 0) + rows
+        self._newest[producer] = max(self._newest.get(producer, -1), sequence)
+        if (missing := sequence - self._loaded.get(producer, sequence) - 1) >= 0:
+            self._gone[producer] = min(self._gone.get(producer, missing), missing)
+
+    def _is_new(self, group: Group) -> bool:
+        """The feed's screen: keeps out groups whose rows the loaded state has all."""
+        had = all(self._had.get(_place(record), 0) >= record.rows for record in group.records)
+        self._skipped += group.rows if had else 0
+        return not had
+
+    def _end_step(self, *, release: bool) -> None:
+        """Ends the batch in hand, which the feed releases or holds; or releases everything handed out."""
+        if self._feed is not None and self._step is not None:
+            self._feed.trained(self._step)
+            self._step = None
+        if release:
+            if self._feed is not None:
+                self._feed.checkpointed()
+            for place in self._held:
+                self._had.pop(place, None)
+            self._held.clear()
 
     def release(self) -> None:
         """Releases everything handed out so far; it is not redelivered. Never blocks.
 
         Under hold="step" this happens automatically, except for the last item before a `break`.
         """
-        for batch in self._held:
-            batch.release()
-        self._held = []
-        self._position.ended()
+        self._check_process()
+        self._end_step(release=True)
 
     # -- who opens the bridge
-    # -----------------------------------------------------------------------------------------------------
 
     def _check_worker(self) -> None:
         worker = get_worker_info()
@@ -286,78 +310,69 @@ class BridgeDataset(IterableDataset[Tensors]):
                 "num_workers=0"
             )
 
-    def _forget_process(self) -> None:
-        self._pid = os.getpid()
-        self._consumer = self._member = self._server = None
-        self._held = []
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():  # a forked worker: the open handles belong to the parent
-            self._forget_process()
-
-    def _open_consumer(self) -> shmbridge.Consumer:
+    def _open_feed(self) -> Feed:
         self._check_process()
-        if self._consumer is None:
-            self._consumer = shmbridge.Consumer(
-                self.bridge, run=self._run, lanes=self._lanes, schema=self._schema
+        if self._feed is None:
+            self._feed = Feed(
+                self.bridge,
+                **self._of_batches,
+                **self._options,
+                release_at=self.hold,
+                make=lambda groups, _: Batch(groups, self.layout),
+                screen=self._is_new,
             )
-            self._consumer.screen(self._is_new)
-        return self._consumer
-
-    def _open_rank(self) -> shmbridge.Rank:
-        assert self.rank is not None
-        assert self.world_size is not None
-        self._check_process()
-        if self.rank == 0 and self._server is None:
-            self._server = self._open_consumer().serve_ranks(
-                self.world_size,
-                groups=self.groups,
-                max_staleness=self._max_staleness,
-                prefetch=self._prefetch,
-                split=self._split,
-            )
-        if self._member is None:
-            self._member = shmbridge.Rank(self.bridge, self.rank, self.world_size)
-        return self._member
+            if get_worker_info() is not None:
+                watched = self._feed, os.getppid()
+                threading.Thread(target=_close_with_parent, args=watched, daemon=True).start()
+        return self._feed
 
     def publish_policy_version(self, version: int) -> None:
         """Tells environments the newest policy version.
 
         Only rank 0's call has an effect. Opens the bridge in this process, so do not use it with a DataLoader
-        worker.
+        worker. Under start=None: BridgeAhead, so load the state before.
         """
         if self.rank in (None, 0):
-            self._open_consumer().publish_policy_version(version)
+            self._open_feed().require_start()
+            self._open_feed().publish(version)
 
     def drain(self) -> None:
         """Takes no new records; iteration ends after those already there. For rank 0; opens the bridge."""
-        self._open_consumer().drain()
+        self._open_feed().drain()
 
     def stats(self) -> dict[str, float]:
         """Returns flat counters: items handed out, `rows_skipped` and `records_gone` since a state was
-        loaded, and the bridge's counters if this process is its consumer.
+        loaded, and the feed's and the bridge's counters if this process is its consumer.
 
         Never blocks.
 
         `records_gone`: records after the loaded state, from its producers, that never arrived: an earlier
         process consumed them and saved no state since, or they were discarded.
         """
-        mine = {f"handed_out_{name}_total": float(count) for name, count in self._position.counts.items()}
+        mine = {f"handed_out_{name}_total": float(count) for name, count in self._counts.items()}
         mine |= {
-            "rows_skipped_total": float(self._position.skipped),
-            "records_gone_total": float(self._position.gone),
+            "rows_skipped_total": float(self._skipped),
+            "records_gone_total": float(sum(self._gone.values())),
         }
-        return mine if self._consumer is None or self._pid != os.getpid() else self._consumer.stats() | mine
+        return mine if self._feed is None or self._pid != os.getpid() else self._feed.stats() | mine
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was handed out so far and what is still held; small, for a checkpoint. Never blocks.
 
         With a worker, torchdata's StatefulDataLoader asks the worker; `torch.utils.data.DataLoader` cannot.
         """
-        return self._position.state_dict()
+        left = HeldRecords.of(self._had, self._mounts).that_may_come_again()
+        left |= HeldRecords.of(self._held)
+        rows = self._had | self._held
+        return {
+            "format": _FORMAT,
+            **self._counts,
+            "held": [[name, at, rows[name, at]] for name in left.held for at in sorted(left.held[name])],
+            "mounts": left.mounts,
+            "newest": dict(self._newest),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state: redelivered records that it contains are released unread, and counted.
@@ -368,50 +383,99 @@ class BridgeDataset(IterableDataset[Tensors]):
         Raises:
             ValueError: not such a state, or items were already handed out.
         """
-        if self._held:
-            raise ValueError(f"{len(self._held)} batches are handed out: load a state before the first item")
-        self._position.load_state_dict(state if self.world_size is None else {**state, "held": []})
+        self._check_process()
+        stats = {} if self._feed is None else self._feed.stats()
+        if out := int(stats.get("feed_steps_out", 0) + stats.get("feed_steps_trained_held", 0)):
+            raise ValueError(f"{out} batches are handed out: load a state before the first item")
+        wanted = {"format", *_COUNTS, "held", "newest"}
+        if not isinstance(state, Mapping) or state.get("format") != _FORMAT or not wanted <= state.keys():
+            names = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"this is no state of a BridgeDataset of format {_FORMAT}: it has {names or 'nothing'}"
+            )
+        self._counts, self._skipped = {name: int(state[name]) for name in _COUNTS}, 0
+        held = state["held"] if self.world_size is None else ()
+        self._had = {(producer, int(sequence)): int(rows) for producer, sequence, rows in held}
+        self._mounts = dict(state.get("mounts", {}))  # what an earlier release wrote has none
+        self._loaded = {producer: int(sequence) for producer, sequence in state["newest"].items()}
+        self._held, self._gone, self._newest = {}, {}, dict(self._loaded)
+        self._options["start"] = self._options["start"] or "from-scratch"  # the user has a checkpoint
 
     # -- the end
-    # --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Closes the bridge. Held records go to the next consumer; tensors stay valid. Idempotent."""
-        self._check_process()
-        for batch in self._held:
-            abandon(batch.records)
-        if self._member is not None:
-            self._member.close()
-        if self._consumer is not None:
-            self._consumer.close()
-        self._forget_process()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; under `set_aside_after` an exception counts as a failure of the batch in hand."""
+        self._check_process()
+        if self._member is not None:
+            self._member.close()
+        if self._feed is not None:
+            self._feed.__exit__(kind, error, trace)
+        self._forget_process()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without handles of this process, for a newly started worker."""
-        mine: dict[str, Any] = {"_consumer": None, "_member": None, "_server": None, "_held": [], "_pid": 0}
-        return {**self.__dict__, **mine}
+        return self.__dict__ | dict.fromkeys(_HANDLES)
 
     def __repr__(self) -> str:
         ranks = "" if self.world_size is None else f", rank {self.rank} of {self.world_size}"
-        return (
-            f"<BridgeDataset of {self.bridge!r}: {self.items}, {self._position.counts['items']} handed "
-            f"out{ranks}>"
-        )
+        return f"<BridgeDataset of {self.bridge!r}: {self.items}, {self._counts['items']} handed out{ranks}>"
 
 
-def _endless_run(groups: int) -> shmbridge.Run:
-    """Returns the default run: it sizes environments' queues, never ends and drops no long row."""
-    return shmbridge.Run(batch_size=max(64, 8 * groups), max_token_len=0, num_steps=(1 << 31) - 1)
+def row_tensors(batch: Batch) -> Iterator[Tensors]:
+    """Returns the rows of a packed batch, each as tensors over the batch's own arrays, without a copy.
+
+    Never blocks.
+
+    A row has `tokens`, `loss_mask` (0 where the row has none) and the other columns with one value per token
+    as (L,), lists as they are, scalars without dimensions, and `policy_version` and `redelivered`. A column
+    that the row lacks is not in its dictionary. SchemaMismatch for a column that has the name of another key.
+    """
+    columns = batch_numbers.number_columns(batch)
+    batch_numbers.check_names(columns, batch_numbers.KEYS_OF_ROWS)
+    for name, column in columns.items():
+        if isinstance(column, RaggedLists) and f"{name}_inner_lengths" in columns:
+            raise batch_numbers.name_taken(f"{name}_inner_lengths", name)
+    has = {name: batch.has(name) | (name == "loss_mask") for name in columns}
+    starts = batch.cu_seqlens.tolist()
+
+    def tensors_of(row: int) -> Tensors:
+        meta = batch.meta[row]
+        tensors = {
+            "policy_version": torch.tensor(meta.min_policy_version),
+            "redelivered": torch.tensor(meta.redelivered),
+        }
+        for name, column in columns.items():
+            if not has[name][row]:
+                continue
+            per_token = isinstance(column, np.ndarray) and name in STANDARD and STANDARD[name].per_token
+            values = column[starts[row] : starts[row + 1]] if per_token else column[row]
+            if isinstance(column, RaggedLists):
+                tensors[f"{name}_inner_lengths"] = torch.from_numpy(values.lengths)
+                values = values.values
+            tensors[name] = torch.from_numpy(np.asarray(values))
+        return tensors
+
+    return map(tensors_of, range(len(batch)))
 
 
-def _place(record: Record) -> Place:
+def _place(record: Record) -> tuple[str, int]:
     return record.meta.producer_id, record.meta.sequence
+
+
+def _close_with_parent(feed: Feed, parent: int) -> None:
+    """Closes the feed of a worker once its training process is gone, so that the worker ends, too."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_FOR_PARENT_S)
+    feed.close()
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:

@@ -473,7 +473,7 @@ class Feed:
         )
         if self._trained:
             what = f"{what}, and {counted(len(self._trained), 'step')} wait for a checkpoint"
-            hint = 'save more often, give environments larger lanes, or release_at="step"'
+            hint = "save more often, give environments larger lanes, or release groups at each step"
         raise BatchTooBig(what, hint=hint) from None
 
     def _look_for_room(self, groups: int | None) -> None:

@@ -215,18 +215,18 @@ def lags(stamps: Iterable[int], version: int) -> list[int]:
 
 
 def unfit_rows(batch: Batch, longest_row: int | None, vocabulary: int | None) -> dict[int, tuple[str, str]]:
-    """Returns row -> (kind, why), of the rows of a packed batch that cannot be trained. Never blocks."""
+    """Returns row -> (kind, why), of the rows of a batch that cannot be trained. Never blocks."""
     found: dict[int, tuple[str, str]] = {}
     if longest_row is not None:
         for row in np.flatnonzero(batch.lengths > longest_row).tolist():
             found[row] = "too_long", f"has {batch.lengths[row]} tokens, and the trainer takes {longest_row}"
     if vocabulary is not None:
         places = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
-        rows, first = np.unique(
-            np.searchsorted(batch.cu_seqlens, places, side="right") - 1, return_index=True
-        )
+        padded = batch.layout == "padded"
+        starts = np.arange(len(batch)) * batch.tokens.shape[1] if padded else batch.cu_seqlens
+        rows, first = np.unique(np.searchsorted(starts, places, side="right") - 1, return_index=True)
         for row, at in zip(rows.tolist(), places[first].tolist(), strict=True):
-            why = f"has token {batch.tokens[at]}, and the model knows {vocabulary}"
+            why = f"has token {batch.tokens.flat[at]}, and the model knows {vocabulary}"
             found.setdefault(row, ("unknown_token", why))
     return found
 

@@ -1,1 +1,1 @@
-"""Parts of data sets and device batches: tensors, positions, pinned lanes."""
+"""What feeds, data sets and the learner's checkpoints share: the records that a saved state contains."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pyarrow as pa
@@ -10,7 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import shmbridge
+from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.dataset import BridgeDataset, TooManyWorkers
+from shmbridge.consumers.trained_bridge import BridgeAhead
+from shmbridge.consumers.trajectories import UnfitRow
 
 GROUPS = 2
 SIZE = 3  # rows of a group
@@ -370,11 +374,19 @@ def test_environments_hear_of_versions(bridge, producer):
         ({"rank": 0}, "both or neither"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not within"),
         ({"rank": 0, "world_size": 2, "hold": "checkpoint"}, "for one process"),
+        ({"rank": 0, "world_size": 2, "longest_row": 8}, "longest_row is for one process"),
+        ({"layout": "square"}, "layout='square'"),
+        ({"unfit": "leave_out"}, "of rows"),
     ],
 )
 def test_arguments_that_cannot_be_are_named(bridge, wrong, said):
     with pytest.raises(ValueError, match=said):
         BridgeDataset(bridge, **wrong)
+
+
+def test_an_unknown_argument_is_named_before_anything_is_opened(bridge):
+    with pytest.raises(TypeError, match="takes no argument batch_size"):
+        BridgeDataset(bridge, batch_size=4)
 
 
 def test_several_workers_are_refused_with_the_reason(bridge, producer):
@@ -389,6 +401,113 @@ def test_a_worker_cannot_hold_for_a_checkpoint(bridge, producer):
     loader = DataLoader(BridgeDataset(bridge, hold="checkpoint"), batch_size=None, num_workers=1)
     with pytest.raises(ValueError, match="no release\\(\\) of the training process reaches"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("hold", ["step", "checkpoint"])
+def test_a_break_within_a_group_leaves_its_other_rows_to_the_next_iteration(bridge, producer, hold):
+    put(producer, 0, 4)
+    found, state = [], None
+    for count in (1, 4, 1, 3):
+        with BridgeDataset(bridge, groups=2, items="rows", hold=hold, timeout_s=10.0) as data:
+            if state is not None:
+                data.load_state_dict(state)
+            for _ in range(count):
+                (row,) = take(data, 1)
+                found.append(row["tokens"].tolist()[:2])
+            state = json.loads(json.dumps(data.state_dict()))
+    assert found == [[1000 + group, row] for group in range(3) for row in range(SIZE)]
+
+
+def test_a_state_of_the_release_before_is_read(bridge, producer):
+    put(producer, 0, 4)
+    with shmbridge.Consumer(bridge) as consumer:
+        consumer.get(5.0).release()
+        left = [record.meta.producer_id for record in consumer.poll()]
+    held = [[left[0], 1, SIZE], [left[0], 2, 2]]  # the second one in part
+    counts = {"items": 8, "rows": 8, "tokens": 32}
+    state = {"format": 1, **counts, "held": held, "mounts": {}, "newest": {left[0]: 2}}
+    with BridgeDataset(bridge, groups=1, items="rows", hold="checkpoint", timeout_s=10.0) as data:
+        data.load_state_dict(state)
+        rows = take(data, 1 + SIZE)
+        assert [row["tokens"].tolist()[:2] for row in rows] == [
+            [1002, 2],
+            *([1003, row] for row in range(SIZE)),
+        ]
+        assert data.stats()["rows_skipped_total"] == SIZE + 2
+        assert data.stats()["handed_out_rows_total"] == 8 + 1 + SIZE
+
+
+@pytest.mark.parametrize("items", ["batches", "rows"])
+def test_what_cannot_be_read_is_not_released_by_the_next_iteration(bridge, items):
+    schema = pa.schema([("redelivered", pa.int32())])
+    with (
+        shmbridge.Producer(bridge, lane_bytes="1M", schema=schema) as producer,
+        BridgeDataset(bridge, groups=1, items=items, timeout_s=10.0) as data,
+    ):
+        put(producer, 0, 1, redelivered=[900] * SIZE)
+        for _ in range(2):
+            with pytest.raises(shmbridge.SchemaMismatch):
+                next(iter(data))
+        assert (data.stats()["released_total"], data.state_dict()["held"]) == (0, [])
+        data.close()
+        assert left_over(bridge) == [0]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize(("option", "most"), [("longest_row", 3), ("vocabulary", 1002)])
+def test_a_row_that_the_model_cannot_take_is_named(bridge, producer, layout, option, most):
+    put(producer, 1, 2)
+    wrong = (
+        "row 1 of group .* has 4 tokens" if option == "longest_row" else "row 0 of group .* has token 1002"
+    )
+    with (
+        BridgeDataset(bridge, groups=2, layout=layout, timeout_s=10.0, **{option: most}) as data,
+        pytest.raises(UnfitRow, match=wrong),
+    ):
+        next(iter(data))
+    assert left_over(bridge) == [0, 1]
+
+
+def test_rows_that_the_model_cannot_take_are_left_out_if_asked(bridge, producer):
+    put(producer, 0, 2)
+    with BridgeDataset(
+        bridge, groups=1, items="rows", longest_row=4, unfit="leave_out", timeout_s=10.0
+    ) as data:
+        data.drain()
+        assert [row["tokens"].tolist()[:2] for row in data] == [[1000, 0], [1000, 1], [1001, 0], [1001, 1]]
+        assert (data.stats()["feed_rows_left_out_too_long_total"], data.stats()["held"]) == (2, 0)
+        assert data.stats()["handed_out_rows_total"] == 4
+
+
+def test_a_group_at_which_training_fails_twice_is_set_aside_if_asked(bridge, producer, tmp_path):
+    put(producer, 0, 2)
+    found = []
+    for _ in range(3):
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            BridgeDataset(bridge, groups=1, timeout_s=10.0, set_aside_after=2, run_dir=tmp_path) as data,
+        ):
+            found += numbers(take(data, 1))
+            assert found[-1] != 0, 1 / 0
+    assert found == [0, 0, 1]
+    assert len(list(read_archive(tmp_path / "set_aside"))) == 1
+
+
+def test_a_trained_bridge_is_refused_only_if_asked_and_without_a_state(bridge, producer):
+    put(producer, 0, 2)
+    with BridgeDataset(bridge, groups=1, timeout_s=10.0) as data:
+        data.publish_policy_version(3)
+        assert numbers(take(data, 1)) == [0]
+        state = data.state_dict()
+    with BridgeDataset(bridge, groups=1, timeout_s=10.0, start=None) as data:
+        for trained in (lambda: next(iter(data)), lambda: data.publish_policy_version(4)):
+            with pytest.raises(BridgeAhead, match="trained up to version 3"):
+                trained()
+    with BridgeDataset(bridge, groups=1, timeout_s=10.0, start=None) as data:
+        data.load_state_dict(state)
+        assert numbers(take(data, 1)) == [1]
+    with BridgeDataset(bridge, groups=1, timeout_s=10.0) as data:
+        assert numbers(take(data, 1)) == [1]
 
 
 def test_torchrun_says_who_is_who(bridge, monkeypatch):

@@ -34,7 +34,7 @@ def run(bridge):
             env={**os.environ, "PYTHONPATH": ROOT},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,  # a child that imports torch, on a busy machine
         )
         return done.returncode, done.stdout, done.stderr
 
@@ -263,10 +263,23 @@ UNCLOSED = {
         from shmbridge.consumers import BridgeDataset
         producer = shmbridge.Producer(bridge, lane_bytes='64K')
         for _ in range(3): producer.put(group)
-        items = iter(BridgeDataset(bridge, groups=1, timeout_s=5))
+        items = iter(BridgeDataset(bridge, groups=1, prefetch=0, timeout_s=5))
         item = next(items)
         """,
         [(0, True), (1, False), (2, False)],
+    ),
+    "a data set's iteration that has gathered ahead": (
+        """
+        import time
+        from shmbridge.consumers import BridgeDataset
+        producer = shmbridge.Producer(bridge, lane_bytes='64K')
+        for _ in range(3): producer.put(group)
+        data = BridgeDataset(bridge, groups=1, prefetch=1, timeout_s=5)
+        items = iter(data)
+        item = next(items)
+        while data.stats()["queue_groups"] > 1: time.sleep(0.01)
+        """,
+        [(0, True), (1, True), (2, False)],  # 1 had left its lane for the batch gathered ahead
     ),
     "a claim open": (
         """

@@ -600,7 +600,7 @@ MUTATIONS = (
         "loaded-state-forgotten",
         2,
         "a second resume of a data set hands out again what the first state held",
-        "consumers/dataset_parts/position.py",
+        "consumers/dataset.py",
         "HeldRecords.of(self._had, self._mounts).that_may_come_again()",
         "HeldRecords({}, {})",
         "tests/adapters/dataset/test_dataset.py -k resumes",

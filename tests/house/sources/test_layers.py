@@ -29,10 +29,10 @@ ORDER = {
     """,
     "consumers": """
         advantages dataset_parts engines gateway pinned
-        dataset device_batch losses policy_server_parts pretrained
+        device_batch losses policy_server_parts pretrained
         tested_versions trained_bridge trainer_settings trajectories vllm
         feed
-        learner policy_server vllm_weights
+        dataset learner policy_server vllm_weights
         grpo weight_sync
         __init__
         atropos_trainer record_factories roll skyrl transfer_queue trl
