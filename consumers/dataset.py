@@ -26,7 +26,8 @@ import shmbridge
 from shmbridge import Batch, ConsumerEmpty, Record
 from shmbridge.batch import Layout
 from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
-from shmbridge.consumers.feed import Drained, Feed, ReleaseAt, Step
+from shmbridge.consumers.feed import Drained, Feed, Step
+from shmbridge.consumers.trainer_settings import ReleaseAt, check_words
 from shmbridge.record import batch_numbers
 from shmbridge.record.record import RaggedLists
 from shmbridge.schema import STANDARD, Split
@@ -122,10 +123,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         **feed: Any,
     ) -> None:
         super().__init__()
-        choices = ("items", items, Items), ("layout", layout, Layout), ("hold", hold, ReleaseAt)
-        for name, value, known in (*choices, ("split", "train" if split is None else split, Split)):
-            if value not in get_args(known):
-                raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(known))}")
+        check_words(locals() | feed, items=get_args(Items), layout=get_args(Layout), hold=get_args(ReleaseAt))
         if items == "rows" and layout != "packed":
             raise ValueError(f"layout={layout!r} is of batches; rows have no padding")
         if unknown := feed.keys() - _OF_FEED:
