@@ -1,24 +1,66 @@
-"""`ShmActorWorker`: ROLL's actor, whose loss takes the advantages of the bridge. By configuration alone.
+"""ROLL's actor on a bridge, by configuration alone; nothing of ROLL is replaced.
 
     actor_train:
       worker_cls: shmbridge.consumers.roll.actor_worker.ShmActorWorker
 
-Nothing of ROLL is replaced. ROLL still computes advantages of its own, and shows those as
-`critic/advantages/*`.
+`PublishingActorWorker` writes the weights of each step into the bridge; `ShmAgenticPipeline` takes it by
+itself. `ShmActorWorker` also trains with the advantages of the bridge. ROLL then still computes advantages of
+its own, and shows those as `critic/advantages/*`.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 from roll.pipeline.agentic.agentic_actor_worker import ActorWorker
 
+from shmbridge import BadArgument
 from shmbridge.consumers.roll.precomputed import samplers_logprobs
 from shmbridge.consumers.roll.rows import ADVANTAGES
+from shmbridge.consumers.roll.settings import env_configs_of
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
+
+log = logging.getLogger(__name__)
 
 
-class ShmActorWorker(ActorWorker):
-    """ROLL's agentic actor; rows without the column `shm_advantages` are trained as ROLL's own."""
+class PublishingActorWorker(ActorWorker):
+    """ROLL's agentic actor, whose weights also go into the bridges that environments of training read.
+
+    Whenever ROLL copies them to its engines, at the beginning of a step, as the next free version: the one
+    that `BridgeReader` then publishes for the step.
+    """
+
+    def setup_model_update(self, infer_cluster: Any, model_update_name: str) -> None:
+        """Prepares ROLL's copying of weights, and ours behind it. Every rank calls it; blocks for ROLL's.
+
+        Raises BadArgument: `env_config.weights` is true, and the weights cannot be gathered here.
+        ConsumerTaken: another process writes a bridge's weights.
+        """
+        super().setup_model_update(infer_cluster=infer_cluster, model_update_name=model_update_name)
+        given = env_configs_of(self.pipeline_config.train_env_manager)
+        wanted = {
+            name: each.get("weights") for name, each in given.items() if each.get("weights") is not False
+        }
+        strategy = self.worker_config.strategy_args.strategy_name
+        if wanted and ("fsdp2" not in strategy or self.worker_config.model_args.lora_target is not None):
+            refused = BadArgument(
+                f"no weights of {strategy} go into {', '.join(wanted)}: those of fsdp2_train are gathered, "
+                "without low-rank adapters",
+                hint="env_config.weights: false, if environments sample with other weights",
+            )
+            if any(wanted.values()):
+                raise refused
+            log.warning("%s", refused)
+            return
+        updaters = self.strategy.weight_updaters
+        syncs = [WeightSync(name, []) if self.rank == 0 else None for name in wanted]
+        updaters[model_update_name] = _IntoBridges(updaters[model_update_name], syncs)
+
+
+class ShmActorWorker(PublishingActorWorker):
+    """It trains with the bridge's advantages; rows without the column `shm_advantages` are ROLL's own."""
 
     def loss_func(self, data: Any, output_tensor: Any) -> tuple[Any, dict[str, Any]]:
         """Returns ROLL's loss and metrics of a micro-batch. Blocks as the loss does.
@@ -38,3 +80,22 @@ class ShmActorWorker(ActorWorker):
         if (sampled := samplers_logprobs(data.batch, self.pipeline_config)) is not None:
             return sampled
         return super().get_old_log_probs_with_cache(data, log_probs)
+
+
+class _IntoBridges:
+    """An updater of ROLL's FSDP2 strategy, which copies weights to engines, and then into bridges."""
+
+    def __init__(self, updater: Any, syncs: list[WeightSync | None]) -> None:
+        self._updater, self._syncs = updater, syncs
+
+    def model_update(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = self._updater.model_update()
+        for sync in self._syncs:
+            push_from_ranks(sync, self._gathered())
+        return metrics
+
+    def _gathered(self) -> Iterator[tuple[str, Any]]:
+        from roll.third_party.fsdp2.model_update import gather_fsdp2_weights
+
+        for part in gather_fsdp2_weights(self._updater.model, self._updater._model_update_buffer_size):
+            yield from part

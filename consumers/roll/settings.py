@@ -14,6 +14,9 @@ from shmbridge.consumers.trajectories import Credit
 
 WORD = "shmbridge"  # in the `trace_meta` of an environment manager: what `ShmAgenticPipeline` tells
 _WORKER = "shmbridge.consumers.roll.actor_worker.ShmActorWorker"
+# ROLL's own worker class of `actor_train`, and the one that `ShmAgenticPipeline` takes in its place
+OWN_WORKER = "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
+PUBLISHING_WORKER = "shmbridge.consumers.roll.actor_worker.PublishingActorWorker"
 
 
 def _by_worker(value: Any, config: Any) -> bool:
@@ -57,11 +60,15 @@ _FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "unfit": (("cut", "refuse", "leave_out").__contains__, "unfit: cut, refuse, or leave_out"),
     "set_aside_after": (_is_count, "failures: 1, 2, ...; 0 turns it off"),
     "release_at": ((None, "step", "checkpoint").__contains__, "release_at: step, or checkpoint"),
-    "start": (
-        (None, "from-scratch").__contains__,
-        "start: from-scratch; ROLL publishes no weights to a bridge, from which it could go on",
-    ),
+    "weights": ((None, True, False).__contains__, "weights: true, or false"),
+    "start": ((None, "from-scratch").__contains__, "start: from-scratch; this adapter loads no weights"),
 }
+
+
+def env_configs_of(config: Any) -> dict[str, Mapping[str, Any]]:
+    """Returns the `env_config` of each bridge that environments of an EnvManagerConfig read. Never blocks."""
+    every = [each.get("config") or {} for one in (config.env_configs or {}).values() for each in one.values()]
+    return {each["bridge"]: each for each in every if each.get("bridge")}
 
 
 def workers_of(config: Any, bridge: str | None = None) -> list[int]:
@@ -96,6 +103,8 @@ class Settings:
             found and set aside, as Feed; 0: never.
         release_at: "step", or "checkpoint" if `ShmAgenticPipeline` saves some; None: "checkpoint" if it does
             so before the last step.
+        weights: whether a version of the weights goes into the bridge with each step; None: where they can be
+            gathered (`strategy_name: fsdp2_train`, no low-rank adapters), else a warning.
         start: "from-scratch" gives up what a bridge was trained to before; None refuses such a bridge, unless
             the run's own checkpoint is loaded.
         credit: fields of `Credit`, which says how advantages are made where a group has none.
@@ -111,6 +120,7 @@ class Settings:
     unfit: Literal["cut", "refuse", "leave_out"] = "cut"
     set_aside_after: int = 2
     release_at: ReleaseAt | None = None
+    weights: bool | None = None
     start: Literal["from-scratch"] | None = None
     credit: Credit = field(default_factory=Credit)
 

@@ -187,17 +187,12 @@ class ShmRolloutWorker:
         """The bridge's number of the weights that are live."""
         return self._lift + self.model_version
 
-    def next_policy_version(self, above: int | None) -> int:
-        """Returns the number that the next update will publish; lifts all numbers above one that is taken.
+    def next_policy_version(self, free: int) -> int:
+        """Returns the number that the next update will publish, lifted to the next free one if it is below.
 
         Never blocks. For `ShmWeightTransfer`, which stamps weights before TRL counts them.
-
-        Args:
-            above: the newest version that weights of this bridge have; None: none.
         """
-        taken = max(self._open().consumer.policy_version, -1 if above is None else above)
-        if self._lift + self.model_version + 1 <= taken:
-            self._lift = taken - self.model_version
+        self._lift = max(self._lift, free - self.model_version - 1)
         return self._lift + self.model_version + 1
 
     # -- samples

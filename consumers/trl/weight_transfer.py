@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shmbridge.consumers.engines.engine import Pause
-from shmbridge.consumers.weight_sync import WeightSync
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 
 if TYPE_CHECKING:
     from shmbridge.consumers.trl.async_worker import ShmRolloutWorker
@@ -50,10 +50,12 @@ class ShmWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Writes a version into the segment and loads it into the engines. Blocks for both.
 
-        Raises EngineFailed, WeightsMismatch, WeightsBusy: as `WeightSync.push`.
+        Raises EngineFailed, WeightsMismatch, WeightsBusy: as `WeightSync.push`. TRL's other processes gather
+        with it, also the rest after an error.
         """
         assert self._sync is not None, "init_weight_transfer comes first"
-        self._sync.push(iterator, self._worker.next_policy_version(self._sync.version))
+        version = self._worker.next_policy_version(self._sync.next_version())
+        push_from_ranks(self._sync, iterator, version)
 
     def resume(self) -> None:
         """Does nothing: engines sample again when `send_weights` returns."""

@@ -30,13 +30,13 @@ ORDER = {
     "consumers": """
         advantages dataset_parts engines gateway pinned
         dataset device_batch losses policy_server_parts pretrained
-        tested_versions trained_bridge trainer_settings trajectories vllm
+        tested_versions trained_bridge trainer_settings trajectories
         feed
-        learner policy_server vllm_weights
+        learner policy_server
         grpo weight_sync
-        __init__
+        __init__ vllm
         atropos_trainer record_factories roll skyrl transfer_queue trl
-        verl
+        verl vllm_weights
     """,
     "consumers/learner": """
         __init__ types

@@ -188,7 +188,7 @@ def test_a_row_of_each_step(bridge, make_manager, make_producer, recorded):
         ({"unfit": "drop"}, "unfit is 'drop'"),
         ({"set_aside_after": True}, "set_aside_after is True"),
         ({"release_at": "save"}, "release_at is 'save'"),
-        ({"start": "from-bridge"}, "start is 'from-bridge'.*publishes no weights"),
+        ({"start": "from-bridge"}, "start is 'from-bridge'.*loads no weights"),
     ],
 )
 def test_what_is_wrong_in_the_configuration_is_said_before_anything_opens(make_manager, wrong, says):
@@ -302,6 +302,8 @@ def test_the_pipeline_tells_what_became_of_groups(known, make_manager, bridge):
     first, second, _, fourth = (rollout.non_tensor_batch[GROUP][0] for rollout in queue.rollouts)
     for _ in range(2):  # as each of a worker's environment managers passes it on
         manager.update_step(4, {WORD: {"groups": [first, second]}})
+    assert producer.policy_version == 4, "the engines have no other weights yet"
+    reader.begin_step(5)
     assert producer.policy_version == 5
     assert reader.feed.stats()["feed_steps_trained_held"] == 2
     manager.update_step(4, {WORD: {"groups": [fourth], "failed": "ValueError: nan"}})
