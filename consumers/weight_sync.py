@@ -244,7 +244,9 @@ def _gathered(model: Any, write: bool, shards: str) -> Iterator[tuple[str, Any]]
     whole: Any = nullcontext
     with ExitStack() as stack:
         if shards == "zero3":
-            from deepspeed.zero import GatheredParameters as whole
+            from deepspeed import zero
+
+            whole = zero.GatheredParameters
         elif shards == "fsdp1":
             from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 

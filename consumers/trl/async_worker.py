@@ -190,8 +190,10 @@ class ShmRolloutWorker:
     def next_policy_version(self, free: int) -> int:
         """Returns the number that the next update will publish, lifted to the next free one if it is below.
 
-        Never blocks. For `ShmWeightTransfer`, which stamps weights before TRL counts them.
+        Never blocks. For `ShmWeightTransfer`, which stamps weights before TRL counts them. Raises BridgeAhead
+        as `start`.
         """
+        self._open()
         self._lift = max(self._lift, free - self.model_version - 1)
         return self._lift + self.model_version + 1
 
