@@ -44,7 +44,9 @@ class PublishingActorWorker(ActorWorker):
             name: each.get("weights") for name, each in given.items() if each.get("weights") is not False
         }
         strategy = self.worker_config.strategy_args.strategy_name
-        if wanted and ("fsdp2" not in strategy or self.worker_config.model_args.lora_target is not None):
+        if not wanted:
+            return
+        if "fsdp2" not in strategy or self.worker_config.model_args.lora_target is not None:
             refused = BadArgument(
                 f"no weights of {strategy} go into {', '.join(wanted)}: those of fsdp2_train are gathered, "
                 "without low-rank adapters",
