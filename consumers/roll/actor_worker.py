@@ -11,7 +11,8 @@ its own, and shows those as `critic/advantages/*`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 from roll.pipeline.agentic.agentic_actor_worker import ActorWorker
@@ -40,9 +41,7 @@ class PublishingActorWorker(ActorWorker):
         """
         super().setup_model_update(infer_cluster=infer_cluster, model_update_name=model_update_name)
         given = env_configs_of(self.pipeline_config.train_env_manager)
-        wanted = {
-            name: each.get("weights") for name, each in given.items() if each.get("weights") is not False
-        }
+        wanted = [name for name, each in given.items() if each.get("weights") is not False]
         strategy = self.worker_config.strategy_args.strategy_name
         if not wanted:
             return
@@ -52,13 +51,24 @@ class PublishingActorWorker(ActorWorker):
                 "without low-rank adapters",
                 hint="env_config.weights: false, if environments sample with other weights",
             )
-            if any(wanted.values()):
+            if any(given[name].get("weights") for name in wanted):
                 raise refused
             log.warning("%s", refused)
             return
+        from roll.third_party.fsdp2.model_update import gather_fsdp2_weights
+
         updaters = self.strategy.weight_updaters
+        rolls = updaters[model_update_name]
         syncs = [WeightSync(name, []) if self.rank == 0 else None for name in wanted]
-        updaters[model_update_name] = _IntoBridges(updaters[model_update_name], syncs)
+
+        def model_update() -> dict[str, Any]:
+            metrics: dict[str, Any] = rolls.model_update()
+            for sync in syncs:
+                parts = gather_fsdp2_weights(rolls.model, rolls._model_update_buffer_size)
+                push_from_ranks(sync, chain.from_iterable(parts))
+            return metrics
+
+        updaters[model_update_name] = SimpleNamespace(model_update=model_update)
 
 
 class ShmActorWorker(PublishingActorWorker):
@@ -82,22 +92,3 @@ class ShmActorWorker(PublishingActorWorker):
         if (sampled := samplers_logprobs(data.batch, self.pipeline_config)) is not None:
             return sampled
         return super().get_old_log_probs_with_cache(data, log_probs)
-
-
-class _IntoBridges:
-    """An updater of ROLL's FSDP2 strategy, which copies weights to engines, and then into bridges."""
-
-    def __init__(self, updater: Any, syncs: list[WeightSync | None]) -> None:
-        self._updater, self._syncs = updater, syncs
-
-    def model_update(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = self._updater.model_update()
-        for sync in self._syncs:
-            push_from_ranks(sync, self._gathered())
-        return metrics
-
-    def _gathered(self) -> Iterator[tuple[str, Any]]:
-        from roll.third_party.fsdp2.model_update import gather_fsdp2_weights
-
-        for part in gather_fsdp2_weights(self._updater.model, self._updater._model_update_buffer_size):
-            yield from part

@@ -25,18 +25,13 @@ from shmbridge import BadArgument
 from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.roll.precomputed import NAME, check_signature, installed
 from shmbridge.consumers.roll.rows import GROUP
-from shmbridge.consumers.roll.settings import (
-    OWN_WORKER,
-    PUBLISHING_WORKER,
-    REFUSED,
-    REFUSED_BY_PIPELINE,
-    WORD,
-    env_configs_of,
-    workers_of,
-)
+from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE, WORD, env_configs_of, workers_of
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trained_bridge import bridge_info, require_start, trained_as
 from shmbridge.consumers.trainer_settings import refuse, setting
+
+OWN_WORKER = "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"  # ROLL's, if none is named
+PUBLISHING_WORKER = "shmbridge.consumers.roll.actor_worker.PublishingActorWorker"
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,6 @@ from shmbridge.consumers.trajectories import Credit
 
 WORD = "shmbridge"  # in the `trace_meta` of an environment manager: what `ShmAgenticPipeline` tells
 _WORKER = "shmbridge.consumers.roll.actor_worker.ShmActorWorker"
-# ROLL's own worker class of `actor_train`, and the one that `ShmAgenticPipeline` takes in its place
-OWN_WORKER = "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
-PUBLISHING_WORKER = "shmbridge.consumers.roll.actor_worker.PublishingActorWorker"
 
 
 def _by_worker(value: Any, config: Any) -> bool:

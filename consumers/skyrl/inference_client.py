@@ -7,7 +7,8 @@ it hears the end, and publishes the policy version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any, NoReturn
 
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
@@ -18,15 +19,6 @@ from shmbridge.weights import WeightsReader
 
 class SampledElsewhere(RuntimeError):
     """SkyRL asked this client to sample, or for something that only engines of its own have."""
-
-
-def _refused(call: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
-    """Returns a method that raises SampledElsewhere."""
-
-    async def refused(self: ShmInferenceClient, *_: Any, **__: Any) -> NoReturn:
-        self._refuse(call)
-
-    return refused
 
 
 class ShmInferenceClient(InferenceEngineInterface):
@@ -101,22 +93,20 @@ class ShmInferenceClient(InferenceEngineInterface):
 
     def get_endpoint_url(self) -> NoReturn:
         """Raises SampledElsewhere."""
-        self._refuse("get_endpoint_url")
+        raise self._elsewhere("get_endpoint_url")
 
-    generate, chat_completion, completion, render_chat_completion, update_named_weights, load_lora_adapter = (
-        _refused(call)
-        for call in (
-            "generate",
-            "chat_completion",
-            "completion",
-            "render_chat_completion",
-            "update_named_weights",
-            "load_lora_adapter",
-        )
-    )
+    async def _refuse(self, call: str, *_: Any, **__: Any) -> NoReturn:
+        raise self._elsewhere(call)
 
-    def _refuse(self, call: str) -> NoReturn:
-        raise SampledElsewhere(
+    generate = partialmethod(_refuse, "generate")
+    chat_completion = partialmethod(_refuse, "chat_completion")
+    completion = partialmethod(_refuse, "completion")
+    render_chat_completion = partialmethod(_refuse, "render_chat_completion")
+    update_named_weights = partialmethod(_refuse, "update_named_weights")
+    load_lora_adapter = partialmethod(_refuse, "load_lora_adapter")
+
+    def _elsewhere(self, call: str) -> SampledElsewhere:
+        return SampledElsewhere(
             f"{call}() of bridge {self.bridge!r}: environments sample with engines of theirs -> use SkyRL's "
             "own client for this, or leave it out"
         )

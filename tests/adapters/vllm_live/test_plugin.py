@@ -14,10 +14,11 @@ for first in sys.argv[1:]:
         load_general_plugins()
     else:
         importlib.import_module(first)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-found = [each._registry["shmbridge"]() for each in (WeightTransferEngineFactory, WeightTransferTrainerFactory)]
-from shmbridge.consumers.vllm_weights import ShmBridgeTrainerWeightTransferEngine, ShmBridgeWeightTransferEngine
-assert found == [ShmBridgeWeightTransferEngine, ShmBridgeTrainerWeightTransferEngine], found
+from vllm.distributed.weight_transfer import factory
+factories = factory.WeightTransferEngineFactory, factory.WeightTransferTrainerFactory
+found = [each._registry["shmbridge"]() for each in factories]
+from shmbridge.consumers import vllm_weights as ours
+assert found == [ours.ShmBridgeWeightTransferEngine, ours.ShmBridgeTrainerWeightTransferEngine], found
 """
 OURS = "shmbridge.consumers.vllm_weights"
 

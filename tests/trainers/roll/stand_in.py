@@ -72,7 +72,7 @@ class ActorWorker:
 def gather_fsdp2_weights(model, buffer_size, is_lora=False):
     """Yields lists of (name, whole tensor); every rank takes part."""
     for name, parameter in model.named_parameters():
-        yield [(name, parameter.data.full_tensor())]
+        yield [(name, getattr(parameter.data, "full_tensor", lambda value=parameter.data: value)())]
 
 
 class AgenticPipeline:

@@ -68,7 +68,9 @@ def test_weights_that_are_not_gathered_are_named(bridge, monkeypatch, strategy, 
 @pytest.mark.parametrize("before", [None, 7])
 def test_a_steps_version_is_that_of_the_weights_that_the_actor_wrote_for_it(bridge, make_manager, before):
     """Also every other step, by ROLL's `model_update_frequency`, and on a bridge that was trained before."""
-    worker, _ = worker_of({"bridge": bridge}, model=SimpleNamespace())
+    model = SimpleNamespace(named_parameters=lambda: [("w", torch.nn.Parameter(torch.ones(2)))])
+    model.config = SimpleNamespace(model_type="qwen2")
+    worker, _ = worker_of({"bridge": bridge}, model=model)
     with shmbridge.Producer(bridge, lane_bytes="64K") as producer, WeightsReader(bridge) as weights:
         if before is not None:
             with shmbridge.Consumer(bridge) as consumer, WeightsWriter(bridge) as writer:
@@ -76,7 +78,6 @@ def test_a_steps_version_is_that_of_the_weights_that_the_actor_wrote_for_it(brid
                 writer.publish(before, [("w", torch.zeros(2))])
         worker.setup_model_update(None, "update")
         update = worker.strategy.weight_updaters["update"]
-        update._gathered = lambda: iter([("w", torch.ones(2))])
         manager = make_manager(Queue(0), start="from-scratch")
         first = 0 if before is None else before + 1
         for step in range(4):
