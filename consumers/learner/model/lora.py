@@ -156,8 +156,9 @@ def published_parameters(
             layer = deltas.get(id(parameter))
             with whole([parameter] if layer is None else list(layer.parameters())):
                 value = parameter.detach()
-                for adapter in () if layer is None else _to_add(layer):
-                    value = value + layer.get_delta_weight(adapter)
+                if layer is not None:
+                    for adapter in _to_add(layer):
+                        value = value + layer.get_delta_weight(adapter)
                 yield public, value.to(parameter.dtype)  # adapters have another dtype
 
 
