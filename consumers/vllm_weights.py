@@ -1,4 +1,6 @@
-"""The public names of the vLLM backend `shmbridge`; importing this module imports vLLM."""
+"""The public names of the vLLM backend `shmbridge`; importing this module imports vLLM, and registers the
+backend: a trainer's process without an engine loads no plugins of vLLM's.
+"""
 
 from shmbridge.consumers.vllm.plugin import BACKEND, register
 from shmbridge.consumers.vllm.trainer import ShmBridgeTrainerInitInfo, ShmBridgeTrainerWeightTransferEngine
@@ -17,3 +19,5 @@ __all__ = [
     "ShmBridgeWeightTransferEngine",
     "register",
 ]
+
+register()

@@ -5,15 +5,16 @@ rollout.
     with sync.updated(model) as engine:  # it has the model's weights now, and its memory
         answers = engine.generate(prompts)
 
-The weights travel through the weights segment of a bridge, not through these calls. Several ranks that share
-one model call `push_from_ranks` together; the GRPO learner publishes through `learner/train/publishing.py`.
+The weights travel through the weights segment of a bridge, not through these calls. The ranks of a trainer
+call `push_from_ranks` together, as the adapters of all trainers do; the GRPO learner's write their shards
+(`learner/train/publishing.py`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Self
 
 from shmbridge.consumers.engines.engine import PAUSES, EngineFailed, Pause, Update
@@ -39,7 +40,8 @@ class WeightSync:
             `close` closes it if it is one of ours.
         pause: how to treat requests in flight: "keep" (continue them under the new weights), "wait" or
             "abort".
-        timeout_s: limit for the engines' part of a push.
+        timeout_s: limit for the engines' part of a push, and for readers to let go of the memory of the
+            version before the last.
         announce: called with each version once all engines have it, such as
             `consumer.publish_policy_version`: groups that begin from then on are stamped with it.
 
@@ -77,7 +79,17 @@ class WeightSync:
         """The newest version in the bridge, also an earlier writer's; None before the first."""
         return self._writer.last_version
 
-    def push(self, model: Any, version: int | None = None) -> int:
+    def next_version(self, at_least: int = 0) -> int:
+        """Returns the next free version: above the bridge's weights and policy version.
+
+        Never blocks, but to ask the engines for theirs, if the bridge never had weights.
+        """
+        last = self._writer.last_version
+        if last is None:  # a new segment: above the versions that engines loaded from an earlier one
+            last = self._fleet.newest_version()
+        return max(at_least, (-1 if last is None else last) + 1, self._writer.policy_version + 1)
+
+    def push(self, model: Any, version: int | None = None, *, at_least: int = 0) -> int:
         """Writes a model's weights as a new version, loads it into the engines, and returns the version.
 
         Blocks until the engines sample with it.
@@ -85,7 +97,7 @@ class WeightSync:
         Args:
             model: a torch module, also one in peft, torch.compile or DDP (low-rank adapters are merged); or
                 (name, tensor) pairs, with the same names each time.
-            version: higher than all earlier versions; None: the next.
+            version: higher than all earlier versions; None: the next free one, at least `at_least`.
 
         Raises:
             ConsumerTaken: another process (such as another rank) already writes the bridge's weights; nothing
@@ -98,7 +110,7 @@ class WeightSync:
             a product. ValueError: the version is not higher than all earlier ones.
         """
         with self._turn:
-            version = self._write(model, version)
+            version = self._write(model, version, at_least)
             self._update(version)
         return version
 
@@ -154,16 +166,12 @@ class WeightSync:
     def _size(self) -> int:
         return len(self._fleet.engines)
 
-    def _write(self, model: Any, version: int | None) -> int:
+    def _write(self, model: Any, version: int | None, at_least: int = 0) -> int:
         self._fleet.require_callable()
         tensors = _tensors_of(model)
         if version is None:
-            last = self._writer.last_version
-            # a new segment: continue above the versions that the engines loaded from an earlier one
-            if last is None:
-                last = self._fleet.newest_version()
-            version = 0 if last is None else last + 1
-        self._writer.publish(version, tensors)
+            version = self.next_version(at_least)
+        self._writer.publish(version, tensors, timeout_s=self._timeout_s)
         if (parameter := next(_parameters_of(model), None)) is not None:
             self._pinned.pin(parameter.device)
         return version
@@ -190,53 +198,71 @@ class WeightSync:
         self.close()
 
 
-def push_from_ranks(sync: WeightSync | None, model: Any, version: int) -> None:
-    """Pushes a model that ranks share: rank 0 with its `sync`, the others with None. Every rank calls it.
+def push_from_ranks(
+    sync: WeightSync | None, weights: Any, version: int | None = None, *, at_least: int = 0
+) -> int | None:
+    """Pushes weights that ranks share: rank 0 with its `sync`, the others with None. Every rank calls it.
 
-    Blocks as `WeightSync.push`, and for the other ranks where FSDP shards the model: then each tensor is
-    gathered to rank 0's host as it is written; under FSDP 1 all of them first. Adapters are merged.
+    Blocks as `WeightSync.push`, and for the other ranks while tensors are gathered, one by one as they are
+    written; under FSDP 1 all of them first. If rank 0 fails, it still takes part in gathering the rest.
 
     Args:
         sync: None on all ranks but the first.
-        model: a torch module; of FSDP 1 the outermost wrapper.
-        version: as for `push`.
+        weights: a torch module, adapters merged: whole on every rank, or sharded by FSDP 1 (its outermost
+            wrapper), FSDP 2 or DeepSpeed's ZeRO-3; or (name, tensor) pairs whose iteration gathers them.
+        version, at_least: as for `push`.
 
-    Raises:
-        As `push`, on rank 0. WeightsMismatch also for shards of DeepSpeed's ZeRO-3.
+    Returns: the version, on rank 0.
+
+    Raises: as `push`, on rank 0.
     """
-    wrapped = any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules())
-    if not (wrapped or any(hasattr(each, "full_tensor") for each in model.parameters())):
-        if sync is not None:
-            sync.push(model, version)
-        return
-    tensors = _gathered(model, sync is not None, wrapped)
+    if (shards := _shards(weights)) is None:
+        return None if sync is None else sync.push(weights, version, at_least=at_least)
+    tensors = _gathered(weights, sync is not None, shards) if shards else iter(weights)
     try:
-        if sync is not None:
-            sync.push(tensors, version)
+        return None if sync is None else sync.push(tensors, version, at_least=at_least)
     finally:
         for _ in tensors:  # after an error, too: the other ranks wait in the gathering of each
             pass
 
 
-def _gathered(model: Any, write: bool, wrapped: bool) -> Iterator[tuple[str, Any]]:
-    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+def _shards(weights: Any) -> str | None:
+    """Returns how a module is sharded: "fsdp1", "fsdp2", "zero3", None; "" for pairs."""
+    if not hasattr(weights, "named_parameters"):
+        return ""
+    if any(type(each).__name__ == "FullyShardedDataParallel" for each in weights.modules()):
+        return "fsdp1"
+    marks = {"full_tensor": "fsdp2", "ds_id": "zero3"}
+    return next((marks[each] for one in weights.parameters() for each in marks if hasattr(one, each)), None)
 
+
+def _gathered(model: Any, write: bool, shards: str) -> Iterator[tuple[str, Any]]:
     from shmbridge.consumers.learner.model.lora import published_parameters
     from shmbridge.consumers.learner.model.sharding import gathered
     from shmbridge.consumers.learner.model.wrapped_model import public_name, unwrapped
 
+    whole: Any = nullcontext
     with ExitStack() as stack:
-        if wrapped:
+        if shards == "zero3":
+            from deepspeed import zero
+
+            whole = zero.GatheredParameters
+        elif shards == "fsdp1":
+            from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
             apart = next(model.parameters()).device.type != "cpu"
-            whole = Wrapper.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=apart)
-            stack.enter_context(whole)
+            all_of_it = Wrapper.summon_full_params(
+                model, writeback=False, rank0_only=True, offload_to_cpu=apart
+            )
+            stack.enter_context(all_of_it)
             if not write:  # only rank 0 has them now
                 return
             model = model.module
-        for name, tensor in published_parameters(unwrapped(model, sharded=True)):
+        for name, tensor in published_parameters(unwrapped(model, sharded=True), whole=whole):
             full = gathered(tensor, write)
             if full is not None:
-                yield public_name(name), full.clone() if wrapped else full  # FSDP 1 takes its memory back
+                # FSDP 1 and ZeRO-3 take their memory back
+                yield public_name(name), full if shards == "fsdp2" else full.clone()
 
 
 def _parameters_of(model: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from shmbridge import BadArgument, ConsumerEmpty
 from shmbridge.consumers.feed import Feed, Step
+from shmbridge.weights import WeightsReader
 
 log = logging.getLogger(__name__)
 
@@ -112,17 +113,15 @@ class BridgeReader:
             self._end_before(step)
 
     def _begin(self, step: int) -> None:
-        consumer = self.feed.consumer
-        if consumer.policy_version > step:
-            self._first_version = consumer.policy_version - step
-            log.warning(
-                "bridge %r is at policy version %d, the pipeline at step %d: its step 0 is version %d",
-                consumer.bridge,
-                consumer.policy_version,
-                step,
-                self._first_version,
-            )
-        self.feed.begin_run(self._first_version + step)
+        known, bridge = self.feed.consumer.policy_version, self.feed.consumer.bridge
+        with WeightsReader(bridge) as reader:
+            weights = reader.version
+        # above what is published: the actor has written the weights of this step
+        version = max(step, known) if weights is None or weights <= known else weights
+        self._first_version = version - step
+        if self._first_version:
+            log.warning("bridge %r is at version %d, the pipeline at step %d", bridge, version, step)
+        self.feed.begin_run(version)
 
     def _end_before(self, step: int) -> None:
         """Ends the groups whose last possible step is before this one."""
@@ -148,11 +147,10 @@ class BridgeReader:
         """
         with self._lock:
             over = [self._held.pop(name)[1] for name in word.get("groups", ()) if name in self._held]
-            version = self._first_version + (self._step or 0) + 1
         if over and (failed := word.get("failed")):
             self.feed.failed(over, (MemoryError if "Memory" in failed else RuntimeError)(failed))
         elif over:
-            self.feed.trained(over, version)
+            self.feed.trained(over)  # its version is published with the next step's weights
         if saved := word.get("saved", {}).get(self.feed.consumer.bridge):
             self.feed.checkpointed(saved)
 

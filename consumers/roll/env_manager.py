@@ -29,6 +29,7 @@ from shmbridge.consumers.roll.bridge_reader import BridgeReader
 from shmbridge.consumers.roll.rows import GROUP, READ, STEP, RollRows, objects, roll_rows
 from shmbridge.consumers.roll.settings import REFUSED, WORD, Settings, workers_of
 from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.trained_bridge import bridge_info, require_start, trained_as
 from shmbridge.consumers.trainer_settings import refuse, warn_of_stale_rows
 from shmbridge.consumers.trajectories import columns_ignored
 
@@ -46,6 +47,7 @@ class ShmEnvManager(BaseEnvManager):
     Raises:
         BadArgument: `group_size` is not 1, several workers name the bridge, a key of `env_config` is wrong,
             or a setting of the pipeline is refused. The bridge is opened in `run_rollout_loop`, not here.
+        BridgeAhead: the bridge was trained before, and the pipeline resumes no checkpoint.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class ShmEnvManager(BaseEnvManager):
                 hint="max_env_num_per_worker: 0 puts all environments into one worker",
             )
         refuse(REFUSED, pipeline_config, BadArgument)
+        if not pipeline_config.resume_from_checkpoint:  # now: later the actor has published its weights
+            bridge = self.settings.bridge
+            require_start(bridge, trained_as(bridge_info(bridge)), self.settings.start, None)
         self._warns = not self.settings.infer_logprobs
 
     def run_rollout_loop(self, data: DataProto) -> None:
@@ -150,7 +155,6 @@ class ShmEnvManager(BaseEnvManager):
         steps = pipeline.max_steps if pipeline.max_steps > 0 else (1 << 31) - 1
         every = pipeline.save_steps if pipeline.save_steps < steps else -1
         whole = settings.unfit == "cut"
-        resumed = self._word is None and pipeline.resume_from_checkpoint  # and nobody has its state
         reader = self._reader = BridgeReader.join(
             settings.bridge,
             self._lag,
@@ -169,7 +173,7 @@ class ShmEnvManager(BaseEnvManager):
             unfit="refuse" if whole else settings.unfit,
             longest_row=None if whole else pipeline.sequence_length,
             credit=settings.credit,
-            start="from-scratch" if resumed else settings.start,
+            start="from-scratch",  # looked at before there were weights: in `__init__`, or by the pipeline
         )
         return reader
 

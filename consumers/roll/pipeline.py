@@ -6,7 +6,8 @@ ROLL's `examples/start_agentic_pipeline.py` reads that key. Use it, rather than 
 bridge's advantages in ROLL's metrics, and for its whitening, clipping and distillation on them. It wraps one
 function of ROLL while `run` runs: see `precomputed.py`.
 
-It tells the environments which groups a step trained, at which it failed, and which a checkpoint contains, by
+Its actor writes weights into the bridge (`PublishingActorWorker`), unless you name another `worker_cls`. It
+tells the environments which groups a step trained, at which it failed, and which a checkpoint contains, by
 their own `update_step`. What the model contains is saved with the pipeline's state, as its `kv`.
 """
 
@@ -24,9 +25,13 @@ from shmbridge import BadArgument
 from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.roll.precomputed import NAME, check_signature, installed
 from shmbridge.consumers.roll.rows import GROUP
-from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE, WORD, workers_of
+from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE, WORD, env_configs_of, workers_of
 from shmbridge.consumers.tested_versions import warn_if_untested
-from shmbridge.consumers.trainer_settings import refuse
+from shmbridge.consumers.trained_bridge import bridge_info, require_start, trained_as
+from shmbridge.consumers.trainer_settings import refuse, setting
+
+OWN_WORKER = "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"  # ROLL's, if none is named
+PUBLISHING_WORKER = "shmbridge.consumers.roll.actor_worker.PublishingActorWorker"
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,8 @@ class ShmAgenticPipeline(agentic_pipeline.AgenticPipeline):
         warn_if_untested("roll", "0.3", "0.4")
         check_signature(getattr(agentic_pipeline, NAME))
         refuse((*REFUSED, *REFUSED_BY_PIPELINE), pipeline_config, BadArgument)
+        if setting(pipeline_config, "actor_train.worker_cls") == OWN_WORKER:
+            pipeline_config.actor_train.worker_cls = PUBLISHING_WORKER
         super().__init__(pipeline_config)
         self._batch: list[str] = []  # names of the groups in training
         self._trained: list[str] = []  # of those that no durable checkpoint contains
@@ -53,7 +60,14 @@ class ShmAgenticPipeline(agentic_pipeline.AgenticPipeline):
         self._saved: list[str] = []  # of those in the newest checkpoint, whose states are `state.kv[WORD]`
 
     def run(self) -> None:
-        """Trains. Blocks until the last step. A failure counts against the groups of its step."""
+        """Trains. Blocks until the last step. A failure counts against the groups of its step.
+
+        Raises BridgeAhead: a bridge was trained before by another run than the loaded checkpoint's; its
+        weights are as they were.
+        """
+        for bridge, given in env_configs_of(self.pipeline_config.train_env_manager).items():
+            run_id = self._loaded.get(bridge, {}).get("run_id")
+            require_start(bridge, trained_as(bridge_info(bridge)), given.get("start"), run_id)
         self._tell(states=self._loaded)
         try:
             with installed(agentic_pipeline):

@@ -48,8 +48,15 @@ _OWN: dict[str, Any] = {
     "rows": ("trajectory", "step"),
     "infer_logprobs": (True, False),
     "unfit": ("cut", "refuse", "leave_out"),
-    "start": (None, "from-scratch"),  # ROLL publishes no weights to a bridge, from which it could go on
+    "weights": (None, True, False),
+    "start": (None, "from-scratch"),  # the adapter loads no weights
 }
+
+
+def env_configs_of(config: Any) -> dict[str, Mapping[str, Any]]:
+    """Returns the `env_config` of each bridge that environments of an EnvManagerConfig read. Never blocks."""
+    every = [each.get("config") or {} for one in (config.env_configs or {}).values() for each in one.values()]
+    return {each["bridge"]: each for each in every if each.get("bridge")}
 
 
 def workers_of(config: Any, bridge: str | None = None) -> list[int]:
@@ -84,6 +91,8 @@ class Settings:
             found and set aside, as Feed; 0: never.
         release_at: "step", or "checkpoint" if `ShmAgenticPipeline` saves some; None: "checkpoint" if it does
             so before the last step.
+        weights: whether a version of the weights goes into the bridge with each step; None: where they can be
+            gathered (`strategy_name: fsdp2_train`, no low-rank adapters), else a warning.
         start: "from-scratch" gives up what a bridge was trained to before; None refuses such a bridge, unless
             the run's own checkpoint is loaded.
         credit: fields of `Credit`, which says how advantages are made where a group has none.
@@ -99,6 +108,7 @@ class Settings:
     unfit: Literal["cut", "refuse", "leave_out"] = "cut"
     set_aside_after: int = 2
     release_at: ReleaseAt | None = None
+    weights: bool | None = None
     start: Literal["from-scratch"] | None = None
     credit: Credit = field(default_factory=Credit)
 

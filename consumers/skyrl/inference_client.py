@@ -8,6 +8,7 @@ it hears the end, and publishes the policy version.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any, NoReturn
 
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
@@ -24,7 +25,7 @@ class ShmInferenceClient(InferenceEngineInterface):
     """SkyRL's inference client over a bridge; lives in the trainer's process, beside the feed.
 
     Ray copies it into the policy's workers: there it has no feed, and only says what the sender of weights
-    needs. Three words and a number travel so.
+    needs.
 
     Args:
         feed: of the bridge; None in a worker. Stays open.
@@ -32,25 +33,18 @@ class ShmInferenceClient(InferenceEngineInterface):
         model_name: what SkyRL calls the model.
         engines: URLs of engines to which each version is pushed; engines that follow the bridge by
             themselves need no mention.
-        least_version: lowest version of the next weights.
     """
 
     def __init__(
-        self,
-        feed: Feed | None,
-        bridge: str,
-        model_name: str = "",
-        engines: Sequence[str] = (),
-        least_version: int = 0,
+        self, feed: Feed | None, bridge: str, model_name: str = "", engines: Sequence[str] = ()
     ) -> None:
         self._feed, self.bridge, self._model_name = feed, bridge, model_name
-        self.engines, self.least_version = tuple(engines), least_version
+        self.engines = tuple(engines)
         self._reader: WeightsReader | None = None
         self._begun = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        least = self.least_version if self._feed is None else self.weight_version + 1
-        return ShmInferenceClient, (None, self.bridge, self._model_name, self.engines, least)
+        return ShmInferenceClient, (None, self.bridge, self._model_name, self.engines)
 
     # -- what SkyRL's dispatch calls in the trainer's process
 
@@ -78,73 +72,41 @@ class ShmInferenceClient(InferenceEngineInterface):
         """What SkyRL calls the model."""
         return self._model_name
 
-    async def pause_generation(self) -> None:
-        """Does nothing: an engine pauses itself while it loads a version."""
-
-    async def resume_generation(self) -> None:
-        """Does nothing, see `pause_generation`."""
-
-    async def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: engines elsewhere share no memory with the trainer."""
-
-    async def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, see `wake_up`."""
-
-    wake_for_weight_sync, sleep_for_weight_sync = wake_up, sleep
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        """Does nothing: an engine empties its cache when it loads a version."""
-
-    async def finish_session(self, session_id: str) -> None:
-        """Does nothing: sessions are the environments' affair."""
-
     async def teardown(self) -> None:
         """Closes the reader of weights; the feed stays open."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
-    # -- what SkyRL's workers call
-
     async def get_world_size(self) -> tuple[int, int]:
         """Returns (0, 0): no engine is a rank of a process group."""
         return 0, 0
 
-    async def init_weight_update_communicator(self, init_info: Any) -> None:
-        """Does nothing: there is no process group to make."""
+    async def _nothing(self, *_: Any, **__: Any) -> None:
+        """Does nothing: engines elsewhere pause and empty their caches themselves when they load a version,
+        share no memory with the trainer, and are in no process group of its; environments end sessions.
+        """
 
-    # -- what nobody here answers
-
-    async def generate(self, input_batch: Any, model: str | None = None) -> NoReturn:
-        """Raises SampledElsewhere."""
-        self._refuse("generate")
+    pause_generation = resume_generation = reset_prefix_cache = finish_session = _nothing
+    wake_up = sleep = wake_for_weight_sync = sleep_for_weight_sync = _nothing
+    init_weight_update_communicator = _nothing
 
     def get_endpoint_url(self) -> NoReturn:
         """Raises SampledElsewhere."""
-        self._refuse("get_endpoint_url")
+        raise self._elsewhere("get_endpoint_url")
 
-    async def chat_completion(self, request_payload: dict[str, Any]) -> NoReturn:
-        """Raises SampledElsewhere."""
-        self._refuse("chat_completion")
+    async def _refuse(self, call: str, *_: Any, **__: Any) -> NoReturn:
+        raise self._elsewhere(call)
 
-    async def render_chat_completion(self, request_payload: dict[str, Any]) -> NoReturn:
-        """Raises SampledElsewhere."""
-        self._refuse("render_chat_completion")
+    generate = partialmethod(_refuse, "generate")
+    chat_completion = partialmethod(_refuse, "chat_completion")
+    completion = partialmethod(_refuse, "completion")
+    render_chat_completion = partialmethod(_refuse, "render_chat_completion")
+    update_named_weights = partialmethod(_refuse, "update_named_weights")
+    load_lora_adapter = partialmethod(_refuse, "load_lora_adapter")
 
-    async def completion(self, request_payload: dict[str, Any]) -> NoReturn:
-        """Raises SampledElsewhere."""
-        self._refuse("completion")
-
-    async def update_named_weights(self, request: Any) -> NoReturn:
-        """Raises SampledElsewhere: low-rank adapters that SkyRL writes to disk go to engines of its own."""
-        self._refuse("update_named_weights")
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> NoReturn:
-        """Raises SampledElsewhere, see `update_named_weights`."""
-        self._refuse("load_lora_adapter")
-
-    def _refuse(self, call: str) -> NoReturn:
-        raise SampledElsewhere(
+    def _elsewhere(self, call: str) -> SampledElsewhere:
+        return SampledElsewhere(
             f"{call}() of bridge {self.bridge!r}: environments sample with engines of theirs -> use SkyRL's "
             "own client for this, or leave it out"
         )

@@ -16,7 +16,7 @@ import torch
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 from skyrl.train.utils.utils import str_to_torch_dtype
 
-from shmbridge.consumers.weight_sync import WeightSync
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 
 if TYPE_CHECKING:
     from shmbridge.consumers.skyrl.inference_client import ShmInferenceClient
@@ -29,12 +29,10 @@ class BridgeSender:
     Args:
         bridge: whose segment.
         engines: URLs to which each version is pushed, also none.
-        least_version: the first version is at least this.
     """
 
-    def __init__(self, bridge: str, engines: Sequence[str] = (), least_version: int = 0) -> None:
-        self._least, self._rank = least_version, torch.distributed.get_rank()
-        self._sync = WeightSync(bridge, list(engines)) if self._rank == 0 else None
+    def __init__(self, bridge: str, engines: Sequence[str] = ()) -> None:
+        self._sync = WeightSync(bridge, list(engines)) if torch.distributed.get_rank() == 0 else None
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Writes the tensors as a new version, and brings the engines to it. All ranks call it.
@@ -45,14 +43,10 @@ class BridgeSender:
         Raises:
             ConsumerTaken, WeightsMismatch, WeightsBusy, EngineFailed: as `WeightSync.push`.
         """
-        if self._sync is None:
-            for _ in tensors:
-                pass
-        else:
-            last = self._sync.version
-            version = self._least if last is None else max(self._least, last + 1)
-            self._sync.push(tensors, version)
-        torch.distributed.barrier()
+        try:
+            push_from_ranks(self._sync, tensors)
+        finally:  # the other ranks wait here
+            torch.distributed.barrier()
 
     async def send_chunks(
         self, chunks: Iterable[Any], weight_metadata: dict[str, list[Any]] | None = None
@@ -76,7 +70,7 @@ class BridgeWeights(PolicyWorkerBase):
         client = self._weight_sync_inference_client = (
             inference_engine_client  # SkyRL 0.4 hands it on from here
         )
-        self._weight_transfer_sender = BridgeSender(client.bridge, client.engines, client.least_version)
+        self._weight_transfer_sender = BridgeSender(client.bridge, client.engines)
         torch.distributed.barrier()
 
     async def _sync_weights_to_inference_engines(

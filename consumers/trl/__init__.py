@@ -18,14 +18,13 @@ from shmbridge.consumers.trl.rows import UnevenGroups
 from shmbridge.consumers.trl.samples import PerTokenAdvantages
 
 if TYPE_CHECKING:
-    from shmbridge.consumers.trl.async_worker import NoProducers, ShmRolloutWorker
+    from shmbridge.consumers.trl.async_worker import NoProducers, ShmRolloutWorker, ShmWeightTransfer
     from shmbridge.consumers.trl.grpo import (
         ShmGRPOTrainer,
         Unsupported,
         environment_scores,
         placeholder_prompts,
     )
-    from shmbridge.consumers.trl.weight_transfer import ShmWeightTransfer
 
 BridgeDrained, UnknownTokens = Drained, UnfitRow  # their names here before
 
@@ -33,7 +32,7 @@ BridgeDrained, UnknownTokens = Drained, UnfitRow  # their names here before
 _LATER = {
     "NoProducers": "async_worker",
     "ShmRolloutWorker": "async_worker",
-    "ShmWeightTransfer": "weight_transfer",
+    "ShmWeightTransfer": "async_worker",
     "ShmGRPOTrainer": "grpo",
     "Unsupported": "grpo",
     "environment_scores": "grpo",

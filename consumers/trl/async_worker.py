@@ -1,4 +1,4 @@
-"""`ShmRolloutWorker`: a bridge in place of the rollout worker of TRL's experimental `AsyncGRPOTrainer`.
+"""A bridge in place of rollout worker and weight transfer of TRL's experimental `AsyncGRPOTrainer`.
 
     worker = ShmRolloutWorker("run1")
     AsyncGRPOTrainer("model", args=..., train_dataset=placeholder, rollout_worker=worker,
@@ -21,6 +21,7 @@ import queue
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any, Literal, get_args
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import shmbridge
+from shmbridge.consumers.engines.engine import Pause
 from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.tested_versions import warn_if_untested
 from shmbridge.consumers.trained_bridge import Start
@@ -38,6 +40,7 @@ from shmbridge.consumers.trl.rollouts import ALL, check_options
 from shmbridge.consumers.trl.rows import READ
 from shmbridge.consumers.trl.sample_buffer import SampleBuffer
 from shmbridge.consumers.trl.samples import PerToken, different_advantages, samples_of
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 
 TESTED = ("trl", "1.16", "1.17")
 UPDATES_HELD = 3  # why: the module's first lines
@@ -177,17 +180,14 @@ class ShmRolloutWorker:
         """The bridge's number of the weights that are live."""
         return self._lift + self.model_version
 
-    def next_policy_version(self, above: int | None) -> int:
-        """Returns the number that the next update will publish; lifts all numbers above one that is taken.
+    def next_policy_version(self, free: int) -> int:
+        """Returns the number that the next update will publish, lifted to the next free one if it is below.
 
-        Never blocks. For `ShmWeightTransfer`, which stamps weights before TRL counts them.
-
-        Args:
-            above: the newest version that weights of this bridge have; None: none.
+        Never blocks. For `ShmWeightTransfer`, which stamps weights before TRL counts them. Raises BridgeAhead
+        as `start`.
         """
-        taken = max(self._open().consumer.policy_version, -1 if above is None else above)
-        if self._lift + self.model_version + 1 <= taken:
-            self._lift = taken - self.model_version
+        self._open()
+        self._lift = max(self._lift, free - self.model_version - 1)
         return self._lift + self.model_version + 1
 
     # -- samples
@@ -292,6 +292,59 @@ class ShmRolloutWorker:
         mine |= {f"columns_ignored_total{{{name}}}": float(rows) for name, rows in self._ignored.items()}
         mine["trl_batches_held"] = float(self.rollout_buffer.steps_held)
         return mine if self._feed is None else self._feed.stats() | mine
+
+
+class ShmWeightTransfer:
+    """TRL's `WeightTransferProtocol`: a bridge's weights segment in place of NCCL. Made in every process,
+    opened in the main one only.
+
+    Weights and rollouts have the same version numbers: those that `worker` publishes.
+
+    Args:
+        worker: the rollout worker of the same trainer; its bridge carries the weights.
+        engine: what `WeightSync` takes: a URL, a vLLM engine, or a list; empty: engines that follow the
+            segment by themselves, such as the policy server.
+        pause: how an engine treats requests in flight while it loads.
+        timeout_s: limit for the engines' part of a version.
+    """
+
+    def __init__(
+        self, worker: ShmRolloutWorker, engine: Any = (), *, pause: Pause = "keep", timeout_s: float = 300.0
+    ) -> None:
+        self._worker, self._engine, self._pause, self._timeout_s = worker, engine, pause, timeout_s
+        self._sync: WeightSync | None = None
+
+    def init_weight_transfer(self) -> None:
+        """Becomes the writer of the bridge's weights. Does not block.
+
+        Raises ConsumerTaken: another process writes them. EngineFailed: `engine` is not an engine.
+        """
+        if self._sync is None:
+            self._sync = WeightSync(
+                self._worker.bridge, self._engine, pause=self._pause, timeout_s=self._timeout_s
+            )
+
+    def pause(self) -> None:
+        """Does nothing: engines sample on while the segment is written, and pause only to load it."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Writes a version into the segment and loads it into the engines. Blocks for both.
+
+        Raises EngineFailed, WeightsMismatch, WeightsBusy: as `WeightSync.push`. TRL's other processes gather
+        with it, also the rest after an error.
+        """
+        assert self._sync is not None, "init_weight_transfer comes first"
+        version = self._worker.next_policy_version(self._sync.next_version())
+        push_from_ranks(self._sync, iterator, version)
+
+    def resume(self) -> None:
+        """Does nothing: engines sample again when `send_weights` returns."""
+
+    def destroy(self) -> None:
+        """Closes the segment; the last version stays readable. Idempotent."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
 
 
 def _rewards(row: Trajectory) -> dict[str, float]:

@@ -21,7 +21,8 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from shmbridge.consumers.engines.published_tensors import as_tensor
 from shmbridge.consumers.verl.metrics import VERSION
-from shmbridge.weights import WeightsReader, WeightsWriter
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
+from shmbridge.weights import WeightsReader
 
 __all__ = ["ShmCheckpointEngine"]
 
@@ -49,7 +50,7 @@ class ShmCheckpointEngine(CheckpointEngine):
                 "++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.shmbridge.bridge=run1"
             )
         self.bridge, self._is_master, self._timeout_s = bridge, is_master, timeout_s
-        self._writer: WeightsWriter | None = None
+        self._sync: WeightSync | None = None
         self._reader: WeightsReader | None = None
         self._seen: int | None = None  # the version there was before the actors began to send
 
@@ -84,16 +85,14 @@ class ShmCheckpointEngine(CheckpointEngine):
 
         Raises:
             ConsumerTaken: another process writes the bridge's weights. WeightsMismatch, WeightsBusy: as
-                `WeightsWriter.publish`.
+                `WeightSync.push`.
         """
-        if not self._is_master:
-            for _ in weights:
-                pass
+        began = time.monotonic()
+        if self._is_master and self._sync is None:
+            self._sync = WeightSync(self.bridge, [], timeout_s=self._timeout_s)
+        version = push_from_ranks(self._sync, weights, at_least=global_steps or 0)
+        if version is None:
             return {}
-        began, writer = time.monotonic(), self._writing()
-        version = self._version(global_steps, writer.last_version)
-        tensors = ((name, tensor.detach()) for name, tensor in weights)
-        writer.publish(version, tensors, timeout_s=self._timeout_s)
         return {VERSION: version, "shmbridge/weights_seconds": time.monotonic() - began}
 
     async def receive_weights(
@@ -111,16 +110,6 @@ class ShmCheckpointEngine(CheckpointEngine):
             for name, array in lease.tensors.items():
                 yield name, as_tensor(array, lease.dtypes[name]).clone()
         self._seen = version
-
-    def _version(self, step: int | None, last: int | None) -> int:
-        """Returns the version of a step: the step itself, or above what an earlier run has written."""
-        lowest = 0 if last is None else last + 1
-        return lowest if step is None else max(step, lowest)
-
-    def _writing(self) -> WeightsWriter:
-        if self._writer is None:
-            self._writer = WeightsWriter(self.bridge)
-        return self._writer
 
     def _reading(self) -> WeightsReader:
         if self._reader is None:

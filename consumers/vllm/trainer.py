@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from shmbridge.consumers.engines.engine import UNKNOWN, doubt_hint
 from shmbridge.consumers.engines.vllm_steps import begin_update
 from shmbridge.consumers.vllm.plugin import BACKEND
-from shmbridge.weights import WeightsWriter
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 
 
 @dataclass
@@ -36,9 +36,9 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
 
     init_info_cls = ShmBridgeTrainerInitInfo
 
-    def __init__(self, *, client: Any, source: Any, writer: WeightsWriter | None) -> None:
-        super().__init__(client=client, source=source, is_sender=writer is not None)
-        self._writer = writer
+    def __init__(self, *, client: Any, source: Any, bridge: str, is_sender: bool) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self._bridge, self._sync = bridge, WeightSync(bridge, []) if is_sender else None
 
     @classmethod
     def trainer_init(cls, init_info: ShmBridgeTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -58,11 +58,7 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
             raise ValueError(
                 "weights are sent from a source, such as vLLM's ModuleSource(model): none was given"
             )
-        made = cls(
-            client=client,
-            source=source,
-            writer=WeightsWriter(init_info.bridge) if init_info.is_sender else None,
-        )
+        made = cls(client=client, source=source, bridge=init_info.bridge, is_sender=init_info.is_sender)
         if made.is_sender:
             client.init_weight_transfer_engine({"bridge": init_info.bridge})
         return made
@@ -74,18 +70,14 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         does not report whether all, some or no workers loaded the version.
 
         Args:
-            version: policy version, above the segment's newest; None: the next number.
+            version: policy version, above the segment's newest; None: the next free one, from 1 on.
         """
-        if self._writer is None:
-            for _ in self.source:
-                pass  # gathering is a collective: each rank takes part
-            return
+        version = push_from_ranks(self._sync, self.source, version, at_least=1)
         if version is None:
-            version = (self._writer.last_version or 0) + 1
-        self._writer.publish(version, self.source)
+            return
         begin_update(self.client.start_weight_update, self.client.finish_weight_update)
         try:
-            self.client.update_weights({"bridge": self._writer.bridge, "version": version})
+            self.client.update_weights({"bridge": self._bridge, "version": version})
             self.client.finish_weight_update(str(version))
         except BaseException as error:  # also a signal's exception: vLLM continues its running call
             error.add_note(self._disown())
@@ -104,5 +96,5 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
 
     def shutdown(self) -> None:
         """Closes the bridge; the last version stays in the segment. Idempotent."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._sync is not None:
+            self._sync.close()

@@ -44,6 +44,13 @@ class WeightsEnd(OneProcess):
         self._require_open()
         return None if self._versions is None else memoryview(self._versions.mapping).toreadonly()
 
+    @property
+    def policy_version(self) -> int:
+        """The bridge's published policy version; -1 before the first. Never blocks."""
+        self._require_open()
+        assert self._control is not None
+        return int(self._control.policy_version)
+
     def __repr__(self) -> str:
         if self._control is None:
             state = "closed"

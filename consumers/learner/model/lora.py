@@ -7,8 +7,8 @@ writes the adapter and the name of its base. peft is imported only if adapters a
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,11 @@ def prepare_adapters(model: torch.nn.Module) -> None:
 
 
 def published_parameters(
-    model: torch.nn.Module, *, merged: bool = True, only: Collection[str] | None = None
+    model: torch.nn.Module,
+    *,
+    merged: bool = True,
+    only: Collection[str] | None = None,
+    whole: Callable[[list[Tensor]], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields each parameter of the model under its public name, with adapters merged into a copy.
 
@@ -133,6 +137,7 @@ def published_parameters(
         model: any module.
         merged: False ignores the adapters, if only names and shapes are needed.
         only: public names to yield; None: all.
+        whole: in its context parameters have their values, if they have none outside of it.
 
     Raises:
         WeightsMismatch: the adapters cannot be merged by adding a product of two matrices; names the module.
@@ -148,11 +153,13 @@ def published_parameters(
             public = name.replace(".base_layer.", ".")
             if is_adapter(name) or (only is not None and public not in only):
                 continue
-            value = parameter.detach()
-            if (layer := deltas.get(id(parameter))) is not None:
-                for adapter in _to_add(layer):
-                    value = value + layer.get_delta_weight(adapter)
-            yield public, value.to(parameter.dtype)  # adapters have another dtype
+            layer = deltas.get(id(parameter))
+            with whole([parameter] if layer is None else list(layer.parameters())):
+                value = parameter.detach()
+                if layer is not None:
+                    for adapter in _to_add(layer):
+                        value = value + layer.get_delta_weight(adapter)
+                yield public, value.to(parameter.dtype)  # adapters have another dtype
 
 
 def adapted_names(model: torch.nn.Module) -> frozenset[str]:

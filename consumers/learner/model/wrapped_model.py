@@ -9,12 +9,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shmbridge.errors import WeightsMismatch
 
+_DEEPSPEED = "DeepSpeedEngine"
 # prefixes from compiled, checkpointed or sharded layers
 _IN_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def unwrapped(model: Module, *, sharded: bool = False) -> Module:
-    """Returns the module, adapters included, inside torch.compile, DDP, DataParallel and peft's PeftModel.
+    """Returns the module, adapters included, inside torch.compile, DDP, DataParallel, DeepSpeed's engine and
+    peft's PeftModel.
 
     Args:
         model: any module.
@@ -38,7 +40,7 @@ def unwrapped(model: Module, *, sharded: bool = False) -> Module:
 
 def _inside(model: Module) -> Module | None:
     """Returns the module inside one wrapper; None if it is not a wrapper."""
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
+    if isinstance(model, (DataParallel, DistributedDataParallel)) or type(model).__name__ == _DEEPSPEED:
         inner: object = model.module
     elif (peft := sys.modules.get("peft")) is not None and isinstance(model, peft.PeftModel):
         if model.active_peft_config.is_prompt_learning:

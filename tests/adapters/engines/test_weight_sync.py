@@ -589,7 +589,9 @@ def test_announced_versions_are_the_consumers(bridge, serving, vllm, model):
             assert consumer.policy_version == 5
             consumer.publish_policy_version(9)
             with pytest.raises(ValueError):
-                sync.push(model)  # the engines have it; the consumer is further
-        assert (vllm.version, consumer.policy_version) == ("6", 9)
+                sync.push(model, version=6)  # the engines have it; the consumer is further
+            assert (vllm.version, consumer.policy_version) == ("6", 9)
+            assert sync.push(model) == 10  # a version names one set of weights, whoever published it
+        assert (vllm.version, consumer.policy_version) == ("10", 10)
     with pytest.raises(TypeError, match=r"announce=consumer\.publish_policy_version"):
         WeightSync(bridge, serving(vllm), announce=5)

@@ -30,13 +30,14 @@ ORDER = {
     "consumers": """
         advantages dataset_parts engines gateway pinned
         device_batch losses policy_server_parts pretrained
-        tested_versions trained_bridge trainer_settings trajectories vllm
+        tested_versions trained_bridge trajectories
+        trainer_settings
         feed
-        dataset learner policy_server vllm_weights
+        dataset learner policy_server
         grpo weight_sync
-        __init__
+        __init__ vllm
         atropos_trainer record_factories roll skyrl transfer_queue trl
-        verl
+        verl vllm_weights
     """,
     "consumers/learner": """
         __init__ types
@@ -64,6 +65,7 @@ ONE_SUBCLASS = {
     "Batch": "a DeviceBatch, of another package, has tensors besides",
     "LargerDigitEnv": "a whole environment; the other one asks other questions",
     "Parallel": "one process; both ways of many share a base of their own",
+    "PublishingActorWorker": "ROLL's actor beside ShmAgenticPipeline, as it is; the other one trains besides",
     "Server": "uvicorn's",
     "ThreadServer": "environments of SkyRL-Gym are served by it as it is; scrapes ask an exporter besides",
     "Taker": "the gateway's queue; the strict gateway has the original's in its place",

@@ -117,6 +117,7 @@ def main(bridge: str, folder: Path, plan: dict) -> None:
     strategy = SimpleNamespace(strategy_name="fsdp2_train", strategy_config=saving)
     more = {
         "max_steps": plan["steps"],
+        "resume_from_checkpoint": bool(checkpoints(folder)),
         "actor_train": SimpleNamespace(strategy_args=strategy),
         "plan": plan,
         "folder": folder,

@@ -17,6 +17,8 @@ HERE = Path(__file__).parent
 # What is called, subclassed or wrapped, as module:name.
 FUNCTIONS = (
     "roll.distributed.scheduler.protocol:DataProto.from_dict",
+    "roll.distributed.executor.model_update_group:ModelUpdateGroup.__init__",
+    "roll.distributed.executor.worker:Worker.setup_model_update",
     "roll.distributed.scheduler.rollout_scheduler:GroupQueue.get_episode_id",
     "roll.distributed.scheduler.rollout_scheduler:GroupQueue.put",
     "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.get_old_log_probs_with_cache",
@@ -32,6 +34,8 @@ FUNCTIONS = (
     "roll.pipeline.agentic.env_manager.base_env_manager:BaseEnvManager.update_step",
     "roll.pipeline.agentic.env_manager.traj_env_manager:TrajEnvManager.__init__",
     "roll.pipeline.agentic.environment_worker:EnvironmentWorker.update_step",
+    "roll.third_party.fsdp2.model_update:FSDP2WeightUpdater.model_update",
+    "roll.third_party.fsdp2.model_update:gather_fsdp2_weights",
     "roll.utils.worker_state:WorkerState.__init__",
 )
 # Where the options of a run are, as module:name, each with the class whose fields are left out.

@@ -56,6 +56,9 @@ class ActorWorker:
 
     pipeline_config: Any = None
 
+    def setup_model_update(self, *args, **kwargs) -> None:
+        self.strategy.setup_model_update(*args, **kwargs)
+
     def get_old_log_probs_with_cache(self, data, log_probs):
         return log_probs.detach()
 
@@ -64,6 +67,12 @@ class ActorWorker:
         labels = data.batch["input_ids"][:, 1:, None]
         picked = output_tensor[:, :-1].log_softmax(-1).gather(-1, labels)[..., 0]
         return -(data.batch["advantages"] * picked * mask).sum() / mask.sum(), {}
+
+
+def gather_fsdp2_weights(model, buffer_size, is_lora=False):
+    """Yields lists of (name, whole tensor); every rank takes part."""
+    for name, parameter in model.named_parameters():
+        yield [(name, getattr(parameter.data, "full_tensor", lambda value=parameter.data: value)())]
 
 
 class AgenticPipeline:
@@ -115,6 +124,7 @@ def install() -> None:
     _module("roll.distributed.scheduler.protocol").DataProto = DataProto
     _module("roll.pipeline.agentic.env_manager.base_env_manager").BaseEnvManager = BaseEnvManager
     _module("roll.pipeline.agentic.agentic_actor_worker").ActorWorker = ActorWorker
+    _module("roll.third_party.fsdp2.model_update").gather_fsdp2_weights = gather_fsdp2_weights
 
 
 def _module(path: str) -> ModuleType:

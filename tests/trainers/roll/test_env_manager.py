@@ -302,6 +302,8 @@ def test_the_pipeline_tells_what_became_of_groups(known, make_manager, bridge):
     first, second, _, fourth = (rollout.non_tensor_batch[GROUP][0] for rollout in queue.rollouts)
     for _ in range(2):  # as each of a worker's environment managers passes it on
         manager.update_step(4, {WORD: {"groups": [first, second]}})
+    assert producer.policy_version == 4, "the engines have no other weights yet"
+    reader.begin_step(5)
     assert producer.policy_version == 5
     assert reader.feed.stats()["feed_steps_trained_held"] == 2
     manager.update_step(4, {WORD: {"groups": [fourth], "failed": "ValueError: nan"}})

@@ -56,6 +56,7 @@ def test_the_recorded_interface_is_that_of_what_runs_here(recorded):
         "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.loss_func",
         "roll.pipeline.agentic.agentic_actor_worker:ActorWorker.get_old_log_probs_with_cache",
         "roll.pipeline.agentic.agentic_pipeline:agentic_compute_advantage",
+        "roll.third_party.fsdp2.model_update:gather_fsdp2_weights",
         *(f"{MANAGER}.{name}" for name in ("formulate_rollouts", "run_rollout_loop", "stop", "update_step")),
     ):
         found = parameters(record_interface.named(path))

@@ -14,10 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import shmbridge
 from shmbridge.testing.known_groups import known_groups, loss_matrix
+from shmbridge.weights import WeightsReader
 from tests.trainers.contract import Seen, assert_contract, compare, fully_recorded
 from tests.trainers.roll.conftest import rows_of
 from tests.trainers.roll.test_killed import next_consumer
@@ -39,6 +42,7 @@ class Pipeline:
 
     def __init__(self, checkout: str, bridge: str, model: Path, folder: Path, flags, more) -> None:
         self._seen, self._log = folder / "seen", (folder / "log").open("w+")
+        self._bridge = bridge
         environment = os.environ | {
             "SHMBRIDGE_ROLL_CHECKOUT": str(Path(checkout).resolve()), "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "USE_TF": "0", **more,
@@ -67,9 +71,13 @@ class Pipeline:
         return found
 
     def end(self) -> None:
-        """Kills what is left of it."""
+        """Kills what is left of it; its Ray ends the actor, which has the bridge's weights open."""
         self.process.kill()
         self.process.wait(30)
+        deadline = time.monotonic() + 60
+        while any(each.participants for each in shmbridge.list_bridges() if each.name == self._bridge):
+            assert time.monotonic() < deadline, "some process of ROLL's is still there"
+            time.sleep(0.1)
         for file in (self.process.stdin, self.process.stdout, self._log):
             file.close()
 
@@ -94,15 +102,28 @@ def rows_of_step(seen: list[dict], step: int) -> list[Seen]:
     return [row for batch in seen if batch["step"] == step for row in rows_of(batch, *columns)]
 
 
-def test_the_loss_gets_what_was_put_and_the_policy_learns(start, bridge):
-    """Three steps on the same groups, all of which have log-probabilities; advantages by the pipeline."""
+def test_the_loss_gets_what_was_put_and_the_policy_learns(start, bridge, model):
+    """Three steps on the same groups, all of which have log-probabilities; advantages by the pipeline. Each
+    step's weights are in the bridge under the version that is published for it.
+    """
     groups = fully_recorded(loss_matrix(version=0, vocabulary=12))
-    with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
+    with shmbridge.Producer(bridge, lane_bytes="1M") as producer, WeightsReader(bridge) as weights:
         for step in range(3):
             for group in groups:
                 put(producer, group, step)
-        run = start("--logprobs", "--groups", "7", "--steps", "3", "--by", "pipeline")
+        flags = ("--logprobs", "--groups", "7", "--steps", "3", "--by", "pipeline")
+        run = start(*flags, WAIT_IN_STEP="0")
+        run.says("BATCH")
+        (first, before), whole = weights.copy(), load_file(f"{model}/model.safetensors")
+        assert first == producer.policy_version == 0
+        assert set(before) == set(whole)
+        assert all(np.array_equal(before[name], whole[name]) for name in whole)
+        run.process.stdin.write("\n")
+        run.process.stdin.flush()
         run.says("DONE")
+        last, after = weights.copy()
+        assert last == producer.policy_version == 2, "the weights that two steps have trained"
+        assert any(not np.array_equal(after[name], before[name]) for name in whole)
     seen = run.seen()
     assert [batch["step"] for batch in seen] == [0] * 7 + [1] * 7 + [2] * 7
     release = f"commit {json.loads((HERE / 'interface.json').read_text())['commit'][:8]}"

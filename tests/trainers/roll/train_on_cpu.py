@@ -4,7 +4,7 @@
 
 ROLL's classes run as they are: AgenticPipeline.__init__ and run, RolloutScheduler, GroupQueueManager,
 EnvironmentWorker, ActorWorker.train_step and loss_func, FSDP2TrainStrategy on gloo. What is missing is the
-engine that ROLL would generate with: its workers do nothing here, and weights are not copied to it.
+engine that ROLL would generate with: its workers do nothing here, and weights go into the bridge alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ROOT = str(Path(__file__).parents[3])
 import ray  # noqa: E402
 import torch  # noqa: E402
 from dacite import from_dict  # noqa: E402
+from roll.distributed.executor.model_update_group import ModelUpdateGroup  # noqa: E402
 from roll.distributed.executor.worker import Worker  # noqa: E402
 from roll.distributed.scheduler.decorator import Dispatch, register  # noqa: E402
 from roll.pipeline.agentic.agentic_actor_worker import ActorWorker  # noqa: E402
@@ -65,6 +66,18 @@ class NoEngine(Worker):
 class SeenInLoss(ShmActorWorker):
     """Writes what ROLL's loss gets of each micro-batch into the file SEEN, then computes ROLL's loss."""
 
+    def setup_model_update(self, infer_cluster: Any, model_update_name: str) -> None:
+        """As ROLL's, without the engine that its updater would connect to."""
+        strategy = self.strategy
+
+        def updater(infer_cluster: Any, model_update_name: str) -> None:
+            strategy.weight_updaters[model_update_name] = SimpleNamespace(
+                model=strategy.unwrap_model(), _model_update_buffer_size=4096, model_update=dict
+            )
+
+        strategy.setup_model_update = updater
+        super().setup_model_update(infer_cluster, model_update_name)
+
     def loss_func(self, data: Any, output_tensor: Any) -> tuple[Any, dict[str, Any]]:
         if os.environ["BY"] == "worker":
             loss = super().loss_func(data, output_tensor)
@@ -84,13 +97,23 @@ class SeenInLoss(ShmActorWorker):
 
 
 class OnCpu(AgenticPipeline):
-    """Without the copy of weights to an engine, and without checkpoints, which want a device's random state.
+    """Without an engine that weights would be copied to.
 
     Says when a batch is there, and waits if it is told to.
     """
 
-    def set_model_update_pair(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def set_model_update_pair(self, src_cluster: Any, tgt_cluster: Any, frequency: int = 1) -> None:
+        """As ROLL's, which counts devices first."""
+        group = object.__new__(ModelUpdateGroup)
+        group.src_cluster, group.tgt_cluster, group.frequency = src_cluster, tgt_cluster, frequency
+        group.model_update_name = "no engine"
+        ray.get(
+            [
+                each.setup_model_update.remote(infer_cluster=None, model_update_name=group.model_update_name)
+                for each in src_cluster.workers
+            ]
+        )
+        self.model_update_groups = [group]
 
     def adjust_batch(self, data: Any, mode: str = "copy") -> Any:
         print("BATCH", data.meta_info["global_step"], *data.non_tensor_batch["shm_group"], flush=True)
