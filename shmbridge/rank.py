@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
 from typing import TYPE_CHECKING, Never, Self
@@ -25,6 +26,7 @@ from shmbridge.other_names import unknown_argument
 from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
 from shmbridge.ranks.held_share import RankShare as RankShare
 from shmbridge.record.groups import Group
+from shmbridge.record.leases import lane_name
 from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
@@ -92,6 +94,7 @@ class Rank(OneProcess):
         self._epoch = 0
         self._after = -1
         self._open: list[_Held] = []  # shares read, whose end was not reported to the hub
+        self._failed: set[tuple[int, int]] = set()  # epochs and numbers of the shares reported as failed
         self._epochs: set[int] = set()  # epochs whose lock is held
         self._lanes: dict[str, RankReader] = {}
         self._drops, self._drops_seen = Drops(), 0
@@ -194,6 +197,8 @@ class Rank(OneProcess):
         return batch
 
     def _gather(self, share: RankShare, layout: Layout) -> Batch | None:
+        if not share.groups:  # a feed's step may have fewer groups than there are ranks
+            return None
         try:
             batch = own_look(Batch, share.groups, layout)
         except MemoryError:
@@ -346,6 +351,29 @@ class Rank(OneProcess):
         for reader, look in [lease for _, held in ended for lease in held]:
             reader.forget(look)
         self._let_go()
+
+    def report_failed(self, groups: Sequence[Group] = ()) -> None:
+        """Reports to a hub's feed that a step failed with these groups of open shares; without any, with all.
+
+        The feed counts that, and finds the group at fault over the next runs. Call it for an error that data
+        may have caused, before this process ends by it; a share counts once. Blocks for an answer, at most a
+        second.
+        """
+        at_fault = {(lane_name(record), record._sequence) for group in groups for record in group.records}
+        failed = {}
+        for manifest, held in self._open:
+            told = (manifest.epoch, manifest.number) in self._failed
+            if manifest.epoch == self._epoch and not told and is_open(held, of_this_hub=True):
+                places = [
+                    place
+                    for place, group in enumerate(manifest.groups)
+                    if at_fault & {(manifest.lanes[each.lane], each.sequence) for each in group.records}
+                ]
+                if places or not groups:
+                    failed[manifest.number] = places
+        if failed:
+            self._failed |= {(self._epoch, number) for number in failed}
+            self._request(messages.SharesDone(self.rank, self._member, self._epoch, [], failed), _ASK_S)
 
     def _let_go(self) -> None:
         """Frees locks of earlier epochs and lanes of dead producers that no held record needs."""

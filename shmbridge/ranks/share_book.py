@@ -31,12 +31,20 @@ def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
 
 @dataclass(slots=True)
 class Step:
-    """One global batch: all its groups, oldest first, and the policy version it was formed under."""
+    """One global batch: all its groups, oldest first, and the policy version it was formed under.
+
+    One that is `kept` keeps the groups that the ranks have read until `end` is called for it.
+    """
 
     number: int
     groups: list[Group]
     policy_version: int
+    kept: bool = False
+    failed: Callable[[list[Group]], None] | None = (
+        None  # called with the groups that a rank reports as failed
+    )
     issued: bool = False  # a part of it has been handed out
+    read: list[Group] = field(default_factory=list)  # of a kept one: those that no rank reads any more
 
     @property
     def rows(self) -> int:
@@ -89,15 +97,24 @@ class ShareBook:
         """Batches with a share that is not done."""
         return len({share.step.number for share in self})
 
-    def open(self, groups: list[Group], policy_version: int, ranks: list[int]) -> None:
-        """Adds a formed batch: shares of it for these ranks."""
-        step = Step(self._next_step, groups, policy_version)
+    def open(
+        self,
+        groups: list[Group],
+        policy_version: int,
+        ranks: list[int],
+        *,
+        kept: bool = False,
+        failed: Callable[[list[Group]], None] | None = None,
+    ) -> Step:
+        """Adds a formed batch: shares of it for these ranks. Returns its step."""
+        step = Step(self._next_step, groups, policy_version, kept, failed)
         self._next_step += 1
         if self.mode == "broadcast":
             self._add(step, groups, set(ranks))
         else:
             for rank, dealt in share_out(groups, ranks).items():
                 self._add(step, dealt, {rank})
+        return step
 
     def _add(self, step: Step, groups: list[Group], readers: set[int]) -> None:
         self._shares[self._next_share] = Share(self._next_share, step, groups, readers)
@@ -134,6 +151,28 @@ class ShareBook:
                 share.read = True
                 finished += self._end_if_read(share)
         return finished
+
+    def failed(self, rank: int, member: int, failed: dict[int, list[int]]) -> list[tuple[Step, list[Group]]]:
+        """Returns the groups of shares that a rank still reads, by their places; without places all.
+
+        Only of the incarnation that a share was last issued to.
+        """
+        shares = [
+            (self._shares[number], places) for number, places in failed.items() if number in self._shares
+        ]
+        return [
+            (
+                share.step,
+                [share.groups[each] for each in places if 0 <= each < len(share.groups)] or share.groups,
+            )
+            for share, places in shares
+            if rank in share.readers and share.issued.get(rank) == member
+        ]
+
+    def end(self, step: Step) -> list[Group]:
+        """Keeps nothing of the step any more; returns the groups of it that no rank reads. Idempotent."""
+        step.kept, over, step.read = False, step.read, []
+        return over
 
     def hand_over(self, dead: int, living: list[int]) -> list[Group]:
         """Removes a dead rank as a reader; returns the groups that are over by that.
@@ -173,8 +212,12 @@ class ShareBook:
         return [group for step in unfit_steps.values() for group in step.groups]
 
     def _end_if_read(self, share: Share) -> list[Group]:
-        """Ends a share that was read and has no readers left: the only end of groups dealt out."""
+        """Ends a share that was read and has no readers left: the only end of groups dealt out.
+
+        Those of a step that is kept are over when it is.
+        """
         if share.readers or not share.read:
             return []
         del self._shares[share.number]
-        return share.groups
+        share.step.read += share.groups
+        return [] if share.step.kept else self.end(share.step)
