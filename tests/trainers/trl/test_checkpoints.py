@@ -18,7 +18,7 @@ class Failing(ShmGRPOTrainer):
     trained: tuple[str, ...] = ()
 
     def _compute_loss(self, model, inputs):
-        names = {meta.group_id for _, step in self.rollouts._held for meta in step.batch.meta}
+        names = {meta.group_id for _, _, batch in self.rollouts._held for meta in batch.meta}
         if names & {*self.poison}:
             raise FloatingPointError("nan loss")
         self.trained += tuple(sorted(names - {*self.trained}))
