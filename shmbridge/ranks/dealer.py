@@ -121,9 +121,7 @@ class ShareDealer:
         self._check_sayable(groups)
         with self._change:
             self._drained, takers = False, self._takers()
-            step = self._book.open(
-                groups, self._state.policy_version, takers, kept=failed is not None, failed=failed
-            )
+            step = self._book.open(groups, self._state.policy_version, takers, failed)
         self._control_plane.look_again()
         return step
 

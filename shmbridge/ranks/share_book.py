@@ -33,18 +33,16 @@ def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
 class Step:
     """One global batch: all its groups, oldest first, and the policy version it was formed under.
 
-    One that is `kept` keeps the groups that the ranks have read until `end` is called for it.
+    One of a feed is over as a whole: once `end` was called for it, and no rank reads any of it.
     """
 
     number: int
     groups: list[Group]
     policy_version: int
-    kept: bool = False
-    failed: Callable[[list[Group]], None] | None = (
-        None  # called with the groups that a rank reports as failed
-    )
+    failed: Callable[[list[Group]], None] | None = None  # of a feed: what gets the groups reported as failed
+    ended: bool = False
     issued: bool = False  # a part of it has been handed out
-    read: list[Group] = field(default_factory=list)  # of a kept one: those that no rank reads any more
+    read: list[Group] = field(default_factory=list)  # that no rank reads any more, and that are not over
 
     @property
     def rows(self) -> int:
@@ -102,12 +100,10 @@ class ShareBook:
         groups: list[Group],
         policy_version: int,
         ranks: list[int],
-        *,
-        kept: bool = False,
         failed: Callable[[list[Group]], None] | None = None,
     ) -> Step:
-        """Adds a formed batch: shares of it for these ranks. Returns its step."""
-        step = Step(self._next_step, groups, policy_version, kept, failed)
+        """Adds a formed batch, or with `failed` a feed's: shares of it for these ranks. Returns its step."""
+        step = Step(self._next_step, groups, policy_version, failed)
         self._next_step += 1
         if self.mode == "broadcast":
             self._add(step, groups, set(ranks))
@@ -170,8 +166,15 @@ class ShareBook:
         ]
 
     def end(self, step: Step) -> list[Group]:
-        """Keeps nothing of the step any more; returns the groups of it that no rank reads. Idempotent."""
-        step.kept, over, step.read = False, step.read, []
+        """Ends the step of a feed; returns its groups if no rank reads any of it. Idempotent."""
+        step.ended = True
+        return self._over(step)
+
+    def _over(self, step: Step) -> list[Group]:
+        """Returns the groups of a step that are over now."""
+        if step.failed is not None and not (step.ended and all(share.step is not step for share in self)):
+            return []
+        over, step.read = step.read, []
         return over
 
     def hand_over(self, dead: int, living: list[int]) -> list[Group]:
@@ -212,12 +215,9 @@ class ShareBook:
         return [group for step in unfit_steps.values() for group in step.groups]
 
     def _end_if_read(self, share: Share) -> list[Group]:
-        """Ends a share that was read and has no readers left: the only end of groups dealt out.
-
-        Those of a step that is kept are over when it is.
-        """
+        """Ends a share that was read and has no readers left: the only end of groups dealt out."""
         if share.readers or not share.read:
             return []
         del self._shares[share.number]
         share.step.read += share.groups
-        return [] if share.step.kept else self.end(share.step)
+        return self._over(share.step)

@@ -62,6 +62,8 @@ class Book(RuleBasedStateMachine):
         self.released: set[int] = set()
         self.read: set[int] = set()  # groups that some rank has looked at and said done
         self.opened: list = []
+        self.fed: list = []  # steps of a feed
+        self.ended: list = []
         self.dead_said: list[tuple[int, int, list[int]]] = []  # what the dead had under way
 
     def finish(self, groups):
@@ -69,16 +71,30 @@ class Book(RuleBasedStateMachine):
             assert id(each) not in self.released, "released twice"
             assert id(each) in self.read, "released, and no rank said that it is done with it"
             self.released.add(id(each))
+        for step in self.fed:
+            if over := self.released & set(map(id, step.groups)):
+                assert step in self.ended, "released, and its feed did not end it"
+                assert len(over) == len(step.groups), "released in part"
 
     def one_of(self, data, ranks) -> int | None:
         return data.draw(st.sampled_from(sorted(ranks)), "rank") if ranks else None
 
-    @rule(tokens=st.lists(st.integers(1, 9), min_size=3, max_size=6))
-    def open(self, tokens):
-        if len(self.opened) < 12:
+    @rule(tokens=st.lists(st.integers(1, 9), min_size=1, max_size=6), fed=st.booleans())
+    def open(self, tokens, fed):
+        if len(self.opened) < 12 and (fed or len(tokens) >= 3):
             groups = [group(each) for each in tokens]
             self.opened += groups
-            self.book.open(groups, 0, self.ranks)
+            step = self.book.open(groups, 0, self.ranks, (lambda failed: None) if fed else None)
+            self.fed += [step] if fed else []
+
+    @rule(data=st.data())
+    def end(self, data):
+        """The feed says that a step is trained, or its checkpoint durable."""
+        if self.fed:
+            step = data.draw(st.sampled_from(self.fed), "step")
+            self.ended.append(step)
+            self.finish(self.book.end(step))
+            assert self.book.end(step) == [], "a second end changes nothing"
 
     @rule(data=st.data(), lost=st.booleans())
     def ask(self, data, lost):
@@ -155,6 +171,7 @@ class Book(RuleBasedStateMachine):
     def nothing_is_lost(self):
         if hasattr(self, "book"):
             kept = {id(each) for share in self.book for each in share.groups}
+            kept |= {id(each) for step in self.fed for each in step.read}
             assert kept | self.released == set(map(id, self.opened))
             assert all(share.readers for share in self.book)
 
