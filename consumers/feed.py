@@ -29,7 +29,6 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -354,13 +353,7 @@ class Feed:
             world_size, mode, dead_rank: as of Consumer.serve_ranks.
         """
         self._server = self.consumer.serve_ranks(world_size, None, mode, dead_rank=dead_rank)
-        here = weakref.WeakMethod(self._failed_at_ranks)  # what the server holds keeps the feed open
-
-        def failed(groups: list[Group]) -> None:
-            if (count := here()) is not None:
-                count(groups)
-
-        self._deal = functools.partial(self._server.deal, failed=failed)
+        self._deal = functools.partial(self._server.deal, failed=self._failed_at_ranks)
         return self._server
 
     def _failed_at_ranks(self, groups: list[Group]) -> None:
@@ -891,14 +884,13 @@ class Feed:
         """The consumer's screen: keeps out groups that the loaded state contains, and the trainer's; those
         known to be at fault are set aside.
         """
-        if all(self._known.contains(record.meta) for record in group.records):
-            self.counts["groups_in_checkpoint"] += 1
-            return False
+        known = all(self._known.contains(record.meta) for record in group.records)
+        self.counts["groups_in_checkpoint"] += known
         with self._lock:
-            if self._is_at_fault([group]):
+            if not known and self._is_at_fault([group]):
                 self._write_aside(group, "its step failed before")
                 return False
-        return self._screen is None or self._screen(group)
+        return not known and (self._screen is None or self._screen(group))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the records that are trained and not released, for a checkpoint. Never blocks.
