@@ -33,7 +33,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
@@ -169,6 +168,12 @@ class Step:
         return lags(
             (record.meta.min_policy_version for record in records for _ in range(record.rows)), version
         )
+
+    def longest_row(self) -> tuple[int, str]:
+        """Returns the tokens of its longest row, and the group and environment of that. Never blocks."""
+        row = int(self.batch.lengths.argmax())
+        meta = self.batch.meta[row]
+        return int(self.batch.lengths[row]), f"group {meta.group_id} of environment {meta.env_name!r}"
 
     def __repr__(self) -> str:
         return f"<Step of {counted(len(self.groups), 'group')}, {counted(len(self.batch), 'row')}>"
@@ -358,14 +363,14 @@ class Feed:
 
     def _failed_at_ranks(self, groups: list[Group]) -> None:
         """Counts a failure of groups that ranks read, which stay out until this process ends."""
-        keys = {_key(group): None for group in groups}
-        self.counts["steps_failed"] += 1
+        keys = [_key(group) for group in groups]
         with self._lock:
+            self.counts["steps_failed"] += 1
             for step in self._steps.values():
-                if not keys.keys().isdisjoint(step.keys):
+                if set(keys) & set(step.keys):
                     step.early = True  # so that the end of this process does not count, too
             if self._failures is not None:
-                self._failures.failed(list(keys))
+                self._failures.failed(keys)
 
     # -- taking
 
@@ -793,17 +798,8 @@ class Feed:
                     except OSError as wrong:
                         raise wrong from error
         if no_memory:
-            length, meta = max(
-                (
-                    (int(each.batch.lengths.max()), each.batch.meta[int(each.batch.lengths.argmax())])
-                    for each in over
-                ),
-                key=itemgetter(0),
-            )
-            error.add_note(
-                f"the longest row of the step has {length} tokens: group {meta.group_id} of "
-                f"environment {meta.env_name!r}"
-            )
+            length, row = max(each.longest_row() for each in over)
+            error.add_note(f"the longest row of the step has {length} tokens: {row}")
         if self._aside_in_a_row >= _MOST_ASIDE:
             error.add_note(
                 f"{self._aside_in_a_row} groups in a row were set aside and no step was trained between: the "
@@ -855,16 +851,14 @@ class Feed:
                 (self._failures.trained if trained else self._failures.over)(keys)
         return over
 
-    def _set_aside(self, group: Group, why: object) -> None:
-        try:
-            self._write_aside(group, why)
-        except BaseException:
-            self._again.appendleft([group])
-            raise
-
-    def _write_aside(self, group: Group, why: object) -> None:
+    def _set_aside(self, group: Group, why: object, *, is_mine: bool = True) -> None:
         assert self._failures is not None
-        self._failures.set_aside(_key(group), group.records)
+        try:
+            self._failures.set_aside(_key(group), group.records)
+        except BaseException:
+            if is_mine:  # else it stays with the consumer
+                self._again.appendleft([group])
+            raise
         for record in group.records:
             record.release()
         self._aside_in_a_row += 1
@@ -886,10 +880,10 @@ class Feed:
         """
         known = all(self._known.contains(record.meta) for record in group.records)
         self.counts["groups_in_checkpoint"] += known
-        with self._lock:
-            if not known and self._is_at_fault([group]):
-                self._write_aside(group, "its step failed before")
-                return False
+        if not known and self._is_at_fault([group]):
+            with self._lock:
+                self._set_aside(group, "its step failed before", is_mine=False)
+            return False
         return not known and (self._screen is None or self._screen(group))
 
     def state_dict(self) -> dict[str, Any]:

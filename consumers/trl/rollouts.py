@@ -14,6 +14,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import compress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -92,10 +93,12 @@ class ShmRollouts:
             raise ValueError(f"uneven={uneven!r} is none of {', '.join(get_args(Uneven))}")
         check_options(bridge, credit, consumer)
         self.bridge, self.uneven, self._credit = bridge, uneven, credit
-        self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._whole_rows, self._release_at, self._unfit = whole_rows, release_at, unfit
+        self._timeout_s, self._whole_rows, self._unfit = timeout_s, whole_rows, unfit
         self._longest_row, self._vocabulary = longest_row, None
-        self._options = {"set_aside_after": set_aside_after, "start": start, **consumer}
+        self._options: dict[str, Any] = {  # of the feed
+            "max_staleness": max_staleness, "prefetch": prefetch, "release_at": release_at, "unfit": unfit,
+            "set_aside_after": set_aside_after, "start": start, **consumer,
+        }  # fmt: skip
         self._trainer: Any = None
         self.feed: Feed | None = None  # in the hub's process
         self._rank: shmbridge.Rank | None = None  # if there are several processes
@@ -114,9 +117,8 @@ class ShmRollouts:
     def join(self, trainer: Any, *, rank: int, world_size: int, groups: int) -> None:
         """Opens the bridge for a trainer's process; rank 0 is the consumer, and deals out the shares.
 
-        Does not wait for other processes. Only this trainer's calls are answered; `groups` are those in a
-        generation batch of one process. Raises ConsumerTaken, RankTaken: the place is taken. ValueError:
-        joined already.
+        Does not wait for other processes. `groups` are those in a generation batch of one process. Raises
+        ConsumerTaken, RankTaken: the place is taken. ValueError: it has a trainer, and answers no other.
         """
         if self._trainer is not None:
             raise ValueError(f"the rollouts of bridge {self.bridge!r} have a trainer already -> make others")
@@ -129,13 +131,13 @@ class ShmRollouts:
             self.feed = self._open(trainer)
         if world_size > 1:
             self._rank = shmbridge.Rank(self.bridge, rank, world_size)
+            if self.feed is None and self._options["set_aside_after"]:
+                self._rank.note_crashes(Path(trainer.args.output_dir) / "set_aside")
         self._trainer = trainer
 
     def _open(self, trainer: Any) -> Feed:
         args, options, groups = trainer.args, dict(self._options), self._groups * self._world_size
-        every = -1 if args.save_strategy == "no" else ALL  # not in steps
-        if args.save_strategy == "steps":
-            every = max(int(args.save_steps), 1)
+        every = {"no": -1, "steps": max(int(args.save_steps), 1)}.get(args.save_strategy, ALL)  # not in steps
         rows = groups * trainer.num_generations
         run = options.pop("run", None) or shmbridge.Run(batch_size=rows, max_token_len=0, num_steps=ALL)
         feed = Feed(
@@ -143,12 +145,8 @@ class ShmRollouts:
             groups=groups,
             exact=True,
             trained_together=ALL,  # what the trainer has when it asks stays until it has got more
-            release_at=self._release_at,
-            max_staleness=self._max_staleness,
-            prefetch=self._prefetch,
             longest_row=self._longest_row,
             vocabulary=self._vocabulary,
-            unfit=self._unfit,
             screen=(lambda group: group.rows == trainer.num_generations) if self.uneven == "skip" else None,
             run=structs.replace(run, save_checkpoint_interval=every),
             run_dir=args.output_dir,
@@ -279,7 +277,7 @@ class ShmRollouts:
             if goes_back:
                 self.feed.close()
                 self.feed = self._open(self._trainer)
-            if checkpoint is not None and not self.feed.load_state(checkpoint):
+            if not (checkpoint is None or self.feed.load_state(checkpoint)):
                 log.warning("checkpoint %s lists no groups: those that come again are trained", checkpoint)
             self.feed.require_start()
         return not self._held
@@ -334,8 +332,7 @@ class ShmRollouts:
                 self.bridge,
                 self._trainer.temperature,
             )
-        scores = [float(score) for score in rows.columns.get("score", ()) if score is not None]
-        if scores:
+        if scores := [float(score) for score in rows.columns.get("score", ()) if score is not None]:
             self._fresh["score"] = sum(scores) / len(scores)
         if self.feed is None:
             return

@@ -115,10 +115,10 @@ class ShareDealer:
         Its groups are released once it has ended and every rank is done with them. `failed` is called in the
         control plane's thread with groups that a rank reports as failed. Raises BatchTooBig.
         """
+        self._check_sayable(groups)
         return functools.partial(self._end, self._deal(groups, failed))
 
     def _deal(self, groups: list[Group], failed: Callable[[list[Group]], None] | None = None) -> Step:
-        self._check_sayable(groups)
         with self._change:
             self._drained, takers = False, self._takers()
             step = self._book.open(groups, self._state.policy_version, takers, failed)
@@ -151,10 +151,11 @@ class ShareDealer:
                     self._wait_drained()
                     continue
                 try:
-                    self._deal(groups)
-                except BaseException:
+                    self._check_sayable(groups)
+                except Exception:
                     self._former.put_back(groups)
                     raise
+                self._deal(groups)
         except Exception as error:  # any error must reach the ranks
             log.exception("bridge %r forms no more batches for its ranks", self._state.bridge)
             with self._change:

@@ -108,10 +108,7 @@ class HubSource:
 
     def longest_row(self) -> tuple[int, str]:
         """Returns the tokens of the longest row that is out, and its group and environment."""
-        batch = max(self.out(), key=lambda batch: int(batch.lengths.max()))
-        row = int(batch.lengths.argmax())
-        meta = batch.meta[row]
-        return int(batch.lengths[row]), f"group {meta.group_id} of environment {meta.env_name!r}"
+        return max(step.longest_row() for step in self._steps.values())
 
     def saved(self) -> None:
         """Releases what was held for a checkpoint, which is on disk. Never blocks."""

@@ -11,10 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Literal
 
 import shmbridge
 from shmbridge.consumers.feed import Drained, Feed, Step
@@ -28,27 +25,11 @@ from shmbridge.rank import RankShare
 _TICK_S = 1.0  # a rank's wait for its share between two exchanges of status
 
 
-class EmptyBatch:
-    """A packed batch without rows, for a rank that has none but still takes part in the step."""
-
-    def __init__(self) -> None:
-        self.tokens = self.position_ids = self.lengths = self.group_index = np.zeros(0, np.int32)
-        self.cu_seqlens = np.zeros(1, np.int32)
-        self.meta: list[Any] = []
-        self.columns: list[str] = []
-        self.uneven: dict[str, npt.NDArray[np.bool_]] = {}
-
-    def has(self, name: str) -> npt.NDArray[np.bool_]:
-        """bool (0,)."""
-        return np.zeros(0, bool)
-
-    def __getattr__(self, name: str) -> None:
-        """Raises AttributeError: there are no columns."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-    def release(self) -> None:
-        """Does nothing: nothing is leased."""
+def empty_batch() -> shmbridge.Batch:
+    """Returns a packed batch without rows, for a rank that has none but still takes part in the step."""
+    batch = shmbridge.Batch([], "packed")
+    batch._columns["tokens"] = batch.lengths
+    return batch
 
 
 @dataclass
@@ -111,9 +92,12 @@ class RankSource:
         self.policy_version = self.training_version = self._world.broadcast(version)
 
     def trained(self, batches: Iterable[shmbridge.Batch]) -> None:
-        """Ends a step: rank 0's feed releases its groups, or holds them for a checkpoint. Never blocks."""
+        """Ends a step: rank 0's feed releases its groups once all ranks did this, or holds them for a
+        checkpoint. Blocks for an answer of the hub, at most a second.
+        """
         for batch in batches:
-            batch.release()  # this rank reads it no more
+            batch.release()
+        self._rank.report_done()
         if self._feed is not None:
             self._feed.trained(self._steps)
             self._steps = []
@@ -150,8 +134,8 @@ class RankSource:
             share = self._next_share()
             if share == "drained":
                 return
-            batch = None if share is None else self._rank.gather(share, "packed")
-            yield batch or cast(shmbridge.Batch, EmptyBatch())  # EmptyBatch has every attribute that is read
+            batch = None if share is None else self._rank.gather(share)
+            yield empty_batch() if batch is None else batch
 
     def _next_share(self) -> RankShare | Literal["drained"] | None:
         """Returns the share of the next step; None if this rank has none."""
@@ -238,4 +222,6 @@ def opened(
             if feed is not None:
                 feed.serve_ranks(world.size)
             rank = stack.enter_context(shmbridge.Rank(config.run.bridge, world.rank, world.size))
+            if feed is None and config.batch.set_aside_after:
+                rank.note_crashes(config.run_dir / "set_aside")
         yield RankSource(world, rank, feed, config, stops)
