@@ -301,3 +301,43 @@ def test_a_group_known_to_be_at_fault_is_set_aside_before_a_whole_step_is_there(
         assert (stats["feed_groups_set_aside_total"], stats["released_total"]) == (1, 1)
     assert [record.sequence for record in read_archive(tmp_path / "set_aside")] == [0]
     assert not (tmp_path / "set_aside/failures.json").exists()
+
+
+RANK = """
+import os, signal, sys
+import shmbridge
+
+bridge, folder, when, way = sys.argv[1:]
+rank = shmbridge.Rank(bridge, 1, 2)
+rank.note_crashes(folder)
+share = rank.next_share(30)
+if when == "done":
+    share.release()
+    rank.report_done()
+if when == "failed":
+    rank.report_failed()
+os.kill(os.getpid(), getattr(signal, way))
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "way", "counted"),
+    [("reading", "SIGABRT", [1, 1]), ("failed", "SIGSEGV", [1, 1]), ("done", "SIGABRT", []),
+     ("reading", "SIGKILL", []), ("reading", "SIGTERM", [])],
+)  # fmt: skip
+def test_a_crash_of_a_rank_counts_against_the_share_that_it_reads(
+    bridge, producer, tmp_path, when, way, counted
+) -> None:
+    put(producer, range(4))
+    aside = tmp_path / "set_aside"
+    run = [sys.executable, "-c", RANK, bridge, str(aside), when, way]
+    with pytest.raises(RuntimeError), Feed(bridge, groups=4, run_dir=tmp_path) as feed:
+        feed.serve_ranks(2)
+        feed.take(5)
+        assert subprocess.run(run, timeout=60).returncode == -getattr(signal, way)
+        raise RuntimeError(LOST)
+    with Feed(bridge, groups=4, run_dir=tmp_path):
+        file = aside / "failures.json"
+        counts = json.loads(file.read_text())["counts"] if file.exists() else {}
+        assert [*counts.values()] == counted
+        assert sorted(int(name.rpartition(" ")[2]) for name in counts) == ([1, 3] if counted else [])
