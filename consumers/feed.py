@@ -514,6 +514,9 @@ class Feed:
             self._batches = None
             if self._server is not None:
                 self._server.drained()
+                self._server.wait(
+                    wait_s
+                )  # ranks that are done may still have to say so, before this one leaves
             raise Drained(
                 f"bridge {self.consumer.bridge!r} is drained: {self._missing(groups)} -> save the model; a "
                 "new run needs a bridge that is not drained"

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from itertools import permutations
 
 import pytest
@@ -271,6 +272,24 @@ def test_a_small_step_leaves_a_rank_without_groups_and_the_end_is_everybodys(
         assert [rank.next_share(5) for rank in ranks] == [None, None]
         assert server.wait(5)
         assert feed.stats()["released_total"] == 3
+
+
+def test_a_drained_feed_hears_the_ranks_before_it_ends(bridge, producer, ranks, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        server = feed.serve_ranks(2)
+        step, shares = feed.take(5), [rank.next_share(5) for rank in ranks]
+        feed.trained(step)
+        feed.drain()
+        for rank, share in zip(ranks, shares, strict=True):
+            share.release()
+        ranks[0].report_done()
+        late = threading.Timer(0.1, ranks[1].report_done)
+        late.start()
+        with pytest.raises(Drained):
+            feed.take(5)
+        assert server.idle
+        late.join()
 
 
 def test_versions_below_the_published_one_are_refused_before_a_step_is_over(
