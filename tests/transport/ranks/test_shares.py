@@ -1,5 +1,6 @@
 """Dealing out shares, and the book of shares, against properties that hold in every case."""
 
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -98,8 +99,10 @@ class Book(RuleBasedStateMachine):
 
     @rule(data=st.data(), lost=st.booleans())
     def ask(self, data, lost):
-        if (rank := self.one_of(data, self.living)) is None:
-            return
+        if (rank := self.one_of(data, self.living)) is not None:
+            self.look(rank, lost)
+
+    def look(self, rank, lost=False):
         share = self.book.next_for(rank, self.member[rank], self.after[rank])
         if share is not None and not lost:
             self.after[rank] = share.number
@@ -107,7 +110,11 @@ class Book(RuleBasedStateMachine):
 
     @rule(data=st.data(), dies=st.booleans())
     def done(self, data, dies):
-        if (rank := self.one_of(data, {rank for rank in self.living if self.looking[rank]})) is None:
+        if (rank := self.one_of(data, self.living)) is None:
+            return
+        if not self.looking[rank]:
+            self.look(rank)
+        if not self.looking[rank]:
             return
         number = min(self.looking[rank])
         self.read |= {id(each) for each in self.looking[rank][number]}
@@ -197,6 +204,18 @@ def test_a_broadcast_share_ends_with_its_last_reader_only_if_somebody_was_done(s
     assert (moved.groups, moved.reissued) == (groups, True)
     assert book.done(0, 1, [number]) == [], "the dead one's word comes too late"
     assert book.done(1, 2, [moved.number]) == groups
+
+
+@pytest.mark.parametrize("order", permutations(["end", 0, 1]), ids=str)
+@pytest.mark.parametrize("mode", ["sharded", "broadcast"])
+def test_a_step_of_a_feed_is_over_as_a_whole_and_by_the_last_of_three_words(mode, order):
+    book, groups = ShareBook(2, mode), [group(1), group(2)]
+    step = book.open(groups, 0, [0, 1], lambda failed: None)
+    numbers = [book.next_for(rank, 7, -1).number for rank in (0, 1)]
+    over = [book.end(step) if each == "end" else book.done(each, 7, [numbers[each]]) for each in order]
+    assert over[:2] == [[], []]
+    assert sorted(map(id, over[2])) == sorted(map(id, groups))
+    assert book.end(step) == []
 
 
 def test_a_dead_reader_does_not_undo_what_another_has_said():
