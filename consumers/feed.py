@@ -30,10 +30,9 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -62,7 +61,10 @@ from shmbridge.segments.discard_reasons import Discard
 from shmbridge.shown import counted
 
 if TYPE_CHECKING:
-    from shmbridge.batch import MakeBatch
+    from shmbridge.batch import Layout, MakeBatch
+    from shmbridge.ranks.dealer import DeadRank
+    from shmbridge.ranks.server import RankServer
+    from shmbridge.ranks.share_book import Mode
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,16 @@ class Drained(RuntimeError):
     """The bridge is drained or closed, and has fewer groups than a step wants; what is left stays there."""
 
 
-_NOT_OF_GROUPS = (ConsumerEmpty, BatchTooBig, Closed, UnfitRow, Drained)  # what `take` raises
+# what `take` raises, and a full disk
+_NOT_OF_GROUPS = (ConsumerEmpty, BatchTooBig, Closed, UnfitRow, Drained, OSError)
+
+
+class _Unread(Batch):
+    """Groups that ranks read in place; here nothing is gathered."""
+
+    def __init__(self, groups: list[Group], layout: Layout) -> None:
+        self.groups, self.layout, self._is_lent = groups, layout, False
+        self.records = [record for group in groups for record in group.records]
 
 
 class Step:
@@ -155,6 +166,12 @@ class Step:
         return lags(
             (record.meta.min_policy_version for record in records for _ in range(record.rows)), version
         )
+
+    def longest_row(self) -> tuple[int, str]:
+        """Returns the tokens of its longest row, and the group and environment of that. Never blocks."""
+        row = int(self.batch.lengths.argmax())
+        meta = self.batch.meta[row]
+        return int(self.batch.lengths[row]), f"group {meta.group_id} of environment {meta.env_name!r}"
 
     def __repr__(self) -> str:
         return f"<Step of {counted(len(self.groups), 'group')}, {counted(len(self.batch), 'row')}>"
@@ -277,6 +294,8 @@ class Feed:
             raise
         self.consumer.screen(self._is_new)
         self._thread: ThreadPoolExecutor | None = None
+        self._server: RankServer | None = None
+        self._deal: Callable[[list[Group]], Callable[[], None]] | None = None  # with a server
         log.info(
             "bridge %r: groups are released when %s (release_at=%r)",
             bridge,
@@ -314,6 +333,35 @@ class Feed:
             require_start(self._bridge, self._found, self._start, self._run_id)
             self._may_start = True
 
+    def serve_ranks(
+        self, world_size: int, mode: Mode = "sharded", dead_rank: DeadRank = "wait"
+    ) -> RankServer:
+        """Makes `take` deal each step out to `world_size` learner ranks (shmbridge.Rank), as it returns it.
+
+        The groups of a step are released, or held for a checkpoint, by the same words of this process as
+        without ranks, but not before every rank is done with them. A rank that fails says so with
+        `report_failed`, before it ends. Rows are the ranks' to judge: `unfit`, `longest_row` and `vocabulary`
+        are not looked at. Without `exact` a step of groups tried apart may leave ranks without any. Never
+        blocks; call it once, before the first `take`.
+
+        Args:
+            world_size, mode, dead_rank: as of Consumer.serve_ranks.
+        """
+        self._server = self.consumer.serve_ranks(world_size, None, mode, dead_rank=dead_rank)
+        self._deal = functools.partial(self._server.deal, failed=self._failed_at_ranks)
+        return self._server
+
+    def _failed_at_ranks(self, groups: list[Group]) -> None:
+        """Counts a failure of groups that ranks read, which stay out until this process ends."""
+        keys = [_key(group) for group in groups]
+        with self._lock:
+            self.counts["steps_failed"] += 1
+            for step in self._steps.values():
+                if set(keys) & set(step.keys):
+                    step.early = True  # so that the end of this process does not count, too
+            if self._failures is not None:
+                self._failures.failed(keys)
+
     # -- taking
 
     def take(self, timeout_s: float | None = None, *, groups: int | None = None) -> Step:
@@ -337,10 +385,14 @@ class Feed:
     async def take_async(self, timeout_s: float | None = None, *, groups: int | None = None) -> Step:
         """`take` that never blocks the event loop: a thread of the feed's waits. For one loop.
 
-        If the task is cancelled, the groups come again, unread.
+        If the task is cancelled, the groups come again, unread. ValueError: it serves ranks.
         """
         if self._closing.is_set():
             raise self._is_closed()
+        if self._server is not None:
+            raise ValueError(
+                "what is dealt out to ranks cannot be taken back if a task is cancelled -> take()"
+            )
         if self._thread is None:
             self._thread = ThreadPoolExecutor(
                 _MOST_WAITING, thread_name_prefix=f"shmbridge-{self.consumer.bridge}"
@@ -399,11 +451,7 @@ class Feed:
                 return None
             parts = self._by_failures(batch.groups)
             whole = not self._exact or (not self._gathered and len(batch.groups) == wanted)
-            if (
-                len(parts) == 1
-                and whole
-                and not (self._is_at_fault(batch.groups) or self._must_wait(batch.groups))
-            ):
+            if len(parts) == 1 and whole and not self._must_wait(batch.groups):
                 return self._step_of(batch.groups, batch)
             batch.records = []
             with self._lock:
@@ -435,8 +483,9 @@ class Feed:
                 rows=self._rows if groups is None else None,
                 max_staleness=self._max_staleness,
                 split=self._split,
-                make=self.make,
-                prefetch=self._prefetch if wait_s >= _LOOK_S else 0,  # a thread would find nothing in time
+                make=self.make if self._server is None else _Unread,
+                # a thread would find nothing in time
+                prefetch=self._prefetch if wait_s >= _LOOK_S and self._server is None else 0,
                 hold="caller",
                 timeout_s=wait_s,
             )
@@ -453,6 +502,11 @@ class Feed:
             raise
         if batch is None:
             self._batches = None
+            if self._server is not None:
+                self._server.drained()
+                self._server.wait(
+                    wait_s
+                )  # ranks that are done may still have to say so, before this one leaves
             raise Drained(
                 f"bridge {self.consumer.bridge!r} is drained: {self._missing(groups)} -> save the model; a "
                 "new run needs a bridge that is not drained"
@@ -562,11 +616,11 @@ class Feed:
         """Begins a step. A batch is of these groups, and gives its leases up."""
         held = self.consumer.queue.keep([record for group in groups for record in group.records], batch)
         step = Step(groups, self, held)
-        if batch is not None:
+        if batch is not None and self._deal is None:
             step.batch = batch
         self.consumer.queue.count_batch()
         try:
-            unfit = step.unfit
+            unfit = step.unfit if self._deal is None else {}
         except BaseException:  # as where memory for its arrays ran out
             self.consumer.queue.count_batch(-1)
             self._again.appendleft(groups)
@@ -581,6 +635,12 @@ class Feed:
             self.counts.update({"groups": len(groups), "groups_redelivered": redelivered})
             for kind, _ in unfit.values():
                 self.counts[f"rows_left_out_{kind}"] += 1
+        if self._deal is not None:  # last: interrupted, the step stays out, and comes to the next process
+            try:
+                held.end = self._deal(groups)
+            except Exception:
+                self.give_back(step)
+                raise
         return step
 
     def _begin(self, step: Step) -> None:
@@ -593,8 +653,9 @@ class Feed:
         """Returns a step per group in place of the step, for a trainer that trains groups one by one.
 
         Each is to be ended by itself, or several together, which then count as one step of the run. Never
-        blocks; any thread.
+        blocks; any thread. Raises ValueError: ranks read it.
         """
+        self._require_here(step)
         self._end([step], begun=True)
         self._uncount([step])
         made = [Step([group], self, self.consumer.queue.keep(list(group.records))) for group in step.groups]
@@ -635,8 +696,12 @@ class Feed:
         Args:
             step: of `take`, once; or several `parts` that were trained together.
             version: of the weights that the step made; published to the environments. None: not published.
+
+        Raises ValueError, and nothing is noted: the step is over, or the version is below the published one.
         """
         over = self._that_are_out(step)
+        if version is not None and version < (now := self.consumer.policy_version):
+            raise ValueError(f"version={version} is below {now}, which is published -> versions only rise")
         self._aside_in_a_row, self._saved = 0, False
         self.counts["steps_trained"] += 1
         if over and not any(each._counted for each in over):
@@ -697,18 +762,22 @@ class Feed:
         """Notes that a step failed: its groups come again with the next `take`, or are set aside.
 
         Blocks for the disk. Raises `error` with set_aside_after=0, if memory ran out (a smaller step is the
-        trainer's to make), and if several groups were set aside in a row without a step that trains: then
-        they are not at fault.
+        trainer's to make), if several groups were set aside in a row without a step that trains, since then
+        they are not at fault, and if ranks read the step: it comes to the next process.
         """
-        over = self._end(step)
-        self._uncount(over)
-        self.counts["steps_failed"] += 1
-        spared = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError))
         no_memory = lacks_memory(error)
+        spared = no_memory or not isinstance(error, Exception) or lost_peer(error)
+        over = self._that_are_out(step)
+        if any(each._held.end is not None for each in over):
+            if not spared:
+                self._failed_at_ranks([group for each in over for group in each.groups])
+            raise error
+        self._uncount(self._end(over))
+        self.counts["steps_failed"] += 1
         groups = [group for each in over for group in each.groups]
         with self._lock:
             fault = None
-            if not (spared or no_memory or self._failures is None):
+            if not (spared or self._failures is None):
                 fault = self._failures.failed([_key(group) for group in groups])
             back = [group for group in groups if _key(group) != fault]
             most = max(self._groups, *(len(each.groups) for each in over))  # several steps stay several
@@ -722,17 +791,8 @@ class Feed:
                     except OSError as wrong:
                         raise wrong from error
         if no_memory:
-            length, meta = max(
-                (
-                    (int(each.batch.lengths.max()), each.batch.meta[int(each.batch.lengths.argmax())])
-                    for each in over
-                ),
-                key=itemgetter(0),
-            )
-            error.add_note(
-                f"the longest row of the step has {length} tokens: group {meta.group_id} of "
-                f"environment {meta.env_name!r}"
-            )
+            length, row = max(each.longest_row() for each in over)
+            error.add_note(f"the longest row of the step has {length} tokens: {row}")
         if self._aside_in_a_row >= _MOST_ASIDE:
             error.add_note(
                 f"{self._aside_in_a_row} groups in a row were set aside and no step was trained between: the "
@@ -742,7 +802,11 @@ class Feed:
             raise error
 
     def give_back(self, step: Step) -> None:
-        """Returns an unread step: it comes again before all others, and nothing is counted. Any thread."""
+        """Returns an unread step: it comes again before all others, and nothing is counted. Any thread.
+
+        Raises ValueError: ranks read it.
+        """
+        self._require_here(step)
         self._uncount(self._end(step))
         with self._lock:
             self._again.appendleft(step.groups)
@@ -751,6 +815,10 @@ class Feed:
         for step in steps:
             if step._counted:
                 self.consumer.queue.count_batch(-1)
+
+    def _require_here(self, step: Step) -> None:
+        if step._held.end is not None:
+            raise ValueError(f"{step!r} is dealt out to ranks, which may be reading it")
 
     def _that_are_out(self, step: Step | Sequence[Step]) -> list[Step]:
         self._check_process()
@@ -776,12 +844,13 @@ class Feed:
                 (self._failures.trained if trained else self._failures.over)(keys)
         return over
 
-    def _set_aside(self, group: Group, why: object) -> None:
+    def _set_aside(self, group: Group, why: object, *, is_mine: bool = True) -> None:
         assert self._failures is not None
         try:
             self._failures.set_aside(_key(group), group.records)
         except BaseException:
-            self._again.appendleft([group])
+            if is_mine:  # else it stays with the consumer
+                self._again.appendleft([group])
             raise
         for record in group.records:
             record.release()
@@ -799,9 +868,15 @@ class Feed:
     # -- what a checkpoint contains
 
     def _is_new(self, group: Group) -> bool:
-        """The consumer's screen: keeps out groups that the loaded state contains, and the trainer's."""
+        """The consumer's screen: keeps out groups that the loaded state contains, and the trainer's; those
+        known to be at fault are set aside.
+        """
         known = all(self._known.contains(record.meta) for record in group.records)
         self.counts["groups_in_checkpoint"] += known
+        if not known and self._is_at_fault([group]):
+            with self._lock:
+                self._set_aside(group, "its step failed before", is_mine=False)
+            return False
         return not known and (self._screen is None or self._screen(group))
 
     def state_dict(self) -> dict[str, Any]:
@@ -931,14 +1006,31 @@ class Feed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes; an exception counts as a failure of the steps that are not over, as `failed` does."""
+        """Closes; an exception counts as a failure of the steps that are not over, as `failed` does, unless
+        it says that no group is at fault: see `blames_groups`.
+        """
         self._is_broken = not (error is None or isinstance(error, Drained))
-        if self._pid == os.getpid() and self._failures is not None and isinstance(error, Exception):
+        if self._pid == os.getpid() and self._failures is not None and blames_groups(error):
             with self._lock:
-                keys = [key for step in self._steps.values() if not step.early for key in step.keys]
-            if keys and not isinstance(error, _NOT_OF_GROUPS) and not lacks_memory(error):
-                self._failures.failed(keys)
+                if keys := [key for step in self._steps.values() if not step.early for key in step.keys]:
+                    self._failures.failed(keys)
         self.close()
+
+
+def blames_groups(error: BaseException | None) -> bool:
+    """Returns whether the groups of a step may be at fault for an error that ended it: not for an interrupt,
+    what `take` raises, a full disk, memory that ran out, or another process that is gone.
+    """
+    if not isinstance(error, Exception) or isinstance(error, _NOT_OF_GROUPS):
+        return False
+    return not (lacks_memory(error) or lost_peer(error))
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Returns whether an error means that a collective lost another process."""
+    # by name: torch's, which is not imported; Gloo raises plain RuntimeErrors with its file names
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return "gloo" in text or "nccl" in text or any(each.__name__ == "DistError" for each in type(error).mro())
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -951,8 +1043,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 def _release(steps: Iterable[Step | Held]) -> None:
     for each in steps:
-        for record in (each._held if isinstance(each, Step) else each).records:
-            record.release()
+        (each._held if isinstance(each, Step) else each).release()
 
 
 def _key(group: Group) -> str:

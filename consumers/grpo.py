@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
+from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner.config.checks import refuse_idle, refuse_unreachable_limits
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
@@ -48,16 +49,7 @@ from shmbridge.consumers.learner.train.starting_point import (
 )
 from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
 from shmbridge.consumers.learner.types import Refusal, Untrainable
-from shmbridge.consumers.learner.world import (
-    PeerFailed,
-    PeerLost,
-    World,
-    device_kind,
-    is_of_a_lost_peer,
-    joined,
-    say,
-    speaks,
-)
+from shmbridge.consumers.learner.world import PeerFailed, PeerLost, World, device_kind, joined, say, speaks
 from shmbridge.program import refuse, run_program
 
 UNTRAINABLE = (NoAdvantages, Untrainable)  # errors of a batch that cannot be trained
@@ -165,7 +157,7 @@ def train(
         except REFUSALS:
             raise
         except Exception as error:
-            if isinstance(error, RuntimeError) and world.size > 1 and is_of_a_lost_peer(error):
+            if world.size > 1 and lost_peer(error):
                 say(saver.rescue(batches.training_version))
                 raise
             raise broken_step(

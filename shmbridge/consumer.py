@@ -455,7 +455,7 @@ class Consumer(OneProcess):
     def serve_ranks(
         self,
         world_size: int,
-        groups: int = 8,
+        groups: int | None = 8,
         mode: "Mode" = "sharded",
         max_staleness: int | None = None,
         prefetch: int = 1,
@@ -472,7 +472,8 @@ class Consumer(OneProcess):
         Args:
             world_size: ranks, 1 to 1024; rank 0 may be in this process.
             groups: groups of a batch, over all ranks, at least one per rank; under policy "atropos" as in
-                batches.
+                batches. None: no batch is formed, and `deal` of the server gets them, as from a Feed, which
+                takes groups as before.
             mode: "sharded": every rank gets different groups, the same number each and about the same number
                 of tokens; "broadcast": every rank gets all groups.
             max_staleness, split: as in batches.
@@ -484,7 +485,7 @@ class Consumer(OneProcess):
         from shmbridge.ranks.server import RankServer
 
         self._state.check_open()
-        if self._ranks is not None:
+        if self._hub.ranks is not None:
             raise BadArgument(
                 f"the consumer of bridge {self.bridge!r} serves ranks already",
                 hint="keep the server that serve_ranks returned, or close this consumer first",
@@ -492,7 +493,7 @@ class Consumer(OneProcess):
         self._iterations.stop_prefetch()
         with self._closing.whole:  # close() stops its thread
             self._state.check_open()
-            dealer = self._ranks = self._hub.ranks = self._ending.ranks = ShareDealer(
+            dealer = self._hub.ranks = self._ending.ranks = ShareDealer(
                 self._former,
                 self._state,
                 self._control_plane,
@@ -505,6 +506,7 @@ class Consumer(OneProcess):
                 dead_rank=dead_rank,
                 split=split,
             )
+            self._ranks = None if groups is None else dealer
         self._control_plane.look_again()
         return RankServer(dealer, self.bridge, self)
 

@@ -5,14 +5,18 @@ it reads, even when the hub dies: docs/adr/0002-ranks.md.
 """
 
 import functools
+import json
 import logging
 import os
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Never, Self
 
 from shmbridge._ext import header
+from shmbridge._ext.crash_mark import CrashNote
 from shmbridge._ext.lane_reader import Drops
 from shmbridge._ext.rank_reader import RankReader
 from shmbridge._ext.wait import Waits
@@ -25,6 +29,7 @@ from shmbridge.other_names import unknown_argument
 from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
 from shmbridge.ranks.held_share import RankShare as RankShare
 from shmbridge.record.groups import Group
+from shmbridge.record.leases import lane_name
 from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
@@ -92,6 +97,9 @@ class Rank(OneProcess):
         self._epoch = 0
         self._after = -1
         self._open: list[_Held] = []  # shares read, whose end was not reported to the hub
+        # epoch and number of the shares whose step neither ended nor failed -> the keys of their groups
+        self._begun: dict[tuple[int, int], list[str]] = {}
+        self._crash: CrashNote | None = None
         self._epochs: set[int] = set()  # epochs whose lock is held
         self._lanes: dict[str, RankReader] = {}
         self._drops, self._drops_seen = Drops(), 0
@@ -194,6 +202,8 @@ class Rank(OneProcess):
         return batch
 
     def _gather(self, share: RankShare, layout: Layout) -> Batch | None:
+        if not share.groups:  # a feed's step may have fewer groups than there are ranks
+            return None
         try:
             batch = own_look(Batch, share.groups, layout)
         except MemoryError:
@@ -342,10 +352,50 @@ class Rank(OneProcess):
         ):
             return
         header.fault(b"rank.told_done")
+        self._note_begun(over=[(manifest.epoch, manifest.number) for manifest, _ in ended])
         self._open = [each for each in self._open if each not in ended]
         for reader, look in [lease for _, held in ended for lease in held]:
             reader.forget(look)
         self._let_go()
+
+    def report_failed(self, groups: Sequence[Group] = ()) -> None:
+        """Reports to a hub's feed that a step failed with these groups of open shares; without any, with all.
+
+        The feed counts that, and finds the group at fault over the next runs. Call it for an error that data
+        may have caused, before this process ends by it; a share counts once. Blocks for an answer, at most a
+        second.
+        """
+        at_fault = {(lane_name(record), record._sequence) for group in groups for record in group.records}
+        failed = {}
+        for manifest, held in self._open:
+            begun = (self._epoch, manifest.number) in self._begun
+            if manifest.epoch == self._epoch and begun and is_open(held, of_this_hub=True):
+                places = [
+                    place
+                    for place, group in enumerate(manifest.groups)
+                    if at_fault & {(manifest.lanes[each.lane], each.sequence) for each in group.records}
+                ]
+                if places or not groups:
+                    failed[manifest.number] = places
+        if failed:
+            self._note_begun(over=[(self._epoch, number) for number in failed])
+            self._request(messages.SharesDone(self.rank, self._member, self._epoch, [], failed), _ASK_S)
+
+    def note_crashes(self, folder: str | Path) -> None:
+        """Has a crash of this process counted as a failure of the groups that it reads then.
+
+        Args:
+            folder: `set_aside` of the run directory of the hub's feed, which reads there what it is to count
+                when it opens the next time; the feed's own process needs no note.
+        """
+        self._crash = CrashNote(os.fsencode(Path(folder).absolute() / "crash"))
+
+    def _note_begun(self, *, over: Iterable[tuple[int, int]] = ()) -> None:
+        for share in over:
+            self._begun.pop(share, None)
+        if self._crash is not None:
+            keys = [key for keys in self._begun.values() for key in keys]
+            self._crash.set(json.dumps(keys).encode() if keys else b"")
 
     def _let_go(self) -> None:
         """Frees locks of earlier epochs and lanes of dead producers that no held record needs."""
@@ -410,6 +460,10 @@ class Rank(OneProcess):
         # Both or none: on a failure before, the share comes again.
         self._open, self._after = [*self._open, (manifest, held)], manifest.number
         header.fault(b"rank.holding")
+        self._begun[manifest.epoch, manifest.number] = [
+            f"{group.producer_id} {group.records[0]._sequence}" for group in groups
+        ]
+        self._note_begun()
         self._totals["shares"] += 1
         self._totals["reissued"] += manifest.reissued
         self._totals["records"] += len(share.records)
@@ -488,6 +542,8 @@ class Rank(OneProcess):
         if self._epoch and locks.is_locked(self._control.mapping.fd, LockByte.HUB):
             self.report_done()
         self._client.close()
+        if self._crash is not None:
+            self._crash.end()
         held = sum(reader.held for reader in self._lanes.values())
         if held == 0:
             membership.leave(self._control.mapping.fd, self.bridge)

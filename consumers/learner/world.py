@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner.types import Refusal
 from shmbridge.program import tell
 
@@ -196,7 +197,7 @@ def _lost_peers_named(rank: int, size: int, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_of_a_lost_peer(error):
+        if not lost_peer(error):
             raise
         clear_frames(error.__traceback__)  # torch's frames hold the Gloo group
         raise PeerLost(
@@ -229,11 +230,3 @@ def say(text: str) -> None:
 def _seen(error: RuntimeError) -> str:
     """Returns the first line of the error, without the source location and without advice."""
     return str(error).splitlines()[0].removeprefix("[").split("] ", 1)[-1].split(". ")[0]
-
-
-def is_of_a_lost_peer(error: RuntimeError) -> bool:
-    """Returns whether a collective lost a peer; Gloo raises plain RuntimeErrors with its file names."""
-    from torch import distributed
-
-    text = str(error).lower()
-    return isinstance(error, distributed.DistError) or "gloo" in text or "nccl" in text

@@ -4,7 +4,7 @@ TRL 1.16 takes advantages of shape (B, T) from subclasses; this is one. `_genera
 TRL's own private method: a test holds its signature, and other releases are named by a warning.
 
 **Released**: once a checkpoint contains the optimizer step with the last part of a generation batch; where
-nothing is saved (`save_strategy="no"`), and with several processes, at that step's end (`on_step_end`). With
+nothing is saved (`save_strategy="no"`), at that step's end (`on_step_end`), in every process. With
 `gradient_accumulation_steps`, `steps_per_generation` or `num_iterations` above 1 a batch serves several parts
 or steps; it is held until the last. A step that a gradient scaler skipped counts as one.
 
@@ -16,7 +16,8 @@ are not trained again by a run that resumes from it.
 aside into `set_aside/` of `output_dir` when training is resumed, as `Feed` describes.
 
 **Hub**: rank 0's process, one `shmbridge.Rank` in each process if there are several (DDP over accelerate).
-Every process gets its share of each batch from shared memory; nothing of it goes through collectives.
+Every process gets its share of each batch from shared memory; nothing of it goes through collectives. A
+process that fails tells the hub which groups it had, before the others lose it.
 """
 
 from __future__ import annotations
@@ -184,8 +185,7 @@ class ShmGRPOTrainer(GRPOTrainer):
         the rollouts does not say how to go on. Unsupported: the checkpoint was not saved to its end.
         """
         checkpoint = _checkpoint(resume_from_checkpoint, self.args.output_dir)
-        self.rollouts.begin(checkpoint)
-        if self.accelerator.num_processes == 1:  # its generation batch comes again
+        if self.rollouts.begin(checkpoint):  # its generation batch comes again
             self._step, self._buffered_inputs = 0, None
         return super().train(checkpoint, *more, **options)
 
@@ -207,6 +207,7 @@ class ShmGRPOTrainer(GRPOTrainer):
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             feed.save_state(folder)
         super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # every process has written its part
         if feed is not None:
             feed.checkpointed()
 

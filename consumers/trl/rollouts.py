@@ -14,6 +14,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import compress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -22,11 +23,12 @@ from msgspec import structs
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.feed import Drained, Feed, Step
+from shmbridge.consumers.feed import Drained, Feed, Step, blames_groups
 from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words, warn_of_stale_rows
 from shmbridge.consumers.trajectories import Credit, lags, unfit_row, unfit_rows
 from shmbridge.consumers.trl.rows import Rows, rows_of
+from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 
 log = logging.getLogger(__name__)
@@ -60,8 +62,7 @@ class ShmRollouts:
         timeout_s: seconds that a generation waits for a batch, then ConsumerEmpty; None: for ever, with a
             warning for each minute.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise not at all.
-        release_at, set_aside_after, start: as of `Feed`. With several processes the records are released at
-            the step's end, and nothing is set aside.
+        release_at, set_aside_after, start: as of `Feed`.
         unfit: rows with a token that the model does not know, or longer than `longest_row`: "refuse" raises
             UnfitRow, "leave_out" masks and counts them.
         longest_row: most tokens of a row; None: the positions of the model.
@@ -91,14 +92,17 @@ class ShmRollouts:
         check_words(locals(), uneven=get_args(Uneven))
         check_options(bridge, credit, consumer)
         self.bridge, self.uneven, self._credit = bridge, uneven, credit
-        self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._whole_rows, self._release_at, self._unfit = whole_rows, release_at, unfit
+        self._timeout_s, self._whole_rows, self._unfit = timeout_s, whole_rows, unfit
         self._longest_row, self._vocabulary = longest_row, None
-        self._options = {"set_aside_after": set_aside_after, "start": start, **consumer}
+        self._options: dict[str, Any] = {  # of the feed
+            "max_staleness": max_staleness, "prefetch": prefetch, "release_at": release_at, "unfit": unfit,
+            "set_aside_after": set_aside_after, "start": start, **consumer,
+        }  # fmt: skip
         self._trainer: Any = None
         self.feed: Feed | None = None  # in the hub's process
-        self._rank: shmbridge.Rank | None = None
-        self._held: deque[tuple[int, Step | Batch]] = deque()  # micro-steps after which nobody needs it
+        self._rank: shmbridge.Rank | None = None  # if there are several processes
+        # micro-steps after which nobody needs it; the step, in the hub's process; this one's rows of it
+        self._held: deque[tuple[int, Step | None, Batch]] = deque()
         self._steps = 0
         self._has_begun = False  # whether the run is announced
         self._counts: Counter[str] = Counter()
@@ -112,74 +116,65 @@ class ShmRollouts:
     def join(self, trainer: Any, *, rank: int, world_size: int, groups: int) -> None:
         """Opens the bridge for a trainer's process; rank 0 is the consumer, and deals out the shares.
 
-        Does not wait for other processes. Only this trainer's calls are answered; `groups` are those in a
-        generation batch of one process. Raises ConsumerTaken, RankTaken: the place is taken. ValueError:
-        joined already, or several processes and release_at="checkpoint".
+        Does not wait for other processes. `groups` are those in a generation batch of one process. Raises
+        ConsumerTaken, RankTaken: the place is taken. ValueError: it has a trainer, and answers no other.
         """
         if self._trainer is not None:
             raise ValueError(f"the rollouts of bridge {self.bridge!r} have a trainer already -> make others")
-        if world_size > 1 and self._release_at == "checkpoint":
-            raise ValueError(f'release_at="checkpoint" is for one process, not {world_size} -> leave it out')
         self._vocabulary = getattr(trainer.model.get_input_embeddings(), "num_embeddings", None)
         if self._longest_row is None:
             config = trainer.model.config.get_text_config()
             self._longest_row = getattr(config, "max_position_embeddings", None)
+        self._groups, self._world_size = groups, world_size
         if rank == 0:
-            self.feed = self._open(trainer, world_size, groups)
+            self.feed = self._open(trainer)
         if world_size > 1:
             self._rank = shmbridge.Rank(self.bridge, rank, world_size)
-        self._trainer, self._groups = trainer, groups
+            if self.feed is None and self._options["set_aside_after"]:
+                self._rank.note_crashes(Path(trainer.args.output_dir) / "set_aside")
+        self._trainer = trainer
 
-    def _open(self, trainer: Any, world_size: int, groups: int) -> Feed:
-        args, options = trainer.args, dict(self._options)
-        every = -1 if args.save_strategy == "no" else ALL  # not in steps
-        if args.save_strategy == "steps":
-            every = max(int(args.save_steps), 1)
-        rows = groups * world_size * trainer.num_generations
+    def _open(self, trainer: Any) -> Feed:
+        args, options, groups = trainer.args, dict(self._options), self._groups * self._world_size
+        every = {"no": -1, "steps": max(int(args.save_steps), 1)}.get(args.save_strategy, ALL)  # not in steps
+        rows = groups * trainer.num_generations
         run = options.pop("run", None) or shmbridge.Run(batch_size=rows, max_token_len=0, num_steps=ALL)
         feed = Feed(
             self.bridge,
             groups=groups,
             exact=True,
             trained_together=ALL,  # what the trainer has when it asks stays until it has got more
-            release_at=self._release_at if world_size == 1 else "step",
-            max_staleness=self._max_staleness,
-            prefetch=self._prefetch,
             longest_row=self._longest_row,
             vocabulary=self._vocabulary,
-            unfit=self._unfit,
             screen=(lambda group: group.rows == trainer.num_generations) if self.uneven == "skip" else None,
             run=structs.replace(run, save_checkpoint_interval=every),
             run_dir=args.output_dir,
             **options,
         )
-        if world_size > 1:
-            feed.consumer.serve_ranks(
-                world_size,
-                groups=groups * world_size,
-                max_staleness=self._max_staleness,
-                prefetch=max(self._prefetch, 1),  # the next one may begin before the step of the last
-            )
+        if self._world_size > 1:
+            feed.serve_ranks(self._world_size)
         return feed
 
     # -- what the trainer calls
 
-    def _take(self) -> tuple[Step | Batch, Batch, dict[int, tuple[str, str]]]:
-        """Returns what is to be released later, its rows, and those of them that cannot be trained."""
+    def _take(self) -> tuple[Step | None, Batch, dict[int, tuple[str, str]]]:
+        """Returns the step in the hub's process, and the rows here with those that cannot be trained."""
+        step = None if self.feed is None else self.feed.take(self._timeout_s)
         if self._rank is None:
-            assert self.feed is not None
-            step = self.feed.take(self._timeout_s)
+            assert step is not None
             return step, step.batch, step.unfit
-        while (share := self._rank.next_share(self._timeout_s)) is not None:
-            if (batch := self._rank.gather(share)) is not None:
-                unfit = unfit_rows(batch, self._longest_row, self._vocabulary)
-                if unfit and self._unfit == "refuse":
-                    raise unfit_row(batch, *next(iter(unfit.items())))
-                return batch, batch, unfit
-        raise Drained(
-            f"bridge {self.bridge!r} is drained and has no further batch of {self._groups} groups per "
-            "process -> save the model; a new run needs a bridge that is not drained"
-        )
+        share = self._rank.next_share(self._timeout_s)
+        batch = None if share is None else self._rank.gather(share)
+        if batch is None:
+            raise Drained(
+                f"bridge {self.bridge!r} is drained and has no further batch of {self._groups} groups per "
+                "process -> save the model; a new run needs a bridge that is not drained"
+            )
+        if (unfit := unfit_rows(batch, self._longest_row, self._vocabulary)) and self._unfit == "refuse":
+            row, why = next(iter(unfit.items()))
+            self._rank.report_failed([batch.groups[int(batch.group_index[row])]])
+            raise unfit_row(batch, row, why)
+        return step, batch, unfit
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Returns the next generation batch as TRL's `rollout_func` must, with a row for each prompt.
@@ -195,9 +190,9 @@ class ShmRollouts:
             )
         if not trainer.model.training:
             raise NotJoined("evaluation asks for rollouts of its own prompts -> eval_strategy='no'")
-        held = None
+        taken = None
         try:
-            held, batch, unfit = self._take()
+            step, batch, unfit = taken = self._take()
             rows = rows_of(
                 batch,
                 len(prompts),
@@ -211,12 +206,12 @@ class ShmRollouts:
             )
         except BaseException as error:
             self.give_back()  # what the optimizer step has besides is not at fault
-            if isinstance(held, Step):
-                self._held.append((0, held))
-                self.failed(error)
+            if taken is not None:
+                self._held.append((0, *taken[:2]))
+                self.failed(error, taken[1].groups)
             raise
         every = trainer.args.steps_per_generation * trainer.num_iterations
-        self._held.append((self._steps + every, held))
+        self._held.append((self._steps + every, step, batch))
         self._count(batch, rows)
         self.latest = rows
         return {
@@ -237,49 +232,59 @@ class ShmRollouts:
         Blocks for the hub's answer if there are ranks, at most a second.
         """
         while self._held and self._held[0][0] <= self._steps:
-            over = self._held.popleft()[1]
-            if self.feed is not None and isinstance(over, Step):
-                self.feed.trained(over)
-            elif self._rank is not None and isinstance(over, Batch):
-                over.release()
+            _, step, batch = self._held.popleft()
+            batch.release()
+            if self._rank is not None:
                 self._rank.report_done()
-                if self.feed is not None:
-                    self.feed.trained([])  # counts a step
+            if self.feed is not None and step is not None:
+                self.feed.trained(step)
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, groups: Sequence[Group] = ()) -> None:
         """Notes that a step failed over all that is held: it comes again, or is set aside, as `Feed.failed`.
 
-        With several processes nothing is noted: what is held comes again to the next ones.
+        With several processes this one's part of it is counted, of which `groups` alone if they are given;
+        it comes to the next processes.
         """
-        if self._rank is None and self.feed is not None and self._held:
-            steps = [step for _, step in self._held if isinstance(step, Step)]
+        if self._rank is not None:
+            if blames_groups(error):
+                self._rank.report_failed(groups)
+        elif self.feed is not None and self._held:
+            steps = [step for _, step, _ in self._held if step is not None]
             self._held.clear()
             self.feed.failed(steps, error)
 
     def give_back(self) -> None:
         """Ends what is held, untrained: it comes next. With several processes it stays. Never blocks."""
-        while self._held and isinstance(step := self._held[-1][1], Step) and self.feed is not None:
-            self._held.pop()
-            self.feed.give_back(step)
+        while self._held and self._rank is None and self.feed is not None:
+            if (step := self._held.pop()[1]) is not None:
+                self.feed.give_back(step)
 
     # -- checkpoints and versions: for the hub's process; those that other processes call do nothing there
 
-    def begin(self, checkpoint: str | None) -> None:
+    def begin(self, checkpoint: str | None) -> bool:
         """Begins training: what is held comes again, and what the checkpoint contains is not trained again.
 
+        Returns whether nothing is held now: with several processes it stays, if there is no checkpoint.
         Blocks for the disk. Raises BridgeAhead: the bridge was trained before, and neither a checkpoint nor
         `start` says how to go on.
         """
         self.give_back()
-        if self.feed is None:
-            return
-        if checkpoint is not None:
-            if self._has_begun and self._rank is None:  # what was trained since is not in the model any more
+        if goes_back := checkpoint is not None and self._has_begun:
+            self._forget()  # what was trained since is not in the model any more
+            self._has_begun = False
+        if self.feed is not None:
+            if goes_back:
                 self.feed.close()
-                self.feed, self._has_begun = self._open(self._trainer, 1, self._groups), False
-            if not self.feed.load_state(checkpoint):
+                self.feed = self._open(self._trainer)
+            if not (checkpoint is None or self.feed.load_state(checkpoint)):
                 log.warning("checkpoint %s lists no groups: those that come again are trained", checkpoint)
-        self.feed.require_start()
+            self.feed.require_start()
+        return not self._held
+
+    def _forget(self) -> None:
+        """Ends what this process still reads, without release: it comes to the next consumer."""
+        while self._held:
+            abandon(self._held.popleft()[2].records)
 
     @property
     def is_hub(self) -> bool:
@@ -294,15 +299,15 @@ class ShmRollouts:
 
     def publish(self, version: int, *, to_environments: bool = True) -> None:
         """Publishes the policy version, or only notes it for the staleness of batches."""
+        has_begun, self._has_begun = self._has_begun, True  # with the first version, which is published
         if self.feed is None:
             return
         if not to_environments:
             self.feed.consumer.note_training_version(version)
-        elif self._has_begun:
+        elif has_begun:
             self.feed.publish(version)
         else:
             self.feed.begin_run(version)
-            self._has_begun = True
 
     def drain(self) -> None:
         """Takes no new records; training ends with Drained after those already there. Hub's process only."""
@@ -326,8 +331,7 @@ class ShmRollouts:
                 self.bridge,
                 self._trainer.temperature,
             )
-        scores = [float(score) for score in rows.columns.get("score", ()) if score is not None]
-        if scores:
+        if scores := [float(score) for score in rows.columns.get("score", ()) if score is not None]:
             self._fresh["score"] = sum(scores) / len(scores)
         if self.feed is None:
             return
@@ -371,9 +375,9 @@ class ShmRollouts:
     ) -> None:
         """Closes; an exception counts as a failure of what is held, as of `Feed`."""
         self.closed = True
-        while self._held:
-            if isinstance(batch := self._held.popleft()[1], Batch):
-                abandon(batch.records)
+        if self._rank is not None and blames_groups(error):
+            self._rank.report_failed()
+        self._forget()
         if self._rank is not None:
             self._rank.close()
         if self.feed is not None:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,24 @@ _EVERYTHING = 1 << 31
 
 
 class Held:
-    """Records that a caller keeps without their batch; they are counted as held while this object lives."""
+    """Records that a caller keeps without their batch; they are counted as held while this object lives.
 
-    __slots__ = ("__weakref__", "records")
+    `end` is called in place of their release, if learner ranks may still read them.
+    """
+
+    __slots__ = ("__weakref__", "end", "records")
 
     def __init__(self, records: list[Record]) -> None:
         self.records = records
+        self.end: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Releases the records, unless ranks still read them: then once these are done. Idempotent."""
+        if self.end is not None:
+            self.end()
+            return
+        for record in self.records:
+            record.release()
 
 
 class BatchFormer:

@@ -127,12 +127,17 @@ class NextShare(Message, frozen=True):
 
 
 class SharesDone(Message, frozen=True):
-    """A learner rank no longer reads these shares; answered with `Ack`."""
+    """A learner rank no longer reads these shares; answered with `Ack`.
+
+    `failed` names shares that it still reads, and whose step failed: number of the share, and the places of
+    the groups at fault in it, all if there are none.
+    """
 
     rank: int
     member: int
     epoch: int
     numbers: list[int]
+    failed: dict[int, list[int]] = {}
 
 
 class BeginGroup(Message, frozen=True):

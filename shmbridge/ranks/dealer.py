@@ -1,12 +1,16 @@
-"""The hub's side of learner ranks: forms batches ahead, deals shares out, keeps leases until all are read.
+"""The hub's side of learner ranks: deals shares out, and keeps their leases until all are read.
+
+It forms batches ahead, in a thread, or deals out those that a feed gives it, which ends them.
 
 Locks show which ranks live; share_book.py assigns groups to ranks. The other side is rank.py. Why a rank's
 memory does not change while it reads, even when a hub or a rank dies: docs/adr/0002-ranks.md.
 """
 
+import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from shmbridge._ext import header
@@ -30,7 +34,7 @@ from shmbridge.control.messages import (
 from shmbridge.errors import BadArgument, BatchTooBig
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.state import HubState
-from shmbridge.ranks.share_book import Mode, Share, ShareBook
+from shmbridge.ranks.share_book import Mode, Share, ShareBook, Step
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_name
 from shmbridge.schema import Split
@@ -48,7 +52,10 @@ DeadRank = Literal["wait", "spread"]
 
 
 class ShareDealer:
-    """Deals a consumer's batches out to learner ranks, in a separate thread. Its users hold a RankServer."""
+    """Deals batches out to learner ranks. Its users hold a RankServer.
+
+    With `groups` it forms the batches itself, in a separate thread; else it deals what `deal` gets.
+    """
 
     def __init__(
         self,
@@ -58,7 +65,7 @@ class ShareDealer:
         closing: Closing,
         *,
         world_size: int,
-        groups: int,
+        groups: int | None,
         mode: Mode,
         max_staleness: int | None,
         prefetch: int,
@@ -69,20 +76,19 @@ class ShareDealer:
         prefetch = check_count("prefetch", prefetch, 0, 1024)
         check_choice("mode", mode, ("sharded", "broadcast"))
         check_choice("dead_rank", dead_rank, ("wait", "spread"))
-        self._split = BatchRequest(former.want(groups, None), split=split).split
-        if mode == "sharded" and groups < world_size:
+        if groups is not None:
+            BatchRequest(former.want(groups, None), split=split)  # checks them
+        if mode == "sharded" and groups is not None and groups < world_size:
             raise BadArgument(
                 f"groups={groups}: each of {world_size} ranks needs one of every batch",
                 hint=f'groups={world_size} or more, or mode="broadcast"',
             )
         self.world_size = world_size
         self._former, self._state, self._control_plane, self._closing = former, state, control_plane, closing
-        self._groups, self._max_staleness, self._dead_rank = (
-            groups,
-            former.most_stale(max_staleness),
-            dead_rank,
-        )
-        self._steps_ahead = 1 + prefetch
+        self._groups, self._split, self._dead_rank = groups, split, dead_rank
+        # a feed has cut what is stale, and deals what is wanted now
+        self._max_staleness = None if groups is None else former.most_stale(max_staleness)
+        self._steps_ahead = 0 if groups is None else 1 + prefetch
         self._book = ShareBook(world_size, mode)
         self._known: set[int] = set()  # ranks that were alive at the last check, or have asked since
         self._dead: set[int] = set()  # ranks that have died
@@ -92,14 +98,45 @@ class ShareDealer:
         self._drained, self._withdrawn, self._failed = False, False, ""
         self._stop = threading.Event()
         self._change = threading.Condition(closing.lock())
-        self._thread = Joined(self._run, f"shmbridge-ranks-{state.bridge}")
+        self._thread = None if groups is None else Joined(self._run, f"shmbridge-ranks-{state.bridge}")
         try:
-            self._thread.start()
+            if self._thread is not None:
+                self._thread.start()
         except BaseException:
             self.stop()
             raise
 
-    # -- forming batches
+    # -- forming batches, or getting them
+
+    @then_close
+    def deal(self, groups: list[Group], failed: Callable[[list[Group]], None]) -> Callable[[], None]:
+        """Deals out a step of a feed; returns what ends it. Never blocks; any thread.
+
+        Its groups are released once it has ended and every rank is done with them. `failed` is called in the
+        control plane's thread with groups that a rank reports as failed. Raises BatchTooBig.
+        """
+        self._check_sayable(groups)
+        return functools.partial(self._end, self._deal(groups, failed))
+
+    def _deal(self, groups: list[Group], failed: Callable[[list[Group]], None] | None = None) -> Step:
+        with self._change:
+            self._drained, takers = False, self._takers()
+            step = self._book.open(groups, self._state.policy_version, takers, failed)
+        self._control_plane.look_again()
+        return step
+
+    def _end(self, step: Step) -> None:
+        with self._change:
+            self._finish(self._book.end(step))
+
+    @then_close
+    def drained(self) -> None:
+        """Tells the ranks that a feed has no further step. Never blocks; any thread."""
+        with self._change:
+            self._drained = True
+            self._say_if_finished()
+            self._change.notify_all()
+        self._control_plane.look_again()
 
     def _run(self) -> None:
         try:
@@ -113,10 +150,12 @@ class ShareDealer:
                 if groups is None:
                     self._wait_drained()
                     continue
-                self._check_sayable(groups)
-                with self._change:
-                    self._book.open(groups, self._state.policy_version, self._takers())
-                self._control_plane.look_again()
+                try:
+                    self._check_sayable(groups)
+                except Exception:
+                    self._former.put_back(groups)
+                    raise
+                self._deal(groups)
         except Exception as error:  # any error must reach the ranks
             log.exception("bridge %r forms no more batches for its ranks", self._state.bridge)
             with self._change:
@@ -126,9 +165,8 @@ class ShareDealer:
 
     def _check_sayable(self, groups: list[Group]) -> None:
         """Raises if a share could have more records than a message can name."""
-        # The number wanted, except under a policy that counts rows.
-        if self._book.mode == "sharded" and len(groups) < self.world_size:
-            self._former.put_back(groups)
+        # The number wanted, except under a policy that counts rows. A feed's step may leave a rank without.
+        if self._book.mode == "sharded" and len(groups) < self.world_size and self._groups is not None:
             raise ValueError(
                 f"a batch of {len(groups)} groups, and each of {self.world_size} ranks needs one: raise "
                 "run.batch_size"
@@ -136,7 +174,6 @@ class ShareDealer:
         records = sum(len(group.records) for group in groups)
         shares = self.world_size if self._book.mode == "sharded" else 1
         if records > _MOST_RECORDS * shares:
-            self._former.put_back(groups)
             raise BatchTooBig(
                 f"a batch of {len(groups)} groups has {records} records, and a manifest names "
                 f"{_MOST_RECORDS}",
@@ -205,8 +242,8 @@ class ShareDealer:
                 if self._stop.is_set()
                 else self._book.next_for(request.rank, request.member, request.after)
             )
-            # count on issue, not when formed: a formed batch may be withdrawn
-            if self._book.issued_steps > known:
+            # count on issue, not when formed: a formed batch may be withdrawn; a feed counts its own
+            if self._book.issued_steps > known and self._groups is not None:
                 self._former.count_batch()
                 self._former.count_lags(share.step.groups if share is not None else [])
             answer: Manifest | NoMoreShares | None = None
@@ -231,13 +268,17 @@ class ShareDealer:
         return self._dead_rank == "spread" and self._book.open_steps > 0
 
     def shares_done(self, request: SharesDone) -> Ack | Refused:
-        """Ends the leases that no rank needs any more. Never blocks."""
+        """Ends the leases that no rank needs any more; tells a feed of a failure, and blocks for its disk."""
         if request.epoch != self._state.hub_epoch:
             return self._other_epoch(request.epoch)
         header.fault(b"hub.share_done")
         with self._change:
             self._finish(self._book.done(request.rank, request.member, request.numbers))
+            failed = self._book.failed(request.rank, request.member, request.failed)
         self._control_plane.look_again()  # for some ranks this may be the end
+        for step, groups in failed:
+            if step.failed is not None and groups:
+                step.failed(groups)
         return Ack()
 
     def _other_epoch(self, epoch: int) -> Refused:
@@ -249,7 +290,10 @@ class ShareDealer:
             for record in group.records:
                 record.release()
         self._done += len(groups)
-        self._former.finished(groups)
+        if (
+            self._groups is not None
+        ):  # a feed calls this under its lock, and the former's screen waits for that
+            self._former.finished(groups)
         self._say_if_finished()
         self._change.notify_all()
 
@@ -382,7 +426,8 @@ class ShareDealer:
         self._stop.set()
         with self._change:
             self._change.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def forget(self) -> None:
         """Ends every lease without release: the next consumer gets those records. For Consumer.close."""

@@ -1,6 +1,9 @@
 """What Consumer.serve_ranks returns: how far the ranks have come. The work is done by dealer.py."""
 
+from collections.abc import Callable
+
 from shmbridge.ranks.dealer import ShareDealer
+from shmbridge.record.groups import Group
 
 
 class RankServer:
@@ -8,6 +11,25 @@ class RankServer:
 
     def __init__(self, dealer: ShareDealer, bridge: str, consumer: object) -> None:
         self._dealer, self._bridge, self._consumer = dealer, bridge, consumer
+
+    def deal(self, groups: list[Group], failed: Callable[[list[Group]], None]) -> Callable[[], None]:
+        """Deals a step out, for a feed: serve_ranks(groups=None). Never blocks; any thread.
+
+        Returns what ends the step: from then on its groups are released, as soon as every rank is done with
+        them.
+
+        Args:
+            groups: of the step, leased and unread; sharded ranks get none if there are too few.
+            failed: is called with the groups of a share whose step a rank reports as failed, in a thread that
+                answers messages: it must not wait for ranks.
+
+        Raises BatchTooBig: more records than a message can name.
+        """
+        return self._dealer.deal(groups, failed)
+
+    def drained(self) -> None:
+        """Tells the ranks that `deal` has no further step for now. Never blocks; any thread."""
+        self._dealer.drained()
 
     @property
     def world_size(self) -> int:

@@ -31,12 +31,18 @@ def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
 
 @dataclass(slots=True)
 class Step:
-    """One global batch: all its groups, oldest first, and the policy version it was formed under."""
+    """One global batch: all its groups, oldest first, and the policy version it was formed under.
+
+    One of a feed is over as a whole: once `end` was called for it, and no rank reads any of it.
+    """
 
     number: int
     groups: list[Group]
     policy_version: int
+    failed: Callable[[list[Group]], None] | None = None  # of a feed: what gets the groups reported as failed
+    ended: bool = False
     issued: bool = False  # a part of it has been handed out
+    read: list[Group] = field(default_factory=list)  # that no rank reads any more, and that are not over
 
     @property
     def rows(self) -> int:
@@ -89,15 +95,22 @@ class ShareBook:
         """Batches with a share that is not done."""
         return len({share.step.number for share in self})
 
-    def open(self, groups: list[Group], policy_version: int, ranks: list[int]) -> None:
-        """Adds a formed batch: shares of it for these ranks."""
-        step = Step(self._next_step, groups, policy_version)
+    def open(
+        self,
+        groups: list[Group],
+        policy_version: int,
+        ranks: list[int],
+        failed: Callable[[list[Group]], None] | None = None,
+    ) -> Step:
+        """Adds a formed batch, or with `failed` a feed's: shares of it for these ranks. Returns its step."""
+        step = Step(self._next_step, groups, policy_version, failed)
         self._next_step += 1
         if self.mode == "broadcast":
             self._add(step, groups, set(ranks))
         else:
             for rank, dealt in share_out(groups, ranks).items():
                 self._add(step, dealt, {rank})
+        return step
 
     def _add(self, step: Step, groups: list[Group], readers: set[int]) -> None:
         self._shares[self._next_share] = Share(self._next_share, step, groups, readers)
@@ -134,6 +147,35 @@ class ShareBook:
                 share.read = True
                 finished += self._end_if_read(share)
         return finished
+
+    def failed(self, rank: int, member: int, failed: dict[int, list[int]]) -> list[tuple[Step, list[Group]]]:
+        """Returns the groups of shares that a rank still reads, by their places; without places all.
+
+        Only of the incarnation that a share was last issued to.
+        """
+        shares = [
+            (self._shares[number], places) for number, places in failed.items() if number in self._shares
+        ]
+        return [
+            (
+                share.step,
+                [share.groups[each] for each in places if 0 <= each < len(share.groups)] or share.groups,
+            )
+            for share, places in shares
+            if rank in share.readers and share.issued.get(rank) == member
+        ]
+
+    def end(self, step: Step) -> list[Group]:
+        """Ends the step of a feed; returns its groups if no rank reads any of it. Idempotent."""
+        step.ended = True
+        return self._over(step)
+
+    def _over(self, step: Step) -> list[Group]:
+        """Returns the groups of a step that are over now."""
+        if step.failed is not None and not (step.ended and all(share.step is not step for share in self)):
+            return []
+        over, step.read = step.read, []
+        return over
 
     def hand_over(self, dead: int, living: list[int]) -> list[Group]:
         """Removes a dead rank as a reader; returns the groups that are over by that.
@@ -177,4 +219,5 @@ class ShareBook:
         if share.readers or not share.read:
             return []
         del self._shares[share.number]
-        return share.groups
+        share.step.read += share.groups
+        return self._over(share.step)

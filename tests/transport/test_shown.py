@@ -25,7 +25,8 @@ SURFACE = {
         training_version""",
     shmbridge.Producer: """begin_group begin_group_async claim close close_origin free_bytes held paused
         policy_version producer_id put put_async put_many removed stats""",
-    shmbridge.Rank: """batches close gather next_share one_wait report_done stats take_back_dropped""",
+    shmbridge.Rank: """batches close gather next_share note_crashes one_wait report_done report_failed stats
+        take_back_dropped""",
     shmbridge.Ticket: "end show",
     shmbridge.Run: """batch_size checkpoint_dir max_token_len num_steps save_checkpoint_interval starting_step
         wandb_group wandb_project""",

@@ -69,7 +69,7 @@ class CheckpointConfig:
     save_every: steps between checkpoints
     keep: how many of the newest checkpoints to keep
     release_at: release groups once their step is trained, or once a checkpoint has it: lanes need room for
-        --save-every steps [checkpoint, but early, and said, in full lanes; step with several ranks]
+        --save-every steps [checkpoint, but early, and said, in full lanes]
     hold_until_saved: --release-at checkpoint
     record (DIR): write every record into Parquet files there before it is trained with
     on_full_disk: of --record: end with an error, or stop recording and train on
@@ -96,7 +96,8 @@ class BatchConfig:
     accumulate: batches of --groups groups per optimizer step: the gradient is that of all their groups, and
         all are held until the step is done
     set_aside_after: failures of a step after which its groups are tried in halves, and the one at fault goes
-        into set_aside/ of the run directory; 0 ends the run instead. For one process
+        into set_aside/ of the run directory; 0 ends the run instead. With several ranks a failure ends the
+        run, too, and counts for the next --resume
     lanes: environments to take from at once; more wait for a free lane [as many as descriptors allow, 1024 at
         most]
     allocation_wait (SECONDS): with --policy fair: how long a batch waits for an environment that is promised
@@ -315,11 +316,6 @@ class LearnerConfig:
     def run_dir(self) -> Path:
         """The folder of this run."""
         return Path(self.checkpoints.run_dir or Path("runs") / self.run.bridge)
-
-    @property
-    def most_held(self) -> int:
-        """How many batches several ranks hold at most before they release any."""
-        return self.batch.accumulate * (self.checkpoints.save_every if self.holds_until_saved else 1)
 
     @property
     def holds_until_saved(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
-from shmbridge.consumers.feed import Drained, Feed, Step, lacks_memory
+from shmbridge.consumers.feed import Drained, Feed, Step, blames_groups
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import StopSignals
@@ -108,10 +108,7 @@ class HubSource:
 
     def longest_row(self) -> tuple[int, str]:
         """Returns the tokens of the longest row that is out, and its group and environment."""
-        batch = max(self.out(), key=lambda batch: int(batch.lengths.max()))
-        row = int(batch.lengths.argmax())
-        meta = batch.meta[row]
-        return int(batch.lengths[row]), f"group {meta.group_id} of environment {meta.env_name!r}"
+        return max(step.longest_row() for step in self._steps.values())
 
     def saved(self) -> None:
         """Releases what was held for a checkpoint, which is on disk. Never blocks."""
@@ -137,8 +134,9 @@ class HubSource:
 
 def may_be_data(error: BaseException) -> bool:
     """Returns whether the batches that are out may be at fault for an error of their step."""
-    others = NoBatch, NoAdvantages, Refusal, shmbridge.ShmBridgeError, OSError
-    return isinstance(error, Exception) and not isinstance(error, others) and not lacks_memory(error)
+    return blames_groups(error) and not isinstance(
+        error, (NoBatch, NoAdvantages, Refusal, shmbridge.ShmBridgeError)
+    )
 
 
 def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies | None]:
@@ -150,17 +148,10 @@ def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies 
     return DeviceCopies(device_kind(config.compute.device))
 
 
-def hub(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]) -> shmbridge.Consumer:
-    """Returns the hub of several ranks; it calls `screen` for each group. Raises as Consumer."""
-    with _tapped(config) as options:
-        consumer = shmbridge.Consumer(config.run.bridge, run=run, **options)
-    consumer.screen(screen)
-    return consumer
-
-
 def feed_of(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]) -> Feed:
-    """Returns the feed of one process; it calls `screen` for each group. Raises as Feed."""
-    with _tapped(config) as options:
+    """Returns the run's feed; it calls `screen` for each group. Raises as Feed."""
+    limit, tap = config.staleness.max_off_policy_steps, recorder(config)
+    try:
         feed = Feed(
             config.run.bridge,
             groups=config.batch.groups,
@@ -173,29 +164,19 @@ def feed_of(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], b
             start="from-scratch",  # `starting_point.py` has decided
             prefetch=config.batch.prefetch,
             screen=screen,
-            **options,
+            lanes=config.batch.lanes or "auto",
+            allocation_wait_s=config.batch.allocation_wait,
+            policy=config.staleness.scheduler,
+            max_off_policy_steps=limit,
+            groups_per_step=None if limit is None else config.batch.groups,
+            tap=tap,
         )
-    say(f"groups are released when their step is {'trained' if feed.release_at == 'step' else 'saved'}")
-    return feed
-
-
-@contextmanager
-def _tapped(config: LearnerConfig) -> Iterator[dict[str, Any]]:
-    """Yields the options of the consumer; on an error its recorder is closed."""
-    limit, tap = config.staleness.max_off_policy_steps, recorder(config)
-    try:
-        yield {
-            "lanes": config.batch.lanes or "auto",
-            "allocation_wait_s": config.batch.allocation_wait,
-            "policy": config.staleness.scheduler,
-            "max_off_policy_steps": limit,
-            "groups_per_step": None if limit is None else config.batch.groups,
-            "tap": tap,
-        }
     except BaseException:
         if tap is not None:
             tap.close()
         raise
+    say(f"groups are released when their step is {'trained' if feed.release_at == 'step' else 'saved'}")
+    return feed
 
 
 def recorder(config: LearnerConfig) -> Recorder | None:

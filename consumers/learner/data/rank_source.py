@@ -1,4 +1,4 @@
-"""The batch source of a learner with several ranks: each reads its share, and all begin a step together.
+"""The batch source of a learner with several ranks: each reads its share of a step of rank 0's feed.
 
 No rank may decide alone: one that gave up, was stopped or found the bridge drained would leave the others
 blocked in a collective. So each waits for its share for a short time, then all exchange their status, until
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Literal
 
 import shmbridge
+from shmbridge.consumers.feed import Drained, Feed, Step
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
-from shmbridge.consumers.learner.data.batch_source import HubSource, feed_of, hub, who_is_missing
+from shmbridge.consumers.learner.data.batch_source import HubSource, feed_of, may_be_data, who_is_missing
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.world import PeerFailed, World, say
@@ -27,27 +25,11 @@ from shmbridge.rank import RankShare
 _TICK_S = 1.0  # a rank's wait for its share between two exchanges of status
 
 
-class EmptyBatch:
-    """A packed batch without rows, for a rank that has none but still takes part in the step."""
-
-    def __init__(self) -> None:
-        self.tokens = self.position_ids = self.lengths = self.group_index = np.zeros(0, np.int32)
-        self.cu_seqlens = np.zeros(1, np.int32)
-        self.meta: list[Any] = []
-        self.columns: list[str] = []
-        self.uneven: dict[str, npt.NDArray[np.bool_]] = {}
-
-    def has(self, name: str) -> npt.NDArray[np.bool_]:
-        """bool (0,)."""
-        return np.zeros(0, bool)
-
-    def __getattr__(self, name: str) -> None:
-        """Raises AttributeError: there are no columns."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-    def release(self) -> None:
-        """Does nothing: nothing is leased."""
+def empty_batch() -> shmbridge.Batch:
+    """Returns a packed batch without rows, for a rank that has none but still takes part in the step."""
+    batch = shmbridge.Batch([], "packed")
+    batch._columns["tokens"] = batch.lengths
+    return batch
 
 
 @dataclass
@@ -67,25 +49,24 @@ class RankSource:
     Args:
         world: the ranks; rank 0 is the hub.
         rank: this one's place at the bridge.
-        consumer: the hub, on rank 0; its opener closes it.
+        feed: which deals the steps out, on rank 0; its opener closes it.
         config: groups of a batch over all ranks, limits on staleness and on waiting.
         stops: a signal ends the run on all ranks, between two steps.
     """
 
     def __init__(
-        self,
-        world: World,
-        rank: shmbridge.Rank,
-        consumer: shmbridge.Consumer | None,
-        config: LearnerConfig,
-        stops: StopSignals,
+        self, world: World, rank: shmbridge.Rank, feed: Feed | None, config: LearnerConfig, stops: StopSignals
     ) -> None:
-        self._world, self._rank, self._consumer = world, rank, consumer
+        self._world, self._rank, self._feed = world, rank, feed
+        self._consumer = consumer = None if feed is None else feed.consumer
         self._config, self._stops = config, stops
-        self._held: list[shmbridge.Batch] = []  # trained since the last checkpoint
+        self._steps: list[Step] = []  # dealt out, and not trained
+        self._asks_feed = True  # for the step whose share is waited for
         # last published version
         self.policy_version = world.broadcast(-1 if consumer is None else consumer.policy_version)
         self.training_version = self.policy_version  # version of the weights being trained
+        # whether trained groups wait for a checkpoint
+        self.holds = world.broadcast(feed is not None and feed.release_at == "checkpoint")
 
     def note_training_version(self, version: int) -> None:
         """Makes rank 0 count staleness up to a version that is not published. Blocks as `publish_version`."""
@@ -111,25 +92,24 @@ class RankSource:
         self.policy_version = self.training_version = self._world.broadcast(version)
 
     def trained(self, batches: Iterable[shmbridge.Batch]) -> None:
-        """Ends a step: its shares are released, or held for a checkpoint. Never blocks."""
-        self._held += batches
-        if not self._config.holds_until_saved:
-            self.saved()
-
-    @property
-    def holds(self) -> bool:
-        """Whether trained shares wait for a checkpoint."""
-        return self._config.holds_until_saved
+        """Ends a step: rank 0's feed releases its groups once all ranks did this, or holds them for a
+        checkpoint. Blocks for an answer of the hub, at most a second.
+        """
+        for batch in batches:
+            batch.release()
+        self._rank.report_done()
+        if self._feed is not None:
+            self._feed.trained(self._steps)
+            self._steps = []
 
     def saved(self) -> None:
         """Releases what was held for a checkpoint, which is on disk. Never blocks."""
-        for batch in self._held:
-            batch.release()
-        self._held = []
+        if self._feed is not None:
+            self._feed.checkpointed()
 
     def stats(self) -> dict[str, float]:
-        """Returns the bridge's counters on rank 0, this rank's on the others."""
-        return (self._consumer or self._rank).stats()
+        """Returns the counters of the bridge and the feed on rank 0, this rank's on the others."""
+        return (self._feed or self._rank).stats()
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
@@ -138,14 +118,14 @@ class RankSource:
         An unreadable share has no rows. `next` blocks for the other ranks, too, and raises on all of them:
         NoBatch at the limits, Stopped, PeerFailed for another rank's error, and the bridge's errors.
         """
-        if self._consumer is not None:
-            self._consumer.serve_ranks(
-                self._world.size,
-                groups=self._config.batch.groups,
-                max_staleness=self._config.staleness.max_staleness,
-                prefetch=self._config.batch.prefetch + self._config.most_held - 1,
-            )
-        yield self._iterate()
+        try:
+            yield self._iterate()
+        except BaseException as error:
+            if may_be_data(error):
+                self._rank.report_failed()
+            for step in self._steps:
+                step.early = True  # counted by now, or not at fault
+            raise
         self._rank.report_done()  # the hub must still be open to receive it
         self._world.broadcast(0)
 
@@ -154,8 +134,8 @@ class RankSource:
             share = self._next_share()
             if share == "drained":
                 return
-            batch = None if share is None else self._rank.gather(share, "packed")
-            yield batch or cast(shmbridge.Batch, EmptyBatch())  # EmptyBatch has every attribute that is read
+            batch = None if share is None else self._rank.gather(share)
+            yield empty_batch() if batch is None else batch
 
     def _next_share(self) -> RankShare | Literal["drained"] | None:
         """Returns the share of the next step; None if this rank has none."""
@@ -164,8 +144,8 @@ class RankSource:
             missing = functools.partial(who_is_missing, self._consumer, self._config.batch.groups)
             wait = BatchWait(patience_of(self._config.waiting), missing, say)
         share = None
-        own = RankStatus()
-        with self._rank.one_wait():
+        own, self._asks_feed = RankStatus(), self._feed is not None
+        with self._rank.one_wait(), nullcontext() if self._consumer is None else self._consumer.one_wait():
             while True:
                 failure: Exception | None = None
                 try:
@@ -188,6 +168,14 @@ class RankSource:
                     return share
 
     def _ask(self, timeout_s: float) -> tuple[RankShare | None, RankStatus]:
+        if self._feed is not None and self._asks_feed:
+            try:
+                self._steps.append(self._feed.take(timeout_s))
+            except shmbridge.ConsumerEmpty:
+                return None, RankStatus()
+            except Drained:
+                pass  # which the ranks hear
+            self._asks_feed = False
         try:
             share = self._rank.next_share(timeout_s)
         except (shmbridge.ConsumerEmpty, shmbridge.NoConsumer):
@@ -230,6 +218,10 @@ def opened(
         say("--host-copy direct is for one process: each rank gathers its shares on the host")
     with ExitStack() as stack:
         with world.together():
-            consumer = stack.enter_context(hub(config, run, screen)) if world.is_main else None
+            feed = stack.enter_context(feed_of(config, run, screen)) if world.is_main else None
+            if feed is not None:
+                feed.serve_ranks(world.size)
             rank = stack.enter_context(shmbridge.Rank(config.run.bridge, world.rank, world.size))
-        yield RankSource(world, rank, consumer, config, stops)
+            if feed is None and config.batch.set_aside_after:
+                rank.note_crashes(config.run_dir / "set_aside")
+        yield RankSource(world, rank, feed, config, stops)

@@ -1,10 +1,11 @@
-"""Evaluation hooks that make rank 0 fail in its next checkpoint: killed, or with a full disk."""
+"""Evaluation hooks that make rank 0 fail in or after its next checkpoint: killed, or with a full disk."""
 
 import errno
 import os
 import signal
 import time
 
+from shmbridge.consumers.feed import Feed
 from shmbridge.consumers.learner.checkpoint import checkpoint
 
 
@@ -15,6 +16,24 @@ def killed(step, model, tokenizer):
 
     if os.environ.get("RANK", "0") == "0":
         checkpoint.save_file = save_file
+    return {}
+
+
+def saved(step, model, tokenizer):
+    if os.environ.get("RANK", "0") == "0":
+        Feed.checkpointed = lambda feed: os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def released(step, model, tokenizer):
+    release = Feed.checkpointed
+
+    def and_killed(feed):
+        release(feed)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ.get("RANK", "0") == "0":
+        Feed.checkpointed = and_killed
     return {}
 
 

@@ -2,6 +2,7 @@
 forks.
 
     stdin:  {"start": {"argv": [...], "env": {...}, "out": path, "err": path}}   ->  stdout: pid
+            with BREAKS="poison 22" or "abort 22" in env: see breaking_learner.py
             {"wait": pid} -> stdout: exit status, as Popen's
 """
 
@@ -12,6 +13,7 @@ import sys
 import traceback
 
 import torch
+from breaking_learner import break_at_micro_batches
 
 from shmbridge.consumers import grpo
 
@@ -28,6 +30,8 @@ def start(argv, env, out, err):
         for descriptor, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
         os.environ.update(env)
+        if breaks := os.environ.get("BREAKS", "").split():
+            break_at_micro_batches(breaks[0], int(breaks[1]))
         status = grpo.main(argv)
         atexit._run_exitfuncs()
     except BaseException:

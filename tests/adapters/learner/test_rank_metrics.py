@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from shmbridge.consumers.learner.data.rank_source import EmptyBatch
+from shmbridge.consumers.learner.data.rank_source import empty_batch
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
 from shmbridge.consumers.learner.report.rank_metrics import merged
@@ -74,8 +74,8 @@ def test_means_are_of_those_rows_that_have_a_value(packed_batch):
 
 def test_a_rank_without_rows_changes_nothing(packed_batch):
     share, rows = described(packed_batch, range(8))
-    nothing = prepare(EmptyBatch(), 1.0)[1] | LearnerMetrics(4).taken(EmptyBatch(), 20 * 10**9, 3)
-    found = merged([share, nothing], [rows, rows_of_environments(EmptyBatch())])
+    nothing = prepare(empty_batch(), 1.0)[1] | LearnerMetrics(4).taken(empty_batch(), 20 * 10**9, 3)
+    found = merged([share, nothing], [rows, rows_of_environments(empty_batch())])
     for name, value in share.items():
         if not name.startswith("api_perf/"):
             assert found[name] == pytest.approx(value, nan_ok=True), name

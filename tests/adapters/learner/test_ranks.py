@@ -24,6 +24,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 import shmbridge
+from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.learner.data.batch_wait import NoBatch
 from shmbridge.consumers.learner.data.rank_source import RankStatus, leave_together
 from shmbridge.consumers.learner.stopping import Stopped
@@ -57,7 +58,7 @@ class Job:
     one is gone.
     """
 
-    def __init__(self, nursery, folder, bridge, size, *flags):
+    def __init__(self, nursery, folder, bridge, size, *flags, breaks=""):
         self._nursery, self.folder = nursery, folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -68,7 +69,13 @@ class Job:
         self.number = uuid.uuid4().hex[:6]
         self.pids, self.over = {}, {}
         for rank in range(size):
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+            where = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "MASTER_PORT": port,
+                "BREAKS": breaks,
+            }
             env = {name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"}
             out, err = (str(folder / f"{self.number}.{rank}.{name}") for name in ("out", "err"))
             self.pids[rank] = nursery(start={"argv": argv, "env": env, "out": out, "err": err})
@@ -105,8 +112,8 @@ def start(nursery, bridge, save_model, tmp_path):
     save_model(tmp_path / "model")
     jobs = []
 
-    def begin(size, *flags):
-        jobs.append(Job(nursery, tmp_path, bridge, size, *flags))
+    def begin(size, *flags, **more):
+        jobs.append(Job(nursery, tmp_path, bridge, size, *flags, **more))
         return jobs[-1]
 
     yield begin
@@ -300,7 +307,7 @@ def test_two_ranks_accumulate_what_one_takes_at_once(start, bridge, tmp_path, al
     said = json.loads(
         (tmp_path / "of-2" / "run" / "checkpoints" / "step-00000003" / "learner.json").read_text()
     )
-    assert list(said["held"].values()) == [[8, 9, 10, 11]]
+    assert list(said["held"].values()) == [[*range(12)]]  # the first checkpoint: none was released before it
     assert (said["groups"], said["trajectories"]) == (12, 48)
 
 
@@ -389,13 +396,11 @@ def test_a_killed_rank_takes_no_group_with_it_and_nobody_hangs(start, bridge, tm
             said,
         ), said
 
-        done = len(metrics(tmp_path))
         left = left_over(bridge)
-    # Sequences count from 0. Missing sequences were trained; the batch that the kill fell into may be missing
-    # for one rank alone.
-    assert left[-1] == GROUPS * steps
-    gone = GROUPS * steps + 1 - len(left)
-    assert GROUPS * (done - 1) <= gone <= GROUPS * (done + 1)
+    # Sequences count from 0. What is gone is in a checkpoint.
+    kept = saved(tmp_path)[-1:] if (tmp_path / "run" / "checkpoints").exists() else []
+    gone = GROUPS * int(kept[0].removeprefix("step-")) if kept else 0
+    assert left in ([*range(gone, GROUPS * steps + 1)], [*range(GROUPS * steps + 1)])
 
 
 def test_a_silent_rank_is_waited_for_no_longer_than_the_limit(start, bridge, tmp_path):
@@ -461,7 +466,7 @@ def test_a_batch_that_one_rank_cannot_train_ends_all_and_is_left(start, bridge, 
 def test_groups_are_released_after_their_checkpoint_is_on_the_disk(start, bridge, tmp_path, fate, statuses):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS * 2)
-        flags = ("--hold-until-saved", "--eval-every", "1", "--eval-hook", f"dying_saver:{fate}")
+        flags = ("--eval-every", "1", "--eval-hook", f"dying_saver:{fate}")
         job = start(2, "--steps", "4", "--stop-when", "reward_mean>=0", "--stop-patience", "2", *flags)
         assert list(job.wait().values()) == statuses, job.said(0, "err") + job.said(1, "err")
         if fate == "full":
@@ -470,6 +475,68 @@ def test_groups_are_released_after_their_checkpoint_is_on_the_disk(start, bridge
             assert "no checkpoint of step 2 in" in said
             assert "No space left on device" in said
         assert left_over(bridge) == list(range(GROUPS * 2))
+
+
+@pytest.mark.parametrize(
+    ("fate", "after", "parallel"),
+    [
+        ("killed", 1, "ddp"),
+        ("saved", 1, "ddp"),
+        ("killed", 2, "fsdp2"),
+        pytest.param("saved", 2, "fsdp2", marks=pytest.mark.long),
+        pytest.param("killed", 2, "ddp", marks=pytest.mark.long),
+        pytest.param("released", 1, "ddp", marks=pytest.mark.long),
+        pytest.param("released", 2, "fsdp2", marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_in_a_save_or_before_its_release_loses_no_group_and_trains_none_twice(
+    start, bridge, tmp_path, alone, fate, after, parallel
+):
+    """The resumed model is that of a run without a kill."""
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 3)
+        flags = ("--steps", "3", "--save-every", "1", "--parallel", parallel)
+        hook = ("--eval-every", str(after), "--eval-hook", f"dying_saver:{fate}")
+        first = start(2, *flags, *hook)
+        assert first.wait() == {0: -signal.SIGKILL, 1: GONE}, first.said(0, "err") + first.said(1, "err")
+        assert saved(tmp_path)[-1] == f"step-{after + (fate != 'killed'):08d}"
+        second = start(2, *flags, "--resume")
+        assert second.wait() == {0: 0, 1: 0}, second.said(0, "err") + second.said(1, "err")
+        known = max((line["resume/known_groups_total"] for line in metrics(tmp_path)), default=0)
+        assert left_over(bridge) == []
+    assert_close(parameters(tmp_path, 3), alone[0])
+    said = json.loads((tmp_path / "run" / "checkpoints" / "step-00000003" / "learner.json").read_text())
+    assert said["groups"] == GROUPS * 3
+    assert known == (GROUPS if fate == "saved" and after == 1 else 0)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", ["poison", pytest.param("abort", marks=pytest.mark.long)])
+def test_a_group_that_breaks_one_rank_is_set_aside_over_the_runs(start, bridge, tmp_path, how):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        for number in range(24):
+            if number != 2:
+                put_group(producer, number)
+                continue
+            group = {
+                "tokens": [[1, 2, 3, 22]] * 4,
+                "loss_mask": [[0, 0, 1, 1]] * 4,
+                "score": [1.0, 0.0, 0.0, 1.0],
+            }
+            producer.put(group, policy_version=0)
+        ends, flags = [], ("--groups", "8", "--steps", "50", "--save-every", "1", "--max-wait-time", "4")
+        while not ends or 3 not in ends[-1]:
+            resume = ("--resume", "--from-scratch") if ends else ()
+            job = start(2, *flags, *resume, breaks=f"{how} 22")
+            ends.append(sorted(job.wait().values()))
+            assert len(ends) < 9, ends
+        assert ends[-1] == [3, 3], job.said(0, "err") + job.said(1, "err")
+        assert {*map(tuple, ends[:-1])} == {(-signal.SIGABRT, GONE) if how == "abort" else (GONE, 5)}, ends
+        (aside,) = read_archive(tmp_path / "run" / "set_aside")
+        assert aside.sequence == 2
+        trained, left = sum(line["groups"] for line in metrics(tmp_path)), left_over(bridge)
+    assert trained + len(left) == 23
+    assert trained >= 16
 
 
 def test_a_hook_computes_with_a_model_in_parts_and_its_numbers_end_the_run_early(start, bridge, tmp_path):

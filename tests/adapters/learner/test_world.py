@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
-from shmbridge.consumers.learner.world import ALONE, PeerFailed, World, is_of_a_lost_peer, joined
+from shmbridge.consumers.learner.world import ALONE, PeerFailed, World, joined
 
 LEAVING = """
 import sys
@@ -143,10 +144,10 @@ def test_a_world_of_one_joins_nobody_with_or_without_torchrun(monkeypatch, size)
 
 
 def test_only_errors_of_collectives_are_taken_for_a_lost_peer():
-    assert is_of_a_lost_peer(
+    assert lost_peer(
         RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
     )
-    assert not is_of_a_lost_peer(RuntimeError("CUDA out of memory"))
+    assert not lost_peer(RuntimeError("CUDA out of memory"))
 
 
 def test_noted_signals_raise_nothing():

@@ -20,6 +20,7 @@ LONG = {
     "shmbridge/hub/lanes.py": "adopting, removing and counting share one table of lanes and its locks",
     "shmbridge/producer.py": "put, put_async and claim are three doors to one claim-commit sequence",
     "shmbridge/rank.py": "one rank's requests, batches and answers share its state",
+    "shmbridge/ranks/dealer.py": "forming, dealing and answering share one book of shares and its lock",
     "shmbridge/segments/segment.py": "the life of a name is one order of steps",
     "shmbridge/weights/writer.py": "a filling and what ends it share the slot's states",
 }

@@ -62,7 +62,6 @@ ONE_SUBCLASS = {
     "BatchColumns": "a table of names and types, held to the schema; a Batch gathers",
     "RecordColumns": "a table of names and types, held to the schema; a Record leases",
     "BoundedConnection": "the policy server's connections; the gateway's prove delivery besides",
-    "Batch": "a DeviceBatch, of another package, has tensors besides",
     "LargerDigitEnv": "a whole environment; the other one asks other questions",
     "Parallel": "one process; both ways of many share a base of their own",
     "PublishingActorWorker": "ROLL's actor beside ShmAgenticPipeline, as it is; the other one trains besides",

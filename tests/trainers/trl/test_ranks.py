@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import shmbridge
+from shmbridge.archive.reading import read_archive
 from tests.trainers.trl.target_groups import group
 
 RANKS = """
@@ -32,7 +35,7 @@ seen = []
 
 class Seen(ShmGRPOTrainer):
     def _compute_loss(self, model, inputs):
-        seen.extend(sorted({*(meta.group_id for meta in self.rollouts._held[-1][1].meta)}))
+        seen.extend(sorted({*(meta.group_id for meta in self.rollouts._held[-1][2].meta)}))
         return super()._compute_loss(model, inputs)
 
 with shm_rollout_func(bridge, timeout_s=100) as rollouts:
@@ -112,6 +115,91 @@ if rank == 0:
 """
 
 
+AGAIN = """
+import json, os, signal, sys, traceback
+from pathlib import Path
+import shmbridge
+from transformers import TrainerCallback, TrainerState
+from trl import GRPOConfig
+from shmbridge.consumers.trl import ShmGRPOTrainer, Unsupported, shm_rollout_func
+from tests.trainers.trl.test_ranks import free_port
+
+bridge, tiny, folder, how, at_step, changed = sys.argv[1:]
+seen = []
+
+class Ending(ShmGRPOTrainer):
+    is_first = False
+    def reach(self, point):
+        if self.is_first and self.rollouts.is_hub and point == how and self.state.global_step >= int(at_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+    def _compute_loss(self, model, inputs):
+        mine = {*(meta.group_id for meta in self.rollouts._held[-1][2].meta)}
+        if "poison" in mine:
+            if how == "abort":
+                os.abort()
+            raise FloatingPointError("nan loss")
+        seen.extend(sorted(mine))
+        return super()._compute_loss(model, inputs)
+    def save_model(self, *args, **more):
+        super().save_model(*args, **more)
+        self.reach("model saved")
+
+class Steps(TrainerCallback):
+    def __init__(self, run, rank):
+        self.run, self.rank = run, rank
+    def on_step_end(self, args, state, control, **_):
+        with open(f"{folder}/trained-{self.rank}", "a") as file:
+            print(json.dumps([self.run, state.global_step, *seen]), file=file)
+        seen.clear()
+
+def train(run, rank, start=None):
+    args = GRPOConfig(f"{folder}/out", use_cpu=True, bf16=False, report_to=[], num_generations=4,
+        gradient_accumulation_steps=1, disable_tqdm=True, **json.loads(changed))
+    with shm_rollout_func(bridge, timeout_s=30, start=start) as rollouts:
+        trainer = Ending(tiny, args=args, rollout_func=rollouts)
+        trainer.is_first = run == 1
+        trainer.add_callback(Steps(run, rank))
+        if rank == 0:
+            whole, saved = TrainerState.save_to_json, rollouts.feed.checkpointed
+            def half(state, path):
+                whole(state, path)
+                text = Path(path).read_text()
+                Path(path).write_text(text[:len(text) // 2])
+                trainer.reach("state half written")
+                Path(path).write_text(text)
+            def release():
+                trainer.reach("saved")
+                saved()
+                trainer.reach("released")
+            TrainerState.save_to_json, rollouts.feed.checkpointed = half, release
+        trainer.train(resume_from_checkpoint=run > 1 and start is None)
+
+for run in range(1, 10):
+    port, children = str(free_port()), []
+    for rank in range(2):
+        if (child := os.fork()) == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+            try:
+                try:
+                    train(run, rank)
+                except Unsupported:
+                    train(run, rank, "from-scratch")
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(1)
+        children.append(child)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    with open(f"{folder}/ends", "a") as file:
+        print(json.dumps(ends), file=file)
+    aside = [*Path(f"{folder}/out/set_aside").glob("*.parquet")]
+    if ends == [0, 0] and (how not in ("exception", "abort") or aside):
+        break
+"""
+
+
 def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -156,7 +244,8 @@ def test_two_processes_train_one_model_on_groups_of_their_own(bridge, tiny, make
     assert first["weights"] == second["weights"]  # gradients of both reached both
     assert (first["released"], first["held"]) == (6, 0)
     assert producer.policy_version == 4  # 2 again, lifted, and the step after it
-    assert json.loads((tmp_path / "checkpoint-2/shmbridge.json").read_text())["held"] == {}
+    listed = json.loads((tmp_path / "checkpoint-2/shmbridge.json").read_text())["held"]
+    assert [*listed.values()] == [[0, 1, 2, 3]]  # of both, held until this checkpoint
 
 
 @pytest.mark.timeout(300)
@@ -200,3 +289,59 @@ def merged(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             )
         found[name.removeprefix("base_model.model.").replace(".base_layer", "")] = tensor
     return found
+
+
+def run_again(bridge: str, tiny: str, tmp_path: Path, how: str, at_step: int = 0, **changed: object):
+    """Runs two processes until both end in order; returns how each run ended, and [run, step, group] of all
+    that was trained.
+    """
+    run_ranks(AGAIN, bridge, tiny, str(tmp_path), how, str(at_step), json.dumps(changed), log_into=tmp_path)
+    ends = [json.loads(line) for line in (tmp_path / "ends").read_text().splitlines()]
+    lines = [line for rank in range(2) for line in (tmp_path / f"trained-{rank}").read_text().splitlines()]
+    return ends, [(run, step, name) for run, step, *names in map(json.loads, lines) for name in names]
+
+
+POINTS = ["model saved", "state half written", "saved", "released"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 10))]
+)
+def test_a_kill_of_the_hub_in_a_save_loses_no_group_and_trains_none_twice(
+    bridge, tiny, make_producer, tmp_path, seed
+):
+    chosen, steps = random.Random(seed), 4
+    producer = make_producer(lane_bytes="1M")
+    for number in range(2 * steps):
+        producer.put(group(number), group_id=f"group-{number}")
+    ends, trained = run_again(
+        bridge, tiny, tmp_path, POINTS[seed % len(POINTS)], chosen.randint(1, steps - 1),
+        max_steps=steps, per_device_train_batch_size=4, save_steps=chosen.choice([1, 1, 2]),
+    )  # fmt: skip
+    assert (ends[0][0], ends[0][1] != 0, ends[1:]) == (-signal.SIGKILL, True, [[0, 0]])
+    resumed_at = min((step for run, step, _ in trained if run == 2), default=steps + 1)
+    model = [name for run, step, name in trained if run == 2 or step < resumed_at]
+    assert sorted(model) == [f"group-{number}" for number in range(2 * steps)], trained
+    with shmbridge.Consumer(bridge) as consumer:
+        assert consumer.poll() == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["exception", pytest.param("abort", marks=pytest.mark.long)])
+def test_a_group_that_ends_two_processes_is_set_aside_and_the_others_are_trained(
+    bridge, tiny, make_producer, tmp_path, how
+):
+    producer = make_producer(lane_bytes="1M")
+    for number in range(20):
+        producer.put(group(number), group_id=f"group-{number}" if number != 2 else "poison")
+    ends, trained = run_again(
+        bridge, tiny, tmp_path, how, max_steps=1, per_device_train_batch_size=8, save_strategy="no"
+    )
+    assert ends[-1] == [0, 0]
+    assert len(ends) < 8
+    assert [record.group_id for record in read_archive(tmp_path / "out/set_aside")] == ["poison"]
+    names = [name for _, _, name in trained]
+    assert len(names) == len({*names} - {"poison"}) == 4 * ends.count([0, 0])
+    with shmbridge.Consumer(bridge) as consumer:
+        assert len(consumer.poll()) == 19 - len(names)

@@ -1,5 +1,6 @@
 """Dealing out shares, and the book of shares, against properties that hold in every case."""
 
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,8 @@ class Book(RuleBasedStateMachine):
         self.released: set[int] = set()
         self.read: set[int] = set()  # groups that some rank has looked at and said done
         self.opened: list = []
+        self.fed: list = []  # steps of a feed
+        self.ended: list = []
         self.dead_said: list[tuple[int, int, list[int]]] = []  # what the dead had under way
 
     def finish(self, groups):
@@ -69,21 +72,37 @@ class Book(RuleBasedStateMachine):
             assert id(each) not in self.released, "released twice"
             assert id(each) in self.read, "released, and no rank said that it is done with it"
             self.released.add(id(each))
+        for step in self.fed:
+            if over := self.released & set(map(id, step.groups)):
+                assert step in self.ended, "released, and its feed did not end it"
+                assert len(over) == len(step.groups), "released in part"
 
     def one_of(self, data, ranks) -> int | None:
         return data.draw(st.sampled_from(sorted(ranks)), "rank") if ranks else None
 
-    @rule(tokens=st.lists(st.integers(1, 9), min_size=3, max_size=6))
-    def open(self, tokens):
-        if len(self.opened) < 12:
+    @rule(tokens=st.lists(st.integers(1, 9), min_size=1, max_size=6), fed=st.booleans())
+    def open(self, tokens, fed):
+        if len(self.opened) < 12 and (fed or len(tokens) >= 3):
             groups = [group(each) for each in tokens]
             self.opened += groups
-            self.book.open(groups, 0, self.ranks)
+            step = self.book.open(groups, 0, self.ranks, (lambda failed: None) if fed else None)
+            self.fed += [step] if fed else []
+
+    @rule(data=st.data())
+    def end(self, data):
+        """The feed says that a step is trained, or its checkpoint durable."""
+        if self.fed:
+            step = data.draw(st.sampled_from(self.fed), "step")
+            self.ended.append(step)
+            self.finish(self.book.end(step))
+            assert self.book.end(step) == [], "a second end changes nothing"
 
     @rule(data=st.data(), lost=st.booleans())
     def ask(self, data, lost):
-        if (rank := self.one_of(data, self.living)) is None:
-            return
+        if (rank := self.one_of(data, self.living)) is not None:
+            self.look(rank, lost)
+
+    def look(self, rank, lost=False):
         share = self.book.next_for(rank, self.member[rank], self.after[rank])
         if share is not None and not lost:
             self.after[rank] = share.number
@@ -91,7 +110,11 @@ class Book(RuleBasedStateMachine):
 
     @rule(data=st.data(), dies=st.booleans())
     def done(self, data, dies):
-        if (rank := self.one_of(data, {rank for rank in self.living if self.looking[rank]})) is None:
+        if (rank := self.one_of(data, self.living)) is None:
+            return
+        if not self.looking[rank]:
+            self.look(rank)
+        if not self.looking[rank]:
             return
         number = min(self.looking[rank])
         self.read |= {id(each) for each in self.looking[rank][number]}
@@ -155,6 +178,7 @@ class Book(RuleBasedStateMachine):
     def nothing_is_lost(self):
         if hasattr(self, "book"):
             kept = {id(each) for share in self.book for each in share.groups}
+            kept |= {id(each) for step in self.fed for each in step.read}
             assert kept | self.released == set(map(id, self.opened))
             assert all(share.readers for share in self.book)
 
@@ -180,6 +204,18 @@ def test_a_broadcast_share_ends_with_its_last_reader_only_if_somebody_was_done(s
     assert (moved.groups, moved.reissued) == (groups, True)
     assert book.done(0, 1, [number]) == [], "the dead one's word comes too late"
     assert book.done(1, 2, [moved.number]) == groups
+
+
+@pytest.mark.parametrize("order", permutations(["end", 0, 1]), ids=str)
+@pytest.mark.parametrize("mode", ["sharded", "broadcast"])
+def test_a_step_of_a_feed_is_over_as_a_whole_and_by_the_last_of_three_words(mode, order):
+    book, groups = ShareBook(2, mode), [group(1), group(2)]
+    step = book.open(groups, 0, [0, 1], lambda failed: None)
+    numbers = [book.next_for(rank, 7, -1).number for rank in (0, 1)]
+    over = [book.end(step) if each == "end" else book.done(each, 7, [numbers[each]]) for each in order]
+    assert over[:2] == [[], []]
+    assert sorted(map(id, over[2])) == sorted(map(id, groups))
+    assert book.end(step) == []
 
 
 def test_a_dead_reader_does_not_undo_what_another_has_said():
