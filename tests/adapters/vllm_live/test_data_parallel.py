@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import needs_spans
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
 from shmbridge.consumers.engines.vllm_async import VllmAsync
@@ -31,7 +32,7 @@ NONE = WeightTransferInitRequest(init_info={})
 PROMPT = [2, 7, 9, 12, 3]
 QUESTION = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), needs_spans]  # which tell the answers of the engines apart
 
 
 class Fleet:
