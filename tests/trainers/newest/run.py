@@ -112,7 +112,8 @@ def found(row: Row) -> dict[str, str]:
     )
     if row.name == "ROLL":
         head = ("git", "-C", os.environ["SHMBRIDGE_ROLL_CHECKOUT"], "rev-parse", "HEAD")
-        return {"python": row.python, "roll": subprocess.check_output(head, text=True).strip()[:8]}
+        commit = subprocess.run(head, stdout=subprocess.PIPE, text=True).stdout[:8]
+        return {"python": row.python, "roll": commit or "no git checkout"}
     names = list(dict.fromkeys((row.package, "torch", "transformers")))
     said = subprocess.check_output([row.environment / "bin/python", "-c", code, *names], text=True).split()
     return dict(zip(["python", *names], said, strict=True))
