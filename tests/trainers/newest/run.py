@@ -100,7 +100,9 @@ def make(row: Row) -> None:
     (Path(purelib(row.environment)) / "beside.pth").write_text(f"{ROOT}\n{purelib(below)}\n")
     which = ("-r", row.packages) if row.packages.endswith(".txt") else (row.packages,)
     pip = (below / "bin/python", "-m", "pip", "--python", row.environment / "bin/python")
-    quietly(*pip, "install", "--quiet", "--no-deps", *which)
+    # "<=3.12" of gem-llm, which ROLL imports, leaves 3.12.1 out
+    any_python = ("--ignore-requires-python",) if row.name == "ROLL" else ()
+    quietly(*pip, "install", "--quiet", "--no-deps", *any_python, *which)
     (row.environment / ".ready").touch()
 
 
