@@ -89,6 +89,13 @@ def question(raw: bytes | bytearray, models: Collection[str]) -> Question:
     return asked
 
 
+def reports_versions() -> bool:
+    """Whether this vLLM reports which version sampled which token, as 0.32 does. Never blocks."""
+    from vllm.outputs import CompletionOutput
+
+    return hasattr(CompletionOutput, "weight_versions")
+
+
 async def generate(client: Any, asked: Question) -> Json:
     """Runs a request on vLLM's AsyncLLM and returns the response; raises BadRequest if the engine refuses it.
 
@@ -120,14 +127,14 @@ def answer(final: Any, tokenizer: Any) -> Json:
 
     `logprobs` is, per completion and token, `[{token id: log-probability}]`, with the sampled token first.
     `weight_versions` is, per completion, the spans `[start, end)` of its tokens and the version that sampled
-    them; null if the engine does not report it.
+    them; null if the engine does not report it, as before vLLM 0.32.
     """
     outputs = final.outputs
     prompt_tokens = list(final.prompt_token_ids or ())
     prompt = final.prompt
     if prompt is None and tokenizer is not None:
         prompt = tokenizer.decode(prompt_tokens)
-    spans = [_spans(output.weight_versions) for output in outputs]
+    spans = [_spans(getattr(output, "weight_versions", None)) for output in outputs]  # from 0.32
     body: Json = {
         "text": [output.text for output in outputs],
         "prompt": prompt,

@@ -81,12 +81,7 @@ class ModelWeights:
         Raises:
             WeightsMismatch: a tensor does not fit or is missing; the message names it. Call `put_back` next.
         """
-        # LoRA's wrapper
-        expected = (
-            {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
-            if whole
-            else set()
-        )
+        expected = {_as_reported(name) for name, _ in self._model.named_parameters()} if whole else set()
         came: list[tuple[str, Tensor]] = []
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -103,7 +98,7 @@ class ModelWeights:
             raise WeightsMismatch(f"{last} does not fit: {_reason(wrong)}", hint=_OTHER_MODEL) from wrong
         if self._plain:
             self._require_whole_layers({tensor.data_ptr(): name for name, tensor in came})
-            if loaded is not None and (missing := sorted(expected - loaded)):
+            if loaded is not None and (missing := sorted(expected - set(map(_as_reported, loaded)))):
                 others = f" and for {len(missing) - 1} more" if len(missing) > 1 else ""
                 raise WeightsMismatch(
                     f"no tensor came for the model's {missing[0]!r}{others}", hint=_OTHER_MODEL
@@ -229,6 +224,11 @@ def _set_aside(tensor: Tensor, layer: Module) -> Tensor:
         return old.clone()
     tensor.data = torch.empty_like(old)
     return old
+
+
+def _as_reported(name: str) -> str:
+    """A parameter's name without LoRA's wrapper, and without what vLLM before 0.32 leaves out of experts'."""
+    return name.replace(".base_layer.", ".").replace(".routed_experts.", ".")
 
 
 def _given(arguments: Any) -> Tensor:

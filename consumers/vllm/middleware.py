@@ -112,6 +112,12 @@ class ShmBridge:
             settings.pause,
             self._version(),
         )
+        if not atropos_generate.reports_versions():
+            logger.warning(
+                "this vLLM does not report which version sampled which token, as 0.32 does: /generate bounds "
+                "them by weight_version and oldest_weight_version; only an answer that no update fell into "
+                "has versions per token"
+            )
 
     # --- requests
     # --------------------------------------------------------------------------------------------------------
@@ -154,7 +160,10 @@ class ShmBridge:
             models = [base.name for base in self._state.openai_serving_models.base_model_paths]
             asked = atropos_generate.question((await receive())["body"], models)
             scope["booking"].release()
+            oldest = self._version()
             body = await unless_gone(atropos_generate.generate(client, asked), receive)
+            if None in body["weight_versions"]:  # bounds of the tokens' versions, as on the OpenAI routes
+                body |= {"weight_version": self._version(), "oldest_weight_version": oldest}
         except ClientDisconnect:
             return
         except Refused:

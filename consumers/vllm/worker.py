@@ -34,7 +34,8 @@ class ShmBridgeInitInfo(WeightTransferInitInfo):
     """The argument of `init_weight_transfer_engine`, an optional call.
 
     Args:
-        bridge: whose segment is opened now instead of at the first update; empty: none.
+        bridge: whose segment is opened now instead of at the first update; empty: none, which also lets the
+            one go that is open.
     """
 
     bridge: str = ""
@@ -76,14 +77,14 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         self._holds: int | None = None  # the version in the model, from the reader's bridge
 
     def init_transfer_engine(self, init_info: ShmBridgeInitInfo) -> None:
-        """Opens the bridge's segment and resets the known version, so that the next is loaded whole.
+        """Closes the open segment, opens the bridge's, and loads the next version whole.
 
         Never blocks.
 
         Call it after anything else changed the model, such as waking from level 2 of vLLM's sleep. Raises
         BadBridgeName.
         """
-        self._holds = None
+        self.shutdown()
         if init_info.bridge:
             self._pin(self._reader_of(init_info.bridge))
 
@@ -157,7 +158,8 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
             self._pinned = None
         if self._reader is not None:
             self._reader.close()
-            self._reader = self._holds = None
+            self._reader = None
+        self._holds = None
 
     def _reader_of(self, bridge: str) -> WeightsReader:
         if self._reader is not None and self._reader.bridge != bridge:

@@ -1,6 +1,7 @@
 """Parses the policy versions in an inference server's response into `Completion`s. It supports four formats:
 `/generate` as vLLM has it for Atropos, with `weight_versions`; `/inference/v1/generate` of vLLM itself; the
-OpenAI API, with `weight_version` and `oldest_weight_version`; SGLang's. Never raises, for any response.
+OpenAI API, with `weight_version` and `oldest_weight_version`, which `/generate` also has before vLLM 0.32;
+SGLang's. Never raises, for any response.
 
 Used by `apis.py`, and by `shmbridge.producers.atropos.response_hooks` for environments' own requests.
 """
@@ -62,22 +63,18 @@ def _of_generate(body: Mapping[str, Any]) -> list[Completion]:
     outputs, said = body.get("token_ids"), body.get("weight_versions")
     if not isinstance(outputs, (list, tuple)):
         return [UNKNOWN]
-    newest = _version(body.get("weight_version"))
+    oldest, newest = _bounds(body)
     prompt = token_array(body.get("prompt_token_ids"))
     if not isinstance(said, (list, tuple)):
         said = [None] * len(outputs)
     if len(said) != len(outputs):
         return [Completion(contradicts=True) for _ in outputs]
     each = zip(outputs, said, strict=True)
-    return _with_tokens([_completion(prompt, output, spans, None, newest) for output, spans in each])
+    return _with_tokens([_completion(prompt, output, spans, oldest, newest) for output, spans in each])
 
 
 def _of_choices(body: Any, choices: list[Any] | tuple[Any, ...]) -> list[Completion]:
-    oldest, newest = _version(_field(body, "oldest_weight_version")), _version(_field(body, "weight_version"))
-    if newest is None:
-        newest = _version(_field(_field(body, "metadata"), "weight_version"))  # SGLang's place for it
-    if oldest is not None and newest is not None:
-        oldest, newest = min(oldest, newest), max(oldest, newest)  # a learner may go back to a checkpoint
+    oldest, newest = _bounds(body)
     shared = token_array(_field(body, "prompt_token_ids"))
     completions = []
     for choice in choices:
@@ -99,6 +96,15 @@ def _with_tokens(completions: list[Completion]) -> list[Completion]:
 
 
 # --- parts ------------------------------------------------------------------------------------------------
+
+
+def _bounds(body: Any) -> tuple[int | None, int | None]:
+    oldest, newest = _version(_field(body, "oldest_weight_version")), _version(_field(body, "weight_version"))
+    if newest is None:
+        newest = _version(_field(_field(body, "metadata"), "weight_version"))  # SGLang's place for it
+    if oldest is not None and newest is not None:
+        return min(oldest, newest), max(oldest, newest)  # a learner may go back to a checkpoint
+    return oldest, newest
 
 
 def _completion(

@@ -407,6 +407,7 @@ def forms() -> dict[str, Any]:
     message = {"role": "assistant", "content": "x"}
     return {
         "generate": generated(PROMPT, ([5, 6], spans)),
+        "generate, no spans": generated(PROMPT, ([5, 6], None)) | told,
         "vllm": {
             "request_id": "a",
             "choices": [choice | {"weight_versions": spans}],
@@ -420,7 +421,7 @@ def forms() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", ["generate", "vllm", "chat", "chat as JSON", "text"])
+@pytest.mark.parametrize("form", ["generate", "generate, no spans", "vllm", "chat", "chat as JSON", "text"])
 def test_forms_that_name_tokens_and_versions(form: str) -> None:
     (answer,) = completions_in(forms()[form])
     assert (answer.prompt.tolist(), answer.output.tolist()) == (PROMPT, [5, 6])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from shmbridge.consumers.vllm.middleware import BODY_LIMIT, ShmBridge
+from shmbridge.producers.rollout.responses import completions_in
 from shmbridge.weights import WeightsWriter
 
 
@@ -34,6 +35,8 @@ class Client:
         self.hang = False
         self.error: Exception | None = None
         self.fails = ""  # the name of a call
+        self.during = None  # what happens while a request is sampled
+        self.reports = True  # which version sampled which token, as from 0.32 on
 
     def __getattr__(self, name):
         async def call(*args, **kwargs):
@@ -55,10 +58,12 @@ class Client:
         except asyncio.CancelledError:
             self.aborted = True
             raise
+        if self.during:
+            await self.during()
         span = SimpleNamespace(version=self.label, start=0, end=2)
-        output = SimpleNamespace(
-            text="ab", token_ids=[1, 2], logprobs=None, finish_reason="stop", weight_versions=[span]
-        )
+        output = SimpleNamespace(text="ab", token_ids=[1, 2], logprobs=None, finish_reason="stop")
+        if self.reports:
+            output.weight_versions = [span]
         yield SimpleNamespace(prompt="p", prompt_token_ids=[5], prompt_logprobs=None, outputs=[output])
 
 
@@ -68,7 +73,7 @@ class ClientError(Exception):
 
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch):
-    """The three modules of vLLM that are imported where it is called."""
+    """The modules of vLLM that are imported where it is called."""
     for name, members in {
         "vllm.exceptions": {"VLLMClientError": ClientError},
         "vllm.sampling_params": {
@@ -76,6 +81,7 @@ def _vllm(monkeypatch):
             "SamplingParams": SimpleNamespace,
         },
         "vllm.distributed.weight_transfer.base": {"WeightTransferUpdateRequest": SimpleNamespace},
+        "vllm.outputs": {"CompletionOutput": SimpleNamespace(weight_versions=None)},
     }.items():
         parts = name.split(".")
         for end in range(1, len(parts)):
@@ -290,6 +296,28 @@ async def test_generate_answers_with_the_version_of_each_token(serving, writer):
     assert (status, headers[b"x-policy-version"]) == (200, b"7")
     assert told["weight_versions"] == [[{"version": "7", "start": 0, "end": 2}]]
     assert told["weight_version"] == 7
+    assert "oldest_weight_version" not in told
+
+
+async def test_a_release_that_reports_no_versions_of_tokens_bounds_them(serving, writer, monkeypatch, caplog):
+    """As vLLM before 0.32: known per token only where no update fell into the answer."""
+    monkeypatch.setattr(sys.modules["vllm.outputs"], "CompletionOutput", SimpleNamespace())
+    publish(writer, 7)
+    server = await serving()
+    assert "does not report which version sampled which token" in caplog.text
+    server.client.reports = False
+
+    async def during():
+        publish(writer, 9)
+        await followed(server, 9)
+
+    server.client.during = during
+    _, headers, over = await server.ask("POST", "/generate", QUESTION)
+    assert (over["weight_versions"], headers[b"x-policy-version"]) == ([None], b"9")
+    server.client.during = None
+    after = (await server.ask("POST", "/generate", QUESTION))[2]
+    read = [completions_in(told)[0] for told in (over, after)]
+    assert [(each.oldest, each.newest, each.spans) for each in read] == [(7, 9, ()), (9, 9, ((9, 0, 2),))]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import needs_spans
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
 from shmbridge.consumers.engines.vllm_async import VllmAsync
 from shmbridge.consumers.vllm.atropos_generate import generate, question
@@ -26,10 +28,11 @@ from shmbridge.consumers.weight_sync import EngineFailed, WeightSync
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 PATIENCE_S = 120.0
+NONE = WeightTransferInitRequest(init_info={})
 PROMPT = [2, 7, 9, 12, 3]
 QUESTION = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), needs_spans]  # which tell the answers of the engines apart
 
 
 class Fleet:
@@ -96,7 +99,7 @@ def fleet(tiny_folder: Any, failing: Path) -> Iterator[Fleet]:
 
 
 def let_go(fleet: Fleet) -> None:
-    fleet.begin(fleet.llm.shutdown_weight_transfer_engine()).result(60)
+    fleet.begin(fleet.llm.init_weight_transfer_engine(NONE)).result(60)
 
 
 def test_a_follower_brings_both_to_a_version_or_says_that_it_does_not_know(

@@ -129,7 +129,7 @@ def test_experts_are_those_of_the_newest_version(llm, bridge, checkpoint, said_b
         seen.append(said(llm))
         assert seen[-1] == pytest.approx(said_by(tensors, TOKENS), abs=1e-3)
     assert all(one != pytest.approx(other, abs=0.1) for one, other in pairwise(seen))
-    llm.shutdown_weight_transfer_engine()
+    llm.init_weight_transfer_engine({"init_info": {}})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_an_expert_that_does_not_fit_is_named_and_the_old_ones_serve(
             tell(llm, f"{bridge}-2", 2)
     llm.reset_prefix_cache()
     assert said(llm) == pytest.approx(said_by(fits, TOKENS), abs=1e-3)
-    llm.shutdown_weight_transfer_engine()
+    llm.init_weight_transfer_engine({"init_info": {}})
     assert not shmbridge.clean(f"{bridge}-2", dry_run=False).kept
 
 
@@ -176,4 +176,4 @@ def test_a_load_that_fails_between_layers_leaves_the_old_experts(
                 tell(llm, bridge, 2)
         llm.reset_prefix_cache()
         assert said(llm) == pytest.approx(said_by(fits, TOKENS), abs=1e-3)
-    llm.shutdown_weight_transfer_engine()
+    llm.init_weight_transfer_engine({"init_info": {}})

@@ -119,7 +119,7 @@ def sampled(
         WeightsWriter(bridge) as writer,
     ):
         yield Sampled(llm, bridge, make_model(3), producer, consumer, writer)
-    llm.shutdown_weight_transfer_engine()
+    llm.init_weight_transfer_engine({"init_info": {}})
 
 
 def test_over_fresh_tokens_the_sampler_is_the_policy(sampled, record_property, capsys):

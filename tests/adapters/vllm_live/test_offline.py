@@ -45,7 +45,7 @@ def push(llm: Any, bridge: str) -> Iterator[Callable[[int, Tensors], None]]:
 
         send.writer = writer
         yield send
-    llm.shutdown_weight_transfer_engine()
+    llm.init_weight_transfer_engine({"init_info": {}})
 
 
 def tell(llm: Any, bridge: str, version: int) -> None:
@@ -266,7 +266,7 @@ def test_a_load_that_cannot_be_undone_leaves_samples_of_no_version(
         assert llm.get_weight_version() == "unknown"
         assert sync.push(make_model(3, tied=tied)) == 3
         assert (llm.get_weight_version(), vllm_greedy(llm)) == ("3", greedy(make_model(3, tied=tied)))
-    llm.shutdown_weight_transfer_engine()
+    llm.init_weight_transfer_engine({"init_info": {}})
 
 
 def test_a_learner_that_dies_between_the_calls_leaves_a_whole_model(
@@ -317,4 +317,4 @@ def test_vllms_own_trainer_interface_writes_and_tells(llm, tied, bridge, make_mo
             assert vllm_greedy(llm) == greedy(model)
     finally:
         trainer.shutdown()
-        llm.shutdown_weight_transfer_engine()
+        llm.init_weight_transfer_engine({"init_info": {}})

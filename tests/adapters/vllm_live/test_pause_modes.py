@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from live_server import needs_spans
 
 import shmbridge
 from shmbridge.consumers.vllm.atropos_generate import generate, question
@@ -136,6 +137,7 @@ def farthest(model: Any, answer: dict[str, Any], span: dict[str, Any]) -> float:
     )
 
 
+@needs_spans
 def test_keep_goes_on_and_computes_its_cache_again(over_an_update, make_model):
     before, after, flying, later = over_an_update(60, 61, pause="keep")
     assert versions(flying) == [before, after]
@@ -146,6 +148,7 @@ def test_keep_goes_on_and_computes_its_cache_again(over_an_update, make_model):
     assert versions(later) == [after]
 
 
+@needs_spans
 def test_keep_without_recompute_goes_on_over_the_old_cache(over_an_update, make_model):
     before, after, flying, later = over_an_update(62, 63, pause="keep", recompute=False)
     assert versions(flying) == [before, after]
@@ -155,6 +158,7 @@ def test_keep_without_recompute_goes_on_over_the_old_cache(over_an_update, make_
     assert versions(later) == [after]
 
 
+@needs_spans
 def test_wait_lets_requests_end_first(over_an_update):
     before, after, flying, later = over_an_update(64, 65, pause="wait")
     assert versions(flying) == [before]
@@ -162,6 +166,7 @@ def test_wait_lets_requests_end_first(over_an_update):
     assert versions(later) == [after]
 
 
+@needs_spans
 def test_abort_ends_requests_with_what_they_have(over_an_update):
     before, after, flying, later = over_an_update(66, 67, pause="abort")
     assert flying["finish_reasons"] == ["abort"]
@@ -170,6 +175,7 @@ def test_abort_ends_requests_with_what_they_have(over_an_update):
     assert versions(later) == [after]
 
 
+@needs_spans
 def test_update_that_somebody_began_and_left_is_no_obstacle(engine, loop, writer, over_an_update):
     loop.run(engine.start_weight_update())
     _, after, _, later = over_an_update(68, 69)

@@ -44,4 +44,4 @@ def test_rollouts_are_those_of_the_model_that_is_trained(llm, bridge, make_model
         with pytest.raises(EngineFailed, match=r"the LLM of .*model\.norm\.weight"):
             other.push(wrong)
         assert vllm_greedy(llm) == greedy(make_model(4))
-        llm.shutdown_weight_transfer_engine()
+        llm.init_weight_transfer_engine({"init_info": {}})

@@ -116,7 +116,7 @@ def server(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
 def let_go(server: Server, bridge: str) -> Iterator[None]:
     """Afterwards the engine has let the bridge go."""
     yield
-    server.ask("/shutdown_weight_transfer_engine", {})
+    server.ask("/init_weight_transfer_engine", {"init_info": {}})
 
 
 def test_pushes_by_address_and_what_it_says_without_one(server, bridge, make_model, greedy):

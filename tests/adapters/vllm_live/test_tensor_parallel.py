@@ -55,5 +55,5 @@ def test_each_worker_takes_its_part_and_a_version_that_does_not_fit_changes_neit
         writer.publish(5, newest.named_parameters())
         tell(llm, bridge, 5)
         assert vllm_greedy(llm) == greedy(newest)
-    llm.shutdown_weight_transfer_engine()
+    llm.init_weight_transfer_engine({"init_info": {}})
     assert not shmbridge.clean(other, dry_run=False).kept

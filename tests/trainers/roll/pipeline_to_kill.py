@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 sys.modules["ray"] = ModuleType("ray")  # its calls are played, and it takes seconds to import
+os.environ.pop("SHMBRIDGE_ROLL_CHECKOUT", None)  # so are ROLL's loop and classes
 
 # The first puts the others where they are found.
 # isort: off

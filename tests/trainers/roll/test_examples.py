@@ -137,9 +137,8 @@ def test_roll_reads_the_examples(needs_checkout, name, monkeypatch, tmp_path):
     spec.loader.exec_module(module)
     config, pipeline = module.configuration(name, ["max_steps=3"])
     assert config.max_steps == 3
-    assert not config.enable_reference, (
-        "init_kl_coef above 0 makes ROLL enable the reference, whatever the example says"
-    )
+    # init_kl_coef above 0 makes ROLL enable the reference; the KL loss of ROLL's own example wants it
+    assert config.enable_reference == (name == "atropos_gsm8k_grpo")
     (worker,) = {cfg["env_manager_cls"] for cfg in config.train_env_manager.env_configs[0].values()}
     assert worker.endswith("ShmEnvManager" if name == "shm_grpo" else "TrajEnvManager")
     assert pipeline.__name__ == ("ShmAgenticPipeline" if name == "shm_grpo" else "AgenticPipeline")

@@ -7,7 +7,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from live_server import PROMPT, logprobs_of, spans, until
+from live_server import PROMPT, REPORTS_SPANS, logprobs_of, needs_spans, spans, until
+
+from shmbridge.producers.rollout.responses import completions_in
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -34,7 +36,7 @@ def test_three_versions_of_a_learner_token_by_token(
         server.has(version)
         answer = server.generate()
         assert answer["token_ids"][0] == expected
-        assert spans(answer) == [(str(version), 0, 16)]
+        assert spans(answer) == [(version, 0, 16)]
         assert answer["weight_version"] == version
         before = expected
     status, completion, headers = server.ask(
@@ -49,6 +51,28 @@ def test_three_versions_of_a_learner_token_by_token(
     assert server.policy()["failed_total"] == failed
 
 
+def test_an_answer_that_an_update_fell_into_names_its_oldest_and_newest(
+    server, learner, new_versions, tiny_folder
+):
+    process, versions = learner(), new_versions(10)
+    for first, second in zip(versions[::2], versions[1::2], strict=True):  # again, should it have been over
+        process.does("publish", first, tiny_folder(first))
+        server.has(first)
+        with ThreadPoolExecutor(1) as client:
+            asked = client.submit(server.generate, PROMPT, 480)
+            until(lambda asked=asked: server.requests() > 0 or asked.done())
+            process.does("publish", second, tiny_folder(second))
+            server.has(second)
+            (completion,) = completions_in(asked.result())
+        assert first <= completion.oldest <= completion.newest <= second
+        one = completion.oldest == completion.newest
+        assert bool(completion.spans) == (one or REPORTS_SPANS)
+        if not one:
+            return
+    pytest.fail("no update fell into an answer")
+
+
+@needs_spans
 def test_requests_in_flight_span_updates_and_can_be_scored(
     server, learner, new_versions, tiny_folder, make_model
 ):
@@ -65,10 +89,10 @@ def test_requests_in_flight_span_updates_and_can_be_scored(
                 process.does("publish", version, folders[version])
                 server.has(version)
             answers = [each.result() for each in asked]
-        models = {str(version): make_model(version) for version in (first, first + 1, first + 2)}
+        models = {version: make_model(version) for version in (first, first + 1, first + 2)}
         for place, answer in enumerate(answers):
             assert answer["finish_reasons"] == ["length"]
-            assert str(answer["weight_version"]) == spans(answer)[-1][0]
+            assert answer["weight_version"] == spans(answer)[-1][0]
             tokens = answer["token_ids"][0]
             sampled = [next(iter(entry[0].values())) for entry in answer["logprobs"][0]]
             for version, start, end in spans(answer):
