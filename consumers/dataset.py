@@ -25,8 +25,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 import shmbridge
 from shmbridge import Batch, ConsumerEmpty, Record
 from shmbridge.batch import Layout
-from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
 from shmbridge.consumers.feed import Drained, Feed, Step
+from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.trainer_settings import ReleaseAt, check_words
 from shmbridge.record import batch_numbers
 from shmbridge.record.record import RaggedLists

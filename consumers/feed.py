@@ -42,7 +42,7 @@ from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
 from shmbridge.batching.screen import Screen
-from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
+from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words
 from shmbridge.consumers.trajectories import (

@@ -22,7 +22,7 @@ from roll.pipeline.agentic import agentic_pipeline
 from roll.utils.constants import RAY_NAMESPACE
 
 from shmbridge import BadArgument
-from shmbridge.consumers.dataset_parts.lane_records import HeldRecords
+from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.roll.precomputed import NAME, check_signature, installed
 from shmbridge.consumers.roll.rows import GROUP
 from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE, WORD, env_configs_of, workers_of

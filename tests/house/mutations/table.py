@@ -618,7 +618,7 @@ MUTATIONS = (
         "mounts-not-compared",
         2,
         "a checkpoint forgets what it holds of lanes on another machine, as if they were gone",
-        "consumers/dataset_parts/lane_records.py",
+        "consumers/held_records.py",
         "if here and self.mounts.get(name) == here)",
         "if here)",
         "tests/adapters/learner/test_consumed.py",

@@ -1,1 +1,0 @@
-"""What feeds, data sets and the learner's checkpoints share: the records that a saved state contains."""
