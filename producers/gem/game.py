@@ -58,7 +58,7 @@ class GemGame:
     ) -> None:
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         self._make = _maker(env, dict(env_args or {})) if isinstance(env, str) else env
-        self._group_size, self._seed = group_size, seed
+        self.group_size, self._seed = group_size, seed
         self._alike, self._allow_unequal = alike, allow_unequal
         self._suffix, self._max_turns = suffix, max_turns
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="shmbridge-gem")
@@ -119,9 +119,9 @@ class GemGame:
             else:
                 self._leave(begun.env, usable)
 
-    def begin(self, seed: int) -> Future[list[Begun]]:
-        """Returns the environments of a group, as they will be begun in a thread."""
-        return self._threads.submit(self._begin, seed)
+    def begin(self, seed: int, size: int | None = None) -> Future[list[Begun]]:
+        """Returns the environments of a group, or `size` more of them, as they will be begun in a thread."""
+        return self._threads.submit(self._begin, seed, size or self.group_size)
 
     def give_up(self, begun: Begun) -> None:
         """Takes back an environment that was begun for nobody."""
@@ -147,9 +147,9 @@ class GemGame:
                 return
             episode.observe(_messages(observation, info, self._suffix))
 
-    def _begin(self, seed: int) -> list[Begun]:
+    def _begin(self, seed: int, size: int) -> list[Begun]:
         return contained(
-            "reset", lambda: begin_alike(self._take, self._group_size, seed, self._alike, self._allow_unequal)
+            "reset", lambda: begin_alike(self._take, size, seed, self._alike, self._allow_unequal)
         )
 
     def _take(self) -> Any:
@@ -161,7 +161,7 @@ class GemGame:
     def _leave(self, env: Any, usable: bool) -> None:
         """At most a group's number of environments stay; one that failed does not."""
         with self._idle_lock:
-            kept = usable and not self._closed and len(self._idle) < self._group_size
+            kept = usable and not self._closed and len(self._idle) < self.group_size
             if kept:
                 self._idle.append(env)
         if not kept:
@@ -183,16 +183,13 @@ class GroupStart:
         if self._begun is None:
             self._begun = self._game.begin(self.seed)
         begun = self._begun
+        if repetition >= self._game.group_size:  # played in place of one that was lost
+            begun, repetition = self._game.begin(self.seed, 1), 0
         try:
             return (await asyncio.wrap_future(_unbroken(begun)))[repetition]
         except asyncio.CancelledError:
             begun.add_done_callback(lambda done: self._give_up(done, repetition))
             raise
-        except IndexError:
-            raise BadArgument(
-                f"episode {repetition + 1} of a group, whose game has fewer environments",
-                hint="give GemGame the rollout's group_size",
-            ) from None
 
     def _give_up(self, done: Future[list[Begun]], repetition: int) -> None:
         if not done.cancelled() and done.exception() is None and repetition < len(done.result()):

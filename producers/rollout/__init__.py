@@ -9,7 +9,7 @@ from shmbridge.producers.rollout.episode import ContextFull, Episode, known_vers
 from shmbridge.producers.rollout.group import EpisodeUnfinished, group_of
 from shmbridge.producers.rollout.http_server import HttpServer
 from shmbridge.producers.rollout.options import add_rollout_flags, rollout_of
-from shmbridge.producers.rollout.rollout import Rollout, Task, TooManyFailures
+from shmbridge.producers.rollout.rollout import NothingCame, Rollout, Task
 from shmbridge.producers.rollout.sampling import (
     Message,
     NoTokens,
@@ -19,6 +19,7 @@ from shmbridge.producers.rollout.sampling import (
     ServerFailed,
 )
 from shmbridge.producers.rollout.stop import EXIT_CODE, leave, orderly_sigterm
+from shmbridge.producers.rollout.survivors import EpisodesLost, Limits, Losses, TooManyFailures, survivors
 from shmbridge.producers.rollout.token_text import TokenText
 
 __all__ = [
@@ -28,9 +29,13 @@ __all__ = [
     "ContextFull",
     "Episode",
     "EpisodeUnfinished",
+    "EpisodesLost",
     "HttpServer",
+    "Limits",
+    "Losses",
     "Message",
     "NoTokens",
+    "NothingCame",
     "Rollout",
     "SampleServer",
     "Sampled",
@@ -45,4 +50,5 @@ __all__ = [
     "leave",
     "orderly_sigterm",
     "rollout_of",
+    "survivors",
 ]

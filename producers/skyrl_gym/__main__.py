@@ -16,6 +16,7 @@ from shmbridge import ShmBridgeError
 from shmbridge.parser import Parser
 from shmbridge.producers.rollout import (
     EXIT_CODE,
+    NothingCame,
     TooManyFailures,
     add_rollout_flags,
     leave,
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             return asyncio.run(_run(options))
         except KeyboardInterrupt:
             return EXIT_CODE if stopped.by_sigterm else 130
-        except TooManyFailures as error:
+        except (TooManyFailures, NothingCame) as error:
             return _refuse(error, 1)
         except (ShmBridgeError, ValueError, OSError) as error:  # OSError: of the tokenizer's files
             return _refuse(error, 2)
@@ -95,9 +96,8 @@ async def _run(options: argparse.Namespace) -> int:
         source = tasks.repeated(epochs=options.epochs, seed=options.shuffle)
         async with rollout_of(options, options.env or "skyrl_gym", env_metrics=play.env_metrics) as rollout:
             put = await rollout.run(itertools.islice(source, options.max_groups), play)
-        failed = ", ".join(f"{count} {kind}" for kind, count in rollout.failed.items())
-        print(f"{put} groups were put; failed: {failed or 'none'}", flush=True)
-        return int(put == 0 and rollout.failed.total() > 0)
+        print(rollout.summary(), flush=True)
+        return int(put == 0 and rollout.losses.groups.total() > 0)
 
 
 def _parser() -> Parser:
