@@ -1,18 +1,22 @@
 """How far a run has come among its tasks, in a small file: a restarted environment goes on from there.
 
-A task is over once its group is committed in the lane, or given up. The file says so within the same turn of
-the event loop; a process that is killed in that moment leaves a note of the group that it was about to
-commit, and its lane tells the next one whether it did.
+A task is over once its group is committed in the lane, or given up. The file is written at once. A process
+that is killed between a commit and that write leaves a note of the group that it was about to commit, and its
+lane tells the next process whether it did.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shmbridge import list_bridges
 from shmbridge.errors import BadArgument
+
+log = logging.getLogger(__name__)
 
 _FORMAT = 1
 
@@ -22,36 +26,49 @@ class Position:
     lanes of earlier ones that are delivered.
 
     Args:
-        file: written whole after each change; made if it is not there. None: nothing is kept.
+        file: written whole after each change, and locked until `close`; made if it is not there. None:
+            nothing is kept.
 
     Raises:
-        BadArgument: the file is not such a position.
+        BadArgument: the file holds something else, or another process has it.
+        OSError: it cannot be written.
     """
 
     def __init__(self, file: str | Path | None) -> None:
         self._file = None if file is None else Path(file)
+        self._lock: IO[str] | None = None
         self._next = 0  # all below are over
         self._beyond: set[int] = set()  # over, too
         self._note: list[Any] | None = None  # number, producer_id, sequence: about to be committed
-        if self._file is not None and self._file.exists():
-            self._load(self._file)
+        if self._file is not None:
+            self._lock = _locked(self._file)
+            if self._file.exists():
+                self._load(self._file)
+            self._write()
 
     def _load(self, file: Path) -> None:
         try:
-            said = json.loads(file.read_bytes())
-            if said["format"] != _FORMAT:
+            found = json.loads(file.read_bytes())
+            if found["format"] != _FORMAT:
                 raise ValueError
-            self._next, self._beyond = int(said["next"]), set(map(int, said["beyond"]))
-            if (note := said["committing"]) is not None:
-                number, producer, sequence = int(note[0]), str(note[1]), int(note[2])
-                lanes = (lane for bridge in list_bridges() for lane in bridge.lanes)
-                if any(lane.producer_id == producer and lane.records > sequence for lane in lanes):
-                    self.over(number)
-        except (ValueError, KeyError, TypeError, IndexError):
+            self._next, self._beyond = int(found["next"]), set(map(int, found["beyond"]))
+            if found["committing"] is not None:
+                number, producer_id, sequence = found["committing"]
+                self._note = [int(number), str(producer_id), int(sequence)]
+        except (ValueError, KeyError, TypeError):
             raise BadArgument(
-                f"{file} is no position of a rollout of format {_FORMAT}",
+                f"{file} does not hold the position of a rollout in format {_FORMAT}",
                 hint="give another file, or remove this one to begin with the first task",
             ) from None
+        if self._note is not None:
+            self._ask_the_lane(*self._note)
+
+    def _ask_the_lane(self, number: int, producer_id: str, sequence: int) -> None:
+        lanes = (lane for bridge in list_bridges() for lane in bridge.lanes)
+        records = next((lane.records for lane in lanes if lane.producer_id == producer_id), None)
+        if records is None:
+            log.warning("task %d is played again; its group may be there already: its lane is gone", number)
+        self.settle(records or 0)
 
     def __contains__(self, number: int) -> bool:
         return number < self._next or number in self._beyond
@@ -62,18 +79,32 @@ class Position:
         return self._next + len(self._beyond)
 
     def committing(self, number: int, producer_id: str, sequence: int) -> None:
-        """Notes that the group of a task is about to be committed as a record. Blocks for the disk."""
+        """Notes that the group of a task is about to be committed as a record. Blocks for the file."""
         self._note = [number, producer_id, sequence]
         self._write()
 
+    def settle(self, records: int) -> None:
+        """Resolves a note that is left, by the records that its lane has in all. Blocks for the file."""
+        if self._note is not None:
+            number, _, sequence = self._note
+            self._note = None
+            if sequence < records:
+                self.over(number)
+
     def over(self, number: int) -> None:
-        """Notes that a task is over. Blocks for the disk."""
-        self._note = None
+        """Notes that a task is over. Blocks for the file."""
+        if self._note is not None and self._note[0] == number:
+            self._note = None
         self._beyond.add(number)
         while self._next in self._beyond:
             self._beyond.remove(self._next)
             self._next += 1
         self._write()
+
+    def close(self) -> None:
+        """Lets another process have the file."""
+        if self._lock is not None:
+            self._lock.close()
 
     def _write(self) -> None:
         if self._file is None:
@@ -82,3 +113,16 @@ class Position:
         words = {"next": self._next, "beyond": sorted(self._beyond), "committing": self._note}
         new.write_text(json.dumps({"format": _FORMAT, **words}))
         new.replace(self._file)
+
+
+def _locked(file: Path) -> IO[str]:
+    """The lock file beside the file, locked until it is closed or the process ends."""
+    lock = file.with_name(file.name + ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise BadArgument(
+            f"another process keeps its position in {file}", hint="give each environment a file of its own"
+        ) from None
+    return lock

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ from shmbridge.producers.rollout.group import group_of
 from shmbridge.producers.rollout.http_server import HttpServer
 from shmbridge.producers.rollout.position import Position
 from shmbridge.producers.rollout.sampling import Message, SampleServer, Sampling
-from shmbridge.producers.rollout.survivors import TOO_OLD, EpisodesLost, Limits, Losses, survivors
+from shmbridge.producers.rollout.survivors import Limits, Losses, TooOld, is_cancelled, survivors
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _DEFAULT = Limits()
 
 
 class NothingCame(ShmBridgeError, TimeoutError):
-    """No group was put for as long as the run was to wait."""
+    """No group was finished for as long as the run was to wait."""
 
     code = "SB520"
 
@@ -75,13 +76,15 @@ class Rollout:
         api: what the server speaks; "auto" asks it.
         allow_retokenise: use a chat server that gives no token ids: rows are marked `retokenised`, and have
             no log-probabilities.
-        limits: deadlines, and what becomes of a group some of whose episodes were lost.
+        limits: deadlines, and what happens to a group that lost some of its episodes.
         stop_after_failures: so many failures of whole groups in a row, those that share a moment counted
             once, end the run with TooManyFailures; 0: never.
-        stop_after_idle_s: seconds without a group after which the run ends with NothingCame; None: never.
+        stop_after_idle_s: seconds without a finished group, waits for the consumer left out, after which the
+            run ends with NothingCame; None: never.
         max_staleness: a group in the making that is more versions behind than this is cancelled when a
             version is published, and its ticket comes back; None: none is.
-        resume: file that keeps which tasks are over; a restarted run goes on behind them. None: no file.
+        resume: file that keeps which tasks are over: a restarted run over the same tasks, in the same order,
+            goes on behind them. None: no file.
         tickets: begin a group only once the consumer has room for it: see Consumer(max_off_policy_steps=).
         env_metrics: makes JSON of a group's episodes, which goes with it: see `group_of`.
         stages: change a group before it is put, one after the other, such as those of `producers.rewards`.
@@ -125,14 +128,18 @@ class Rollout:
         self.sampling = sampling or Sampling()
         self._group_size, self._concurrency, self._context = group_size, concurrency, context
         self._limits, self._tickets, self._max_staleness = limits, tickets, max_staleness
-        self._idle_s, self._last_put = stop_after_idle_s, 0.0
+        self._idle_s, self._last_group = stop_after_idle_s, 0.0
         self._env_metrics, self._stages = env_metrics, tuple(stages)
-        self._position = Position(resume)
-        self.losses = Losses(stop_after_failures)
-        self._making: dict[asyncio.Task[Any], tuple[int, list[Episode]]] = {}  # begun under which version
+        self._playing: dict[asyncio.Future[Exception], tuple[int, list[Episode]]] = {}  # with its version
         self._newest = -1  # version that was looked at
         self._putting = asyncio.Lock()
-        self.producer = Producer(bridge, env_name=env_name, lane_bytes=lane_bytes, on_full=on_full)
+        self._position = Position(resume)
+        try:
+            self.producer = Producer(bridge, env_name=env_name, lane_bytes=lane_bytes, on_full=on_full)
+        except BaseException:
+            self._position.close()
+            raise
+        self.losses = Losses(stop_after_failures, self.producer.count_lost)
         self.groups_put = 0  # and committed
         log.info("%s: %s", env_name or bridge, limits)
         if self._position.tasks_over:
@@ -149,6 +156,8 @@ class Rollout:
     async def close(self) -> None:
         """Leaves the bridge, with what is committed in the lane, and closes the connections."""
         self.producer.close()
+        self._position.settle(int(self.producer.stats()["records_total"]))
+        self._position.close()
         if isinstance(self.server, (HttpServer, ChatServer)):
             await self.server.close()
 
@@ -169,22 +178,22 @@ class Rollout:
             TooManyFailures: see `stop_after_failures`. NothingCame: see `stop_after_idle_s`.
         """
         before, more = self.groups_put, True
-        self._last_put = asyncio.get_running_loop().time()
+        self._last_group = asyncio.get_running_loop().time()
         making: set[asyncio.Task[None]] = set()
-        upcoming: asyncio.Task[Any] | None = None
-        source = _numbered(tasks, max_groups)
+        upcoming: asyncio.Task[tuple[int, Task[T]] | None] | None = None
+        source = _numbered(tasks, max_groups, self._position)
         try:
             while more or making:
                 if more and upcoming is None and len(making) < self._concurrency:
-                    upcoming = asyncio.ensure_future(_next(source))
-                waiting = making if upcoming is None else {*making, upcoming}
-                await asyncio.wait(waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    upcoming = asyncio.create_task(_next(source))
+                waits = making if upcoming is None else {*making, upcoming}
+                await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if upcoming is not None and upcoming.done():
-                    found, upcoming = upcoming.result(), None
-                    more = found is not None
-                    if found is not None and found[0] not in self._position:
-                        number, task = found
-                        making.add(asyncio.create_task(self._make(number, task, play)))
+                    numbered, upcoming = upcoming.result(), None
+                    if numbered is None:
+                        more = False
+                    else:
+                        making.add(asyncio.create_task(self._make(*numbered, play)))
                 for each in [each for each in making if each.done()]:
                     making.remove(each)
                     each.result()
@@ -199,20 +208,22 @@ class Rollout:
         return self.groups_put - before
 
     def _look(self) -> None:
-        """Cancels groups that would be too old, after a new version. Raises NothingCame."""
+        """Ends groups that are too old, after a new version. Raises NothingCame."""
         version = self.producer.policy_version
         if self._max_staleness is not None and version > self._newest:
             self._newest = version
-            for playing, (began, begun) in list(self._making.items()):
-                oldest, _ = known_versions(begun, began, began)
-                if version - min(began, oldest) > self._max_staleness:
-                    del self._making[playing]
-                    playing.cancel()
-        idle_s = asyncio.get_running_loop().time() - self._last_put
-        if self._idle_s is not None and idle_s > self._idle_s:
+            for outdated, (began, begun) in self._playing.items():
+                behind = version - _oldest(begun, began)
+                if behind > self._max_staleness and not outdated.done():
+                    why = f"a group is {behind} versions behind, more than {self._max_staleness}"
+                    outdated.set_result(TooOld(why))
+        now = asyncio.get_running_loop().time()
+        if self._putting.locked() or (self._tickets and not self._playing):  # the consumer's turn
+            self._last_group = now
+        elif self._idle_s is not None and now - self._last_group > self._idle_s:
             raise NothingCame(
-                f"no group was put for {idle_s:.0f} s, {len(self._making)} are in the making",
-                hint="see the losses in the log, and the inference server's",
+                f"no group was finished for {now - self._last_group:.0f} s; {len(self._playing)} are played",
+                hint="see what was lost in the log, and the inference server's log",
             )
 
     @property
@@ -226,18 +237,16 @@ class Rollout:
 
     def summary(self) -> str:
         """Returns a line on what was put and what was lost, and why."""
-        lost = {"episodes": self.losses.episodes, "groups": self.losses.groups}
-        words = [f"{count} {what} {kind}" for what, of in lost.items() for kind, count in sorted(of.items())]
-        return f"{self.groups_put} groups were put; lost: {', '.join(words) or 'none'}"
+        return f"{self.groups_put} groups were put; lost: {self.losses}"
 
     async def group(self, task: Task[T], play: Play[T], number: int = 0) -> list[Episode]:
         """Returns the episodes of one task that came to a good end, all played at once; nothing is put.
 
         Raises EpisodesLost: see `limits`.
         """
-        return await self._play(task, play, number, [])
+        instance = str(number) if task.instance_id is None else task.instance_id
+        begun: list[Episode] = []
 
-    async def _play(self, task: Task[T], play: Play[T], number: int, begun: list[Episode]) -> list[Episode]:
         def begin(repetition: int) -> Episode:
             begun.append(
                 Episode(
@@ -246,83 +255,96 @@ class Rollout:
                     task.messages,
                     self.sampling,
                     context=self._context,
-                    instance_id=str(number) if task.instance_id is None else task.instance_id,
+                    instance_id=instance,
                     repetition_id=repetition,
                 )
             )
             return begun[-1]
 
-        return await survivors(
-            begin, lambda episode: play(episode, task.data), self._group_size, self._limits, self.losses
-        )
+        outdated: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._playing[outdated] = self.producer.policy_version, begun
+        try:
+            return await survivors(
+                begin,
+                lambda episode: play(episode, task.data),
+                self._group_size,
+                self._limits,
+                self.losses,
+                outdated,
+            )
+        finally:
+            del self._playing[outdated]
+            self.losses.asked_again += sum(episode.asked_again for episode in begun)
 
     async def _make(self, number: int, task: Task[T], play: Play[T]) -> None:
         """One group, from its ticket to its lane."""
         began = asyncio.get_running_loop().time()
         try:
-            if self._tickets:
-                with await self.producer.begin_group_async():
-                    await self._make_now(task, number, play)
-            else:
-                await self._make_now(task, number, play)
+            with await self.producer.begin_group_async() if self._tickets else nullcontext():
+                began = asyncio.get_running_loop().time()
+                await self._make_now(number, task, play)
         except BridgeDraining:
             raise
         except Exception as error:
-            self._position.over(number)
             self.losses.group(error, began)
-        except asyncio.CancelledError as error:
-            this = asyncio.current_task()
-            if this is not None and this.cancelling():
-                raise
-            self._position.over(number)
-            self.losses.group(RuntimeError(f"a stage ended with {error!r}"), began)
 
-    async def _make_now(self, task: Task[T], number: int, play: Play[T]) -> None:
-        began, begun = self.producer.policy_version, list[Episode]()
-        playing = asyncio.create_task(self._play(task, play, number, begun))
-        self._making[playing] = began, begun
+    async def _make_now(self, number: int, task: Task[T], play: Play[T]) -> None:
+        began, episodes = self.producer.policy_version, list[Episode]()
         try:
-            episodes = await playing
-        except asyncio.CancelledError:
-            if playing in self._making:  # not by `_look`
-                playing.cancel()
-                raise
-            lag = self.producer.policy_version - began
-            why = TimeoutError(f"it began {lag} versions ago, and at most {self._max_staleness} are of use")
-            for _ in range(self._group_size):
-                self.losses.episode(why, TOO_OLD)
-            raise EpisodesLost("a group was cancelled: it would be too old") from why
-        finally:
-            self._making.pop(playing, None)
-            self.losses.asked_again += sum(episode.asked_again for episode in begun)
-        versions = known_versions(episodes, began, self.producer.policy_version)
-        group: Group = group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)
-        for stage in self._stages:
-            group = await stage(group)
-        async with self._putting:
-            records = int(self.producer.stats()["records_total"])
-            self._position.committing(number, self.producer.producer_id, records)
-            sequence = await self.producer.put_async(group, policy_version=versions)
+            episodes = await self.group(task, play, number)
+            versions = known_versions(episodes, began, self.producer.policy_version)
+            group = await self._staged(episodes)
+            async with self._putting:
+                records = int(self.producer.stats()["records_total"])
+                self._position.committing(number, self.producer.producer_id, records)
+                sequence = await self.producer.put_async(group, policy_version=versions)
+                self._position.over(number)
+        except BridgeDraining:
+            raise
+        except Exception as error:
+            self.losses.episode(error, len(episodes))
             self._position.over(number)
-        self._last_put = asyncio.get_running_loop().time()
+            raise
+        self._last_group = asyncio.get_running_loop().time()
         self.losses.put()
         self.groups_put += sequence is not None
+
+    async def _staged(self, episodes: Sequence[Episode]) -> Group:
+        group: Group = group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)
+        for stage in self._stages:
+            try:
+                group = await stage(group)
+            except asyncio.CancelledError as error:
+                if is_cancelled():
+                    raise
+                raise RuntimeError(f"a stage ended with {error!r}") from error
+        return group
+
+
+def _oldest(begun: Sequence[Episode], began: int) -> int:
+    """The oldest version that samples one of the episodes, as far as it is known; else that of the start."""
+    first = (each.versions[each.prompt_length] if each.turn_ends else -1 for each in begun)
+    return min((began if version < 0 else version for version in first), default=began)
 
 
 async def _next(source: AsyncIterator[T]) -> T | None:
     return await anext(source, None)
 
 
-async def _numbered(tasks: Iterable[T] | AsyncIterable[T], most: int | None) -> AsyncIterator[tuple[int, T]]:
-    """The first `most` of the tasks, with their numbers."""
+async def _numbered(
+    tasks: Iterable[T] | AsyncIterable[T], most: int | None, over: Position
+) -> AsyncIterator[tuple[int, T]]:
+    """The first `most` of the tasks, with their numbers, without those that are over."""
     number = 0
     if isinstance(tasks, AsyncIterable):
         async for task in tasks:
             if number == most:
                 return
-            yield number, task
+            if number not in over:
+                yield number, task
             number += 1
     else:
         for task in islice(tasks, most):
-            yield number, task
+            if number not in over:
+                yield number, task
             number += 1

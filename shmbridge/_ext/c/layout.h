@@ -60,6 +60,8 @@ enum {
 };
 /* Reasons of dropped_total[]: never committed. */
 enum { DROP_FULL = 0, DROP_CANCELLED = 1, DROP_INVALID = 2, DROP_TIMEOUT = 3, DROP_REASONS = 4 };
+/* Reasons of episodes_lost_total[]: played in vain, never in a group. */
+enum { LOST_FAILED = 0, LOST_LATE = 1, LOST_TOO_OLD = 2, LOST_REASONS = 3 };
 
 typedef struct {
     char name[COLUMN_NAME_BYTES]; /* UTF-8, zero padded */
@@ -156,7 +158,9 @@ typedef struct {
     shm_u64 origin_open;
     /* P: values of inference_logprobs and ref_logprobs that say "not recorded". Earlier producers leave it 0 */
     shm_u64 logprobs_unrecorded_total;
-    uint8_t pad3[0x80 - 8 - 64 - 8 * DROP_REASONS];
+    /* P: episodes that its environment began, and that are in no record. Earlier producers leave it 0 */
+    shm_u64 episodes_lost_total[LOST_REASONS];
+    uint8_t pad3[0x80 - 8 - 64 - 8 * DROP_REASONS - 8 * LOST_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */
