@@ -119,9 +119,9 @@ class GemGame:
             else:
                 self._leave(begun.env, usable)
 
-    def begin(self, seed: int, size: int | None = None) -> Future[list[Begun]]:
-        """Returns the environments of a group, or `size` more of them, as they will be begun in a thread."""
-        return self._threads.submit(self._begin, seed, size or self.group_size)
+    def begin(self, seed: int, like: Begun | None = None) -> Future[list[Begun]]:
+        """Returns the environments of a group, which a thread begins; with `like`, one more that begins so."""
+        return self._threads.submit(self._begin, seed, like)
 
     def give_up(self, begun: Begun) -> None:
         """Takes back an environment that was begun for nobody."""
@@ -147,9 +147,10 @@ class GemGame:
                 return
             episode.observe(_messages(observation, info, self._suffix))
 
-    def _begin(self, seed: int, size: int) -> list[Begun]:
+    def _begin(self, seed: int, like: Begun | None) -> list[Begun]:
+        size = self.group_size if like is None else 1
         return contained(
-            "reset", lambda: begin_alike(self._take, size, seed, self._alike, self._allow_unequal)
+            "reset", lambda: begin_alike(self._take, size, seed, self._alike, self._allow_unequal, like)
         )
 
     def _take(self) -> Any:
@@ -184,7 +185,8 @@ class GroupStart:
             self._begun = self._game.begin(self.seed)
         begun = self._begun
         if repetition >= self._game.group_size:  # played in place of one that was lost
-            begun, repetition = self._game.begin(self.seed, 1), 0
+            first = (await asyncio.wrap_future(_unbroken(begun)))[0]
+            begun, repetition = self._game.begin(self.seed, like=first), 0
         try:
             return (await asyncio.wrap_future(_unbroken(begun)))[repetition]
         except asyncio.CancelledError:
@@ -223,7 +225,7 @@ def _step(env: Any, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
     if not isinstance(said, (tuple, list)) or len(said) != 5:
         raise EnvFailed(
             f"step returned {said!r:.120}, not observation, reward, terminated, truncated, info",
-            hint="the group is not put; mend the environment",
+            hint="its row is left out; fix the environment",
         )
     observation, reward, terminated, truncated, info = said
     return observation, reward, terminated, truncated, info or {}

@@ -19,7 +19,14 @@ from shmbridge.producers.rollout.sampling import (
     ServerFailed,
 )
 from shmbridge.producers.rollout.stop import EXIT_CODE, leave, orderly_sigterm
-from shmbridge.producers.rollout.survivors import EpisodesLost, Limits, Losses, TooManyFailures, survivors
+from shmbridge.producers.rollout.survivors import (
+    EpisodesLost,
+    Incomplete,
+    Limits,
+    Losses,
+    TooManyFailures,
+    survivors,
+)
 from shmbridge.producers.rollout.token_text import TokenText
 
 __all__ = [
@@ -31,6 +38,7 @@ __all__ = [
     "EpisodeUnfinished",
     "EpisodesLost",
     "HttpServer",
+    "Incomplete",
     "Limits",
     "Losses",
     "Message",

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_HINT = "the group is not put; mend the environment"
+_HINT = "its row is left out; fix the environment"
 
 
 class HeldEnv:
