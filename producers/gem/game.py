@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,8 @@ from shmbridge.errors import BadArgument
 from shmbridge.producers.gem.action import Action, FinishReason
 from shmbridge.producers.gem.alike import Alike, Begun, begin_alike, close, contained, turn_to_draw
 from shmbridge.producers.gem.errors import EnvFailed
-from shmbridge.producers.rollout import ContextFull, Episode, Message, Task
+from shmbridge.producers.gem.process_random import PROCESS_RANDOM
+from shmbridge.producers.rollout import CallThreads, ContextFull, Episode, Message, Task
 
 
 class GemGame:
@@ -61,7 +62,7 @@ class GemGame:
         self.group_size, self._seed = group_size, seed
         self._alike, self._allow_unequal = alike, allow_unequal
         self._suffix, self._max_turns = suffix, max_turns
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="shmbridge-gem")
+        self._threads = CallThreads(threads, "shmbridge-gem")
         self._idle: list[Any] = []
         self._idle_lock = threading.Lock()
         self._closed = False
@@ -80,7 +81,7 @@ class GemGame:
             idle, self._idle, self._closed = self._idle, [], True
         for env in idle:
             close(env)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.cancel_waiting()
 
     def try_one(self) -> None:
         """Makes one environment, so that a mistake shows before the rollout begins. Blocks."""
@@ -115,17 +116,23 @@ class GemGame:
             usable = True
         finally:
             if calls and not calls[-1].done():  # cancelled in the middle of a step
+                self.stop_waiting(calls[-1])
                 calls[-1].add_done_callback(lambda _: close(begun.env))
             else:
                 self._leave(begun.env, usable)
 
     def begin(self, seed: int, like: Begun | None = None) -> Future[list[Begun]]:
-        """Returns the environments of a group, which a thread begins; with `like`, one more that begins so."""
+        """Returns the environments of a group, begun in a thread; with `like`, one more that begins alike."""
         return self._threads.submit(self._begin, seed, like)
 
     def give_up(self, begun: Begun) -> None:
-        """Takes back an environment that was begun for nobody."""
+        """Takes back an environment that was begun in vain."""
         self._leave(begun.env, usable=False)
+
+    def stop_waiting(self, call: Future[Any]) -> None:
+        """Lets other calls have the thread, and the turn to draw at random, of one that takes too long."""
+        if (thread := self._threads.give_up(call)) is not None:
+            PROCESS_RANDOM.give_up(thread)
 
     async def _turns(self, episode: Episode, env: Any, calls: list[Future[Any]]) -> None:
         while True:
@@ -166,10 +173,7 @@ class GemGame:
             if kept:
                 self._idle.append(env)
         if not kept:
-            try:
-                self._threads.submit(close, env)  # it may block
-            except RuntimeError:  # the threads have ended
-                close(env)
+            self._threads.submit(close, env)  # it may block
 
 
 class GroupStart:
@@ -190,6 +194,7 @@ class GroupStart:
         try:
             return (await asyncio.wrap_future(_unbroken(begun)))[repetition]
         except asyncio.CancelledError:
+            self._game.stop_waiting(begun)
             begun.add_done_callback(lambda done: self._give_up(done, repetition))
             raise
 

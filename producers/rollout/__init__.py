@@ -3,6 +3,7 @@
 `rollout.py` runs them; `episode.py` is one trajectory; `http_server.py` asks servers as `apis.py` says.
 """
 
+from shmbridge.producers.rollout.call_threads import CallThreads
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
 from shmbridge.producers.rollout.episode import ContextFull, Episode, known_versions
@@ -31,6 +32,7 @@ from shmbridge.producers.rollout.token_text import TokenText
 
 __all__ = [
     "EXIT_CODE",
+    "CallThreads",
     "ChatFormat",
     "ChatServer",
     "ContextFull",

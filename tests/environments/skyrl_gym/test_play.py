@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,10 @@ from skyrl_rows import task
 from skyrl_scripted import Scripted
 
 import shmbridge
-from shmbridge.producers.rollout import Rollout, TooManyFailures
+from shmbridge.producers.rollout import CallThreads, Limits, Rollout, TooManyFailures
 from shmbridge.producers.skyrl_gym import SkyRLPlay, SkyRLTasks, TagPair
 from shmbridge.producers.skyrl_gym.held_env import HeldEnv
+from shmbridge.testing import wait_until
 
 GSM8K = {
     "prompt": [{"role": "user", "content": "3 + 4?"}],
@@ -329,18 +329,49 @@ async def test_cancelling_a_close_that_waits_for_a_thread_closes_all_the_same() 
         def close(self) -> None:
             closed.append(self)
 
-    with ThreadPoolExecutor(1) as threads:
-        env = HeldEnv(Quiet, "quiet", threads)
-        await env.init([{"role": "user", "content": "?"}])
-        threads.submit(may_go.wait, 20)
-        closing = asyncio.create_task(env.close())
-        await asyncio.sleep(0.05)
-        closing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await closing
-        assert closed == []
+    threads = CallThreads(1, "quiet")
+    env = HeldEnv(Quiet, "quiet", threads)
+    await env.init([{"role": "user", "content": "?"}])
+    threads.submit(may_go.wait, 20)
+    closing = asyncio.create_task(env.close())
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await closing
+    assert closed == []
+    may_go.set()
+    await asyncio.to_thread(wait_until, lambda: len(closed) == 1)
+
+
+async def test_environments_that_hang_leave_their_threads_to_others(
+    bridge: str, consumer: shmbridge.Consumer, pieces: Any, registered: Any
+) -> None:
+    """More of them than there are threads; the others' episodes are played all the same."""
+    may_go, closed = threading.Event(), []
+
+    class Hangs(BaseTextEnv):
+        def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+            super().__init__()
+
+        def step(self, action: str) -> Any:
+            if action == "1":
+                may_go.wait(60)
+            return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+        def close(self) -> None:
+            closed.append(self)
+
+    server, play = Scripted(pieces, lambda prompt, number: str(number % 2)), SkyRLPlay(threads=3)
+    limits = Limits(episode_s=0.5)
+    try:
+        async with Rollout(bridge, server, pieces, group_size=4, concurrency=1, limits=limits) as rollout:
+            tasks = SkyRLTasks([registered(Hangs)]).repeated(epochs=6)
+            assert await asyncio.wait_for(rollout.run(tasks, play), 60) == 6
+            assert rollout.losses.episodes == {"late": 12}
+    finally:
         may_go.set()
-    assert len(closed) == 1
+    assert [len(record) for record in consumer.poll()] == [2] * 6
+    await asyncio.to_thread(wait_until, lambda: len(closed) == 24)
 
 
 async def test_where_the_context_is_full_the_episode_ends_with_the_rewards_so_far(
