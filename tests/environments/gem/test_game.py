@@ -321,7 +321,7 @@ async def test_game_environments_that_hang_leave_their_threads_to_others(
         made[-1].hangs = len(made) <= 3
         return made[-1]
 
-    options = {"group_size": 1, "concurrency": 2, "limits": Limits(episode_s=0.5)}
+    options = {"group_size": 1, "concurrency": 2, "limits": Limits(episode_s=2.0)}
     try:
         async with (
             GemGame(make, group_size=1, threads=2) as game,

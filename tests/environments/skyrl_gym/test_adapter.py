@@ -240,7 +240,7 @@ async def test_a_group_that_lost_episodes_is_sent_by_baseenv(tiny: Path, tmp_pat
     """Atropos skips a group of another size, unless the group says that this is its size."""
     from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
 
-    path, sent = tmp_path / "rows.jsonl", []
+    path, sent, failed = tmp_path / "rows.jsonl", [], []
     path.write_text(json.dumps(task(max_turns=1)) + "\n")
     config, servers = SkyRLAdapter.config_init()
     settings = {"skyrl_repo_id": str(path), "use_wandb": False, "group_size": 4, "episode_s": 5.0}
@@ -249,7 +249,8 @@ async def test_a_group_that_lost_episodes_is_sent_by_baseenv(tiny: Path, tmp_pat
     env.max_token_len = -1
 
     def answer(prompt: Any, number: int) -> str:
-        if number == 2:
+        if not failed:
+            failed.append(number)
             raise ConnectionError("the server ended")
         return "1"
 

@@ -254,7 +254,7 @@ async def test_missing_extras_surface(bridge: str, pieces: Any) -> None:
     row = {key: value for key, value in GSM8K.items() if key != "reward_spec"}
     server = Scripted(pieces, lambda prompt, number: "?")
     with pytest.raises(TooManyFailures, match=r"reward_spec\.ground_truth is required"):
-        await run(bridge, server, [row] * 8)
+        await run(bridge, server, [row] * 8, concurrency=1)
     assert server.asked == []
 
 
