@@ -1,0 +1,110 @@
+"""--resume: a run that is killed again and again puts every task, and none twice without a word."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shmbridge import ConsumerEmpty
+from shmbridge.errors import BadArgument
+from shmbridge.producers.rollout.position import Position
+
+ROOT = Path(__file__).parents[3]
+TASKS = 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rollout_killed_at_random_moments_puts_every_task_once(bridge, make_consumer, tmp_path, seed):
+    """A consumer lives through it all. What may have come before is named as the run goes on."""
+    consumer, chance, got, over = make_consumer(), random.Random(seed), Counter(), threading.Event()
+
+    def read() -> None:
+        while True:
+            try:
+                with consumer.get(0.05) as record:
+                    got[record["instance_id"][0]] += 1
+            except ConsumerEmpty:
+                if over.is_set():
+                    return
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    said = tmp_path / "said"
+    words = [sys.executable, "-m", "tests.environments.rollout.resumed_child"]
+    variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    kills, file = 0, tmp_path / "position"
+    try:
+        with (
+            said.open("w") as errors,
+            subprocess.Popen(
+                [*words, bridge, str(file), str(TASKS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=ROOT,
+                env=variables,
+            ) as starter,
+        ):
+            status = -signal.SIGKILL
+            while status:
+                starter.stdin.write("\n")
+                starter.stdin.flush()
+                pid = int(starter.stdout.readline())
+                if kills < 12:
+                    child = os.pidfd_open(pid)
+                    time.sleep(chance.uniform(0.01, 0.2))
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
+                        signal.pidfd_send_signal(child, signal.SIGKILL)
+                    os.close(child)
+                    kills += 1
+                status = int(starter.stdout.readline())
+                assert status in (0, -signal.SIGKILL), said.read_text()
+            starter.stdin.close()
+    finally:
+        over.set()
+        reading.join()
+    named = set(re.findall(r"task (\d+) is played again", said.read_text()))
+    assert set(got) == {str(number) for number in range(TASKS)}
+    assert {task for task, times in got.items() if times > 1} <= named
+    assert max(got.values()) <= 2
+    assert kills >= 1
+    assert json.loads(file.read_text())["next"] == TASKS
+
+
+def test_a_file_serves_one_process_and_holds_a_position(tmp_path):
+    file = tmp_path / "position"
+    position = Position(file)
+    for number in (1, 0, 3):
+        position.over(number)
+    with pytest.raises(BadArgument, match="another process"):
+        Position(file)
+    position.close()
+    again = Position(file)
+    assert [number for number in range(5) if number in again] == [0, 1, 3]
+    assert again.tasks_over == 3
+    again.close()
+    file.write_text('{"next": 4}')
+    with pytest.raises(BadArgument, match="does not hold the position"):
+        Position(file)
+
+
+def test_a_note_is_settled_by_the_records_of_the_lane(tmp_path):
+    """Cancelled while it waited for room, a group is committed when the producer is closed, or not."""
+    for records, over in ((5, True), (4, False)):
+        position = Position(tmp_path / f"position{records}")
+        position.committing(2, "env-1", 4)
+        position.over(7)  # another one's
+        position.settle(records)
+        position.close()
+        assert (2 in Position(tmp_path / f"position{records}")) is over
