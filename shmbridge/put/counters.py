@@ -6,7 +6,7 @@ from shmbridge.segments.discard_reasons import Drop, Lost, labelled
 
 
 def lane_counters(lane: Mapping) -> dict[str, float]:
-    """Returns the lane's counters; `dropped_total{reason}` and `episodes_lost_total{reason}` per reason. Never blocks; any thread."""
+    """Returns the lane's counters, some of them per reason. Never blocks; any thread."""
     words = header.lane_counters(lane)
     return {
         "records_total": words["tail"],

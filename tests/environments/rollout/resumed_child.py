@@ -1,7 +1,8 @@
-"""Starts the same rollout over and over, each in a child of its own: `python resumed_child.py BRIDGE FILE TASKS`.
+"""Starts the same rollout over and over, each in a child of its own: `resumed_child.py BRIDGE FILE TASKS`.
 
 For each line on stdin it forks a child and prints its pid, then, once it has ended, how. Python's imports are
-done once.
+done once. The line says where the child kills itself: "note 3" between the third note and its commit, "commit
+3" between the third commit and the note of that; "" nowhere.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import signal
 import sys
 
 from shmbridge.producers.rollout import Rollout, Sampled, Task
+from shmbridge.producers.rollout.position import Position
 from tests.environments.byte_tokenizer import byte_tokenizer
 
 
@@ -32,11 +34,31 @@ async def play(bridge: str, file: str, count: int) -> None:
         await rollout.run(tasks, answer)
 
 
+def kill_at(step: str, times: int) -> None:
+    """Kills this process in the middle of the `times`-th commit."""
+    name = "committing" if step == "note" else "over"
+    whole, calls = getattr(Position, name), 0
+
+    def cut(self, *arguments) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == times and step == "commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(self, *arguments)
+        if calls == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(Position, name, cut)
+
+
 def main(bridge: str, file: str, count: int) -> None:
-    for _ in sys.stdin:
+    for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
             signal.alarm(60)
+            if line.strip():
+                step, times = line.split()
+                kill_at(step, int(times))
             asyncio.run(play(bridge, file, count))
             sys.stderr.flush()
             os._exit(0)

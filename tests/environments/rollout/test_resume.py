@@ -23,6 +23,15 @@ ROOT = Path(__file__).parents[3]
 TASKS = 100
 
 
+def kill(pid: int, after_s: float) -> None:
+    """Kills a child of the starter, unless it ends before."""
+    child = os.pidfd_open(pid)
+    time.sleep(after_s)
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(child, signal.SIGKILL)
+    os.close(child)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rollout_killed_at_random_moments_puts_every_task_once(bridge, make_consumer, tmp_path, seed):
     """A consumer lives through it all. What may have come before is named as the run goes on."""
@@ -58,16 +67,15 @@ def test_a_rollout_killed_at_random_moments_puts_every_task_once(bridge, make_co
         ):
             status = -signal.SIGKILL
             while status:
-                starter.stdin.write("\n")
+                step = chance.choice(["", "note", "commit"]) if kills < 12 else ""
+                where = f"{step} {chance.randint(1, 12)}" if step else ""
+                starter.stdin.write(f"{where}\n")
                 starter.stdin.flush()
                 pid = int(starter.stdout.readline())
                 if kills < 12:
-                    child = os.pidfd_open(pid)
-                    time.sleep(chance.uniform(0.01, 0.2))
-                    with contextlib.suppress(ProcessLookupError):  # it has ended
-                        signal.pidfd_send_signal(child, signal.SIGKILL)
-                    os.close(child)
                     kills += 1
+                    if not where:
+                        kill(pid, chance.uniform(0.01, 0.3))
                 status = int(starter.stdout.readline())
                 assert status in (0, -signal.SIGKILL), said.read_text()
             starter.stdin.close()

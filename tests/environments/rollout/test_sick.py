@@ -57,6 +57,7 @@ async def test_failing_episodes_cost_their_rows_only(bridge, make_consumer):
     async with rollout_on(bridge) as rollout:
         assert await rollout.run(tasks(100), play) == 100
         lost = rollout.losses.episodes["RuntimeError"]
+    assert consumer.stats()["episodes_lost_total{failed}"] == lost
     rows = rows_of(consumer, 100)
     assert sum(map(len, rows)) == begun - lost == 800 - lost
     assert (begun - lost) / begun >= 0.94
@@ -126,7 +127,9 @@ async def test_an_incomplete_group_may_be_left_out(bridge, make_consumer):
     async with rollout_on(bridge, group_size=3, limits=Limits(incomplete="drop")) as rollout:
         assert await rollout.run(tasks(3), play) == 2
         assert rollout.losses.groups == {"KeyError": 1}
+        assert rollout.losses.episodes == {"KeyError": 1, "EpisodesLost": 2}  # its siblings, too
         assert "1 episodes KeyError" in rollout.summary()
+        assert rollout.producer.stats()["episodes_lost_total{failed}"] == 3
     assert rows_of(consumer, 2) == [[0, 1, 2]] * 2
 
 
@@ -161,7 +164,7 @@ async def test_an_answer_aborted_before_its_first_token_is_asked_again(bridge, m
     assert rows_of(consumer, 10) == [[0]] * 10
 
 
-async def test_a_group_that_would_be_too_old_is_cancelled(bridge, make_consumer):
+async def test_a_group_that_would_be_too_old_is_given_up(bridge, make_consumer):
     """Its ticket comes back, so that another group is begun under the new version."""
     consumer = make_consumer(max_off_policy_steps=0, groups_per_step=1, policy="oldest")
     consumer.publish_policy_version(0)
@@ -184,6 +187,7 @@ async def test_a_group_that_would_be_too_old_is_cancelled(bridge, make_consumer)
         assert await asyncio.wait_for(rollout.run(tasks(2), play), 20) == 1
         await updating
         assert rollout.losses.episodes == {"too_old": 2}
+        assert rollout.producer.stats()["episodes_lost_total{too_old}"] == 2
     assert rows_of(consumer, 1) == [[0, 1]]
 
 
