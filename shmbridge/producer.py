@@ -536,6 +536,15 @@ class Producer(OneProcess):
         self._check_open()
         self._writer.close_origin()
 
+    def leave_receipt(self) -> None:
+        """Has whoever removes this lane, once this producer has ended, leave a receipt for its records.
+
+        For a producer that is started again and goes on where this one ended: see `segments.receipts`. The
+        thread that puts; never blocks. Raises Closed.
+        """
+        self._check_open()
+        self._writer.leave_receipt()
+
     @property
     def held(self) -> int:
         """Its committed records that are not released. Never blocks; any thread."""

@@ -2,7 +2,7 @@
 
 A task is over once its group is committed in the lane, or given up. The file is written at once. A process
 that is killed between a commit and that write leaves a note of the group that it was about to commit, and its
-lane tells the next process whether it did.
+lane, or the receipt of that lane, tells the next process whether it did.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import fcntl
 import json
 import logging
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from shmbridge import list_bridges
+from shmbridge import Producer
 from shmbridge.errors import BadArgument
+from shmbridge.segments import receipts
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Position:
         self._lock: IO[str] | None = None
         self._next = 0  # all below are over
         self._beyond: set[int] = set()  # over, too
-        self._note: list[Any] | None = None  # number, producer_id, sequence: about to be committed
+        self._note: tuple[int, int] | None = None  # number, sequence: about to be committed
+        self._lane: tuple[str, str] | None = None  # bridge and id of the producer that commits
         if self._file is not None:
             self._lock = _locked(self._file)
             if self._file.exists():
@@ -53,21 +55,23 @@ class Position:
                 raise ValueError
             self._next, self._beyond = int(found["next"]), set(map(int, found["beyond"]))
             if found["committing"] is not None:
-                number, producer_id, sequence = found["committing"]
-                self._note = [int(number), str(producer_id), int(sequence)]
+                number, sequence = map(int, found["committing"])
+                self._note = number, sequence
+            if found["producer"] is not None:
+                bridge, producer_id = map(str, found["producer"])
+                self._lane = bridge, producer_id
         except (ValueError, KeyError, TypeError):
             raise BadArgument(
                 f"{file} does not hold the position of a rollout in format {_FORMAT}",
                 hint="give another file, or remove this one to begin with the first task",
             ) from None
-        if self._note is not None:
-            self._ask_the_lane(*self._note)
-
-    def _ask_the_lane(self, number: int, producer_id: str, sequence: int) -> None:
-        lanes = (lane for bridge in list_bridges() for lane in bridge.lanes)
-        records = next((lane.records for lane in lanes if lane.producer_id == producer_id), None)
-        if records is None:
-            log.warning("task %d is played again; its group may be there already: its lane is gone", number)
+        if self._lane is None:
+            return
+        records = receipts.committed_here(*self._lane)
+        if records is None and self._note is not None and self._note[1] > 0:
+            log.warning(
+                "task %d is played again, and may be there already: its lane was removed", self._note[0]
+            )
         self.settle(records or 0)
 
     def __contains__(self, number: int) -> bool:
@@ -78,18 +82,30 @@ class Position:
         """Tasks that are over."""
         return self._next + len(self._beyond)
 
-    def committing(self, number: int, producer_id: str, sequence: int) -> None:
+    def begin(self, producer: Producer) -> None:
+        """Notes which producer commits from now on. Blocks for the file."""
+        if self._file is not None:
+            producer.leave_receipt()
+            self._lane = producer.bridge, producer.producer_id
+            self._write()
+
+    def committing(self, number: int, sequence: int) -> None:
         """Notes that the group of a task is about to be committed as a record. Blocks for the file."""
-        self._note = [number, producer_id, sequence]
+        self._note = number, sequence
         self._write()
 
     def settle(self, records: int) -> None:
-        """Resolves a note that is left, by the records that its lane has in all. Blocks for the file."""
+        """Resolves a note that is left, by the records that its lane has in all, once the producer has ended.
+
+        Blocks for the file.
+        """
         if self._note is not None:
-            number, _, sequence = self._note
+            number, sequence = self._note
             self._note = None
             if sequence < records:
                 self.over(number)
+        if self._lane is not None:
+            receipts.forget(*self._lane)
 
     def over(self, number: int) -> None:
         """Notes that a task is over. Blocks for the file."""
@@ -110,7 +126,12 @@ class Position:
         if self._file is None:
             return
         new = self._file.with_name(self._file.name + ".new")
-        words = {"next": self._next, "beyond": sorted(self._beyond), "committing": self._note}
+        words = {
+            "next": self._next,
+            "beyond": sorted(self._beyond),
+            "committing": self._note,
+            "producer": self._lane,
+        }
         new.write_text(json.dumps({"format": _FORMAT, **words}))
         new.replace(self._file)
 

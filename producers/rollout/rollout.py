@@ -139,6 +139,7 @@ class Rollout:
         except BaseException:
             self._position.close()
             raise
+        self._position.begin(self.producer)
         self.losses = Losses(stop_after_failures, self.producer.count_lost)
         self.groups_put = 0  # and committed
         log.info("%s: %s", env_name or bridge, limits)
@@ -186,7 +187,7 @@ class Rollout:
             while more or making:
                 if more and upcoming is None and len(making) < self._concurrency:
                     upcoming = asyncio.create_task(_next(source))
-                waits = making if upcoming is None else {*making, upcoming}
+                waits: set[asyncio.Task[Any]] = {*making, *(() if upcoming is None else (upcoming,))}
                 await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if upcoming is not None and upcoming.done():
                     numbered, upcoming = upcoming.result(), None
@@ -201,9 +202,9 @@ class Rollout:
         except BridgeDraining:
             log.info("the bridge drains: %d groups were put", self.groups_put - before)
         finally:
-            left = making if upcoming is None else {*making, upcoming}
-            for each in left:
-                each.cancel()
+            left: set[asyncio.Task[Any]] = {*making, *(() if upcoming is None else (upcoming,))}
+            for task in left:
+                task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
         return self.groups_put - before
 
@@ -296,7 +297,7 @@ class Rollout:
             group = await self._staged(episodes)
             async with self._putting:
                 records = int(self.producer.stats()["records_total"])
-                self._position.committing(number, self.producer.producer_id, records)
+                self._position.committing(number, records)
                 sequence = await self.producer.put_async(group, policy_version=versions)
                 self._position.over(number)
         except BridgeDraining:

@@ -191,6 +191,11 @@ cdef class LaneWriter:
         cdef lane_header* header = self.alive().header
         store_relaxed64(&header.origin_open, 0)
 
+    def leave_receipt(self):
+        """Whoever removes the lane once this producer has ended leaves a receipt for its last record."""
+        cdef lane_header* header = self.alive().header
+        store_relaxed64(&header.origin_open, 1)
+
     @property
     def newest_origin(self):
         """The sequence at its origin of the last record that this lane, or one before it, has; None if none has."""

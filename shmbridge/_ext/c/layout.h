@@ -153,8 +153,9 @@ typedef struct {
     shm_u64 wanted_bytes; /* P: bytes that the last claim failed to get, 0 if it succeeded; a hint */
     /* P: since when the producer waits for room or the end of a pause, CLOCK_MONOTONIC; 0: it does not */
     shm_u64 blocked_ns;
-    /* P: 1: the node of origin may send records again, so a receipt for the last one is left when the lane is
-     * removed; 0 when all of them are known there to be committed, and in lanes without an origin */
+    /* P: 1: the node of origin may send records again, or a producer here goes on later where this one ends, so
+     * a receipt for the last one is left when the lane is removed; 0 when all of them are known there to be
+     * committed, and in all other lanes */
     shm_u64 origin_open;
     /* P: values of inference_logprobs and ref_logprobs that say "not recorded". Earlier producers leave it 0 */
     shm_u64 logprobs_unrecorded_total;

@@ -1,10 +1,9 @@
-"""--resume: a run that is killed again and again puts every task, and none twice without a word."""
+"""--resume: a run that is killed again and again puts every task, and none twice."""
 
 import contextlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shmbridge import ConsumerEmpty
+from shmbridge import ConsumerEmpty, list_bridges
 from shmbridge.errors import BadArgument
 from shmbridge.producers.rollout.position import Position
 
@@ -34,7 +33,7 @@ def kill(pid: int, after_s: float) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rollout_killed_at_random_moments_puts_every_task_once(bridge, make_consumer, tmp_path, seed):
-    """A consumer lives through it all. What may have come before is named as the run goes on."""
+    """A consumer lives through it all, so lanes of the killed ones are gone before the next begins."""
     consumer, chance, got, over = make_consumer(), random.Random(seed), Counter(), threading.Event()
 
     def read() -> None:
@@ -82,11 +81,10 @@ def test_a_rollout_killed_at_random_moments_puts_every_task_once(bridge, make_co
     finally:
         over.set()
         reading.join()
-    named = set(re.findall(r"task (\d+) is played again", said.read_text()))
-    assert set(got) == {str(number) for number in range(TASKS)}
-    assert {task for task, times in got.items() if times > 1} <= named
-    assert max(got.values()) <= 2
-    assert kills >= 1
+    assert got == dict.fromkeys(map(str, range(TASKS)), 1)
+    assert kills == 12
+    (info,) = (each for each in list_bridges() if each.name == bridge)
+    assert info.receipts == 0
     assert json.loads(file.read_text())["next"] == TASKS
 
 
@@ -111,7 +109,7 @@ def test_a_note_is_settled_by_the_records_of_the_lane(tmp_path):
     """Cancelled while it waited for room, a group is committed when the producer is closed, or not."""
     for records, over in ((5, True), (4, False)):
         position = Position(tmp_path / f"position{records}")
-        position.committing(2, "env-1", 4)
+        position.committing(2, 4)
         position.over(7)  # another one's
         position.settle(records)
         position.close()
