@@ -55,7 +55,7 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
             )
     if info.receipts:
         lines.append(
-            f"  {counted(info.receipts, 'receipt')} of lanes that are gone, for who comes back in their place"
+            f"  {counted(info.receipts, 'receipt')} of lanes that are gone, for a relay or run that goes on"
         )
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"

@@ -1,4 +1,4 @@
-"""One episode of five hangs: groups come at the rate of a control whose sick episodes fail at the deadline."""
+"""One episode of five hangs: groups come at the rate of a control whose sick episodes fail instead."""
 
 import os
 
