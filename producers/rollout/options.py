@@ -55,7 +55,7 @@ def add_rollout_flags(parser: Parser) -> None:
     add("--stop-after-failures", type=int, default=8, metavar="N",
         help="end after groups failed N times in a row [8; 0: never]")  # fmt: skip
     add("--stop-after-idle-s", type=float, metavar="S",
-        help="end when no group came for S seconds [never]")  # fmt: skip
+        help="end when no group was finished for S seconds [never]")  # fmt: skip
     add("--resume", metavar="FILE",
         help="keep in FILE which tasks are over, and go on behind them [begin with the first]")  # fmt: skip
 
@@ -81,7 +81,7 @@ def rollout_of(options: argparse.Namespace, env_name: str, **more: Any) -> Rollo
         allow_retokenise=options.allow_retokenise,
         limits=Limits(options.episode_s or None, options.group_s or None, options.refill, options.incomplete),
         stop_after_failures=options.stop_after_failures,
-        stop_after_idle_s=options.stop_after_idle_s,
+        stop_after_idle_s=options.stop_after_idle_s or None,
         max_staleness=options.max_staleness,
         resume=options.resume,
         tickets=options.tickets,

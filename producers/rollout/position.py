@@ -31,8 +31,7 @@ class Position:
             nothing is kept.
 
     Raises:
-        BadArgument: the file holds something else, or another process has it.
-        OSError: it cannot be written.
+        BadArgument: the file holds something else or cannot be written, or another process has it.
     """
 
     def __init__(self, file: str | Path | None) -> None:
@@ -42,11 +41,15 @@ class Position:
         self._beyond: set[int] = set()  # over, too
         self._note: tuple[int, int] | None = None  # number, sequence: about to be committed
         self._lane: tuple[str, str] | None = None  # bridge and id of the producer that commits
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._lock = _locked(self._file)
             if self._file.exists():
                 self._load(self._file)
             self._write()
+        except OSError as error:
+            raise BadArgument(f"{file} cannot be written: {error}", hint="give another file") from None
 
     def _load(self, file: Path) -> None:
         try:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shmbridge import ShmBridgeError
+from shmbridge.config import check_choice
+from shmbridge.errors import BadArgument
 from shmbridge.producer import LostReason
 from shmbridge.producers.rollout.episode import Episode
 from shmbridge.producers.rollout.group import require_finished
@@ -59,11 +61,12 @@ class Limits:
         for name in ("episode_s", "group_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < math.inf:
-                raise ValueError(f"{name}={seconds} must be a number of seconds above 0 -> None: no limit")
-        if self.refill < 0 or self.incomplete not in ("put", "drop"):
-            raise ValueError(
-                f'refill={self.refill} must be at least 0, incomplete={self.incomplete!r} "put" or "drop"'
-            )
+                raise BadArgument(
+                    f"{name}={seconds} is not a time", hint="seconds above 0, or None: no limit"
+                )
+        check_choice("incomplete", self.incomplete, ("put", "drop"))
+        if self.refill < 0:
+            raise BadArgument(f"refill={self.refill} is below 0", hint="0: no episode is played again")
 
     def __str__(self) -> str:
         words = ("no deadline" if each is None else f"{each:g} s" for each in (self.episode_s, self.group_s))
@@ -263,7 +266,8 @@ async def _played(
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
         if deadline.expired():
-            return Late(f"episode {number} of a group did not end within {deadline_s:g} s")
+            name = f"episode {number} of task {episode.instance_id!r}"
+            return Late(f"{name} did not end within {deadline_s:g} s")
         if isinstance(error, Exception):
             return error
         return RuntimeError(f"the episode ended with {error!r}")  # a library cancelled something of its own

@@ -100,6 +100,8 @@ def test_a_file_serves_one_process_and_holds_a_position(tmp_path):
     assert [number for number in range(5) if number in again] == [0, 1, 3]
     assert again.tasks_over == 3
     again.close()
+    with pytest.raises(BadArgument, match="cannot be written"):
+        Position(tmp_path / "nowhere" / "position")
     file.write_text('{"next": 4}')
     with pytest.raises(BadArgument, match="does not hold the position"):
         Position(file)
