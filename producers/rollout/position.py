@@ -112,6 +112,8 @@ class Position:
 
     def over(self, number: int) -> None:
         """Notes that a task is over. Blocks for the file."""
+        if self._file is None:
+            return
         if self._note is not None and self._note[0] == number:
             self._note = None
         self._beyond.add(number)

@@ -83,8 +83,8 @@ class Rollout:
             run ends with NothingCame; None: never.
         max_staleness: a group in the making that is more versions behind than this is cancelled when a
             version is published, and its ticket comes back; None: none is.
-        resume: file that keeps which tasks are over: a restarted run over the same tasks, in the same order,
-            goes on behind them. None: no file.
+        resume: file that keeps which tasks are over, for one `run`: a restarted run over the same tasks, in
+            the same order, goes on behind them. None: no file.
         tickets: begin a group only once the consumer has room for it: see Consumer(max_off_policy_steps=).
         env_metrics: makes JSON of a group's episodes, which goes with it: see `group_of`.
         stages: change a group before it is put, one after the other, such as those of `producers.rewards`.

@@ -31,7 +31,7 @@ def kill(pid: int, after_s: float) -> None:
     os.close(child)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 def test_a_rollout_killed_at_random_moments_puts_every_task_once(bridge, make_consumer, tmp_path, seed):
     """A consumer lives through it all, so lanes of the killed ones are gone before the next begins."""
     consumer, chance, got, over = make_consumer(), random.Random(seed), Counter(), threading.Event()

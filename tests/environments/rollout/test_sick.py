@@ -216,6 +216,12 @@ async def test_deadlines_are_said_at_the_start(bridge, caplog):
     assert "an episode has 1800 s, a group 3600 s" in caplog.text
 
 
+async def test_a_rollout_without_a_position_runs_again_from_the_first_task(bridge, make_consumer):
+    make_consumer()
+    async with rollout_on(bridge, group_size=1) as rollout:
+        assert [await rollout.run(tasks(3), answer) for _ in range(2)] == [3, 3]
+
+
 async def test_a_restarted_rollout_neither_skips_nor_repeats(bridge, make_consumer, tmp_path):
     """Stopped at random moments, cancelled in the middle of groups, each task is put exactly once."""
     consumer, chance, file = make_consumer(), random.Random(7), tmp_path / "position.json"
