@@ -38,6 +38,7 @@ class Side:
         self.consumer.publish_policy_version(0)
         limits = Limits(episode_s=deadline_s if hangs else None, group_s=None)
         options: dict[str, Any] = {"group_size": GROUP, "concurrency": CONCURRENCY, "tickets": True}
+        options["lane_bytes"] = "1M"  # all of it is in use soon: it is no growth
         self.rollout = Rollout(bridge, Server(), byte_tokenizer(), limits=limits, **options)
         self.tickets: list[float] = []
 

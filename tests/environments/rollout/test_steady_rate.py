@@ -15,9 +15,8 @@ async def test_hung_episodes_cost_no_more_than_failing_ones():
 @pytest.mark.long
 async def test_every_window_has_the_rate_and_memory_tickets_and_tasks_stay():
     seen = await measured(f"steady{os.getpid()}", deadline_s=0.5, window_s=6.0, windows=10)
-    rate = sum(each["control"] for each in seen) / len(seen)
     for each in seen:
-        assert each["rows"] >= 0.9 * rate
+        assert each["rows"] >= 0.9 * each["control"]  # which the machine slows down as well
         assert each["tickets"] <= CONCURRENCY
         assert each["tasks"] <= seen[0]["tasks"] + 2 * CONCURRENCY
     assert seen[-1]["resident_bytes"] - seen[1]["resident_bytes"] < 8 << 20
