@@ -102,6 +102,14 @@ COUNTERS = (
         help="records committed, and released unread",
     ),
     Counter(
+        "episodes_lost_total",
+        stats="episodes_lost_total",
+        kind="counter",
+        per="reason",
+        words="episodes_lost_total",
+        help="episodes that environments began, and that are in no record",
+    ),
+    Counter(
         "wait_producer_s",
         stats="producer_wait_s",
         kind="counter",

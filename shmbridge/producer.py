@@ -28,7 +28,7 @@ from shmbridge.config import (
     check_timeout,
     format_size,
 )
-from shmbridge.errors import Closed, InvalidRecord, LaneFull, RecordTooBig, ShmBridgeError
+from shmbridge.errors import BadArgument, Closed, InvalidRecord, LaneFull, RecordTooBig, ShmBridgeError
 from shmbridge.put import producer_errors
 from shmbridge.put.agreement import check_agrees_with_bridge
 from shmbridge.put.claim import Slot
@@ -41,7 +41,7 @@ from shmbridge.put.still_linked import LOOK_S, OwnNames
 from shmbridge.schema import Split, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement
 from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.discard_reasons import Drop
+from shmbridge.segments.discard_reasons import Drop, Lost
 from shmbridge.segments.helper_threads import Apart
 from shmbridge.segments.locks import LockByte
 from shmbridge.segments.one_process import OneProcess
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OnFull = Literal["block", "raise", "drop"]
+LostReason = Literal["failed", "late", "too_old"]
 _SAY_SO_AFTER_S = 5.0
 
 
@@ -473,6 +474,25 @@ class Producer(OneProcess):
         if not done:
             self._writer.count_drop(reason)
 
+    def count_lost(self, reason: LostReason, episodes: int = 1) -> None:
+        """Counts episodes that an environment began and that are in no record: `episodes_lost_total{reason}`.
+
+        For producers that play episodes; `inspect`, metrics and the consumer's stats show the counts. Never
+        blocks; the thread that puts.
+
+        Args:
+            reason: "failed"; "late", beyond its deadline; "too_old", cancelled since newer weights are there.
+            episodes: how many.
+
+        Raises:
+            BadArgument: another reason, or a negative number.
+        """
+        check_choice("reason", reason, tuple(each.name.lower() for each in Lost))
+        if episodes < 0:
+            raise BadArgument(f"episodes={episodes} is below 0", hint="give the number of lost episodes")
+        self._check_process()
+        self._writer.count_lost(Lost[reason.upper()], episodes)
+
     # -- state
 
     @property
@@ -515,6 +535,15 @@ class Producer(OneProcess):
         """
         self._check_open()
         self._writer.close_origin()
+
+    def leave_receipt(self) -> None:
+        """Has whoever removes this lane, once this producer has ended, leave a receipt for its records.
+
+        For a producer that is started again and goes on where this one ended: see `segments.receipts`. The
+        thread that puts; never blocks. Raises Closed.
+        """
+        self._check_open()
+        self._writer.leave_receipt()
 
     @property
     def held(self) -> int:

@@ -15,6 +15,7 @@ from shmbridge.producers.gem.game import GemGame
 from shmbridge.producers.gem.registration import NAME, register
 from shmbridge.producers.rollout import (
     EXIT_CODE,
+    NothingCame,
     TooManyFailures,
     add_rollout_flags,
     leave,
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _play(options)
         except ShmBridgeError as error:
-            code = 1 if isinstance(error, TooManyFailures) else 2
+            code = 1 if isinstance(error, (TooManyFailures, NothingCame)) else 2
             return _refuse(error, "see --help", code)
         except ModuleNotFoundError as missing:
             return _refuse(missing, "install it; gem itself: pip install 'shmbridge[gem]'")
@@ -84,9 +85,8 @@ def _play(options: argparse.Namespace) -> int:
 async def _run(options: argparse.Namespace, game: GemGame) -> int:
     async with rollout_of(options, game.name) as rollout:
         put = await rollout.run(islice(game.tasks(), options.max_groups), game.play)
-        failed = ", ".join(f"{count} {kind}" for kind, count in sorted(rollout.failed.items())) or "none"
-        print(f"{put} groups put, failed: {failed}")
-        return int(put == 0 and rollout.failed.total() > 0)
+        print(rollout.summary())
+        return int(put == 0 and rollout.losses.groups.total() > 0)
 
 
 def _parser() -> Parser:

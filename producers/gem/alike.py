@@ -14,7 +14,7 @@ Alike = Literal["auto", "spawn", "reset"]
 
 T = TypeVar("T")
 
-_HINT = "the group is not put; mend the environment"
+_HINT = "its row is left out; fix the environment"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,12 @@ class Begun:
 
 
 def begin_alike(
-    make: Callable[[], Any], size: int, seed: int, how: Alike = "auto", allow_unequal: bool = False
+    make: Callable[[], Any],
+    size: int,
+    seed: int,
+    how: Alike = "auto",
+    allow_unequal: bool = False,
+    like: Begun | None = None,
 ) -> list[Begun]:
     """Returns `size` environments that begin alike. Blocks while they are made and reset; any thread.
 
@@ -37,6 +42,7 @@ def begin_alike(
         how: "spawn": the first is reset, the others are `spawn(same_state=True)` of it; "reset": each is
             reset with the seed; "auto": spawned if the environment can.
         allow_unequal: take environments whose first observations differ.
+        like: one that began before, with the same seed; None: these are the first of the group.
 
     Raises:
         GroupNotAlike: the first observations differ.
@@ -46,19 +52,20 @@ def begin_alike(
     begun: list[Begun] = []
     try:
         begun.append(_reset(make(), seed))
-        while len(begun) < size:
-            begun.append(_another(make, begun[0], seed, how))
-            if begun[-1].observation != begun[0].observation and not allow_unequal:
-                first, other = begun[0].observation, begun[-1].observation
+        while True:
+            first, other = (like or begun[0]).observation, begun[-1].observation
+            if first != other and not allow_unequal:
                 raise GroupNotAlike(
                     f"seed {seed} begins with {first!r:.300}, and with {other!r:.300}",
                     hint="the environment must begin alike for the same seed, or have spawn(same_state=True)",
                 )
+            if len(begun) == size:
+                return begun
+            begun.append(_another(make, begun[0], seed, how))
     except BaseException:
         for each in begun:
             close(each.env)
         raise
-    return begun
 
 
 def contained(name: str, call: Callable[[], T]) -> T:

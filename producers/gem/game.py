@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,8 @@ from shmbridge.errors import BadArgument
 from shmbridge.producers.gem.action import Action, FinishReason
 from shmbridge.producers.gem.alike import Alike, Begun, begin_alike, close, contained, turn_to_draw
 from shmbridge.producers.gem.errors import EnvFailed
-from shmbridge.producers.rollout import ContextFull, Episode, Message, Task
+from shmbridge.producers.gem.process_random import PROCESS_RANDOM
+from shmbridge.producers.rollout import CallThreads, ContextFull, Episode, Message, Task
 
 
 class GemGame:
@@ -58,10 +59,10 @@ class GemGame:
     ) -> None:
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         self._make = _maker(env, dict(env_args or {})) if isinstance(env, str) else env
-        self._group_size, self._seed = group_size, seed
+        self.group_size, self._seed = group_size, seed
         self._alike, self._allow_unequal = alike, allow_unequal
         self._suffix, self._max_turns = suffix, max_turns
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="shmbridge-gem")
+        self._threads = CallThreads(threads, "shmbridge-gem")
         self._idle: list[Any] = []
         self._idle_lock = threading.Lock()
         self._closed = False
@@ -80,7 +81,7 @@ class GemGame:
             idle, self._idle, self._closed = self._idle, [], True
         for env in idle:
             close(env)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.cancel_waiting()
 
     def try_one(self) -> None:
         """Makes one environment, so that a mistake shows before the rollout begins. Blocks."""
@@ -115,17 +116,23 @@ class GemGame:
             usable = True
         finally:
             if calls and not calls[-1].done():  # cancelled in the middle of a step
+                self.stop_waiting(calls[-1])
                 calls[-1].add_done_callback(lambda _: close(begun.env))
             else:
                 self._leave(begun.env, usable)
 
-    def begin(self, seed: int) -> Future[list[Begun]]:
-        """Returns the environments of a group, as they will be begun in a thread."""
-        return self._threads.submit(self._begin, seed)
+    def begin(self, seed: int, like: Begun | None = None) -> Future[list[Begun]]:
+        """Returns the environments of a group, begun in a thread; with `like`, one more that begins alike."""
+        return self._threads.submit(self._begin, seed, like)
 
     def give_up(self, begun: Begun) -> None:
-        """Takes back an environment that was begun for nobody."""
+        """Takes back an environment that was begun in vain."""
         self._leave(begun.env, usable=False)
+
+    def stop_waiting(self, call: Future[Any]) -> None:
+        """Lets other calls have the thread, and the turn to draw at random, of one that takes too long."""
+        if (thread := self._threads.give_up(call)) is not None:
+            PROCESS_RANDOM.give_up(thread)
 
     async def _turns(self, episode: Episode, env: Any, calls: list[Future[Any]]) -> None:
         while True:
@@ -147,9 +154,10 @@ class GemGame:
                 return
             episode.observe(_messages(observation, info, self._suffix))
 
-    def _begin(self, seed: int) -> list[Begun]:
+    def _begin(self, seed: int, like: Begun | None) -> list[Begun]:
+        size = self.group_size if like is None else 1
         return contained(
-            "reset", lambda: begin_alike(self._take, self._group_size, seed, self._alike, self._allow_unequal)
+            "reset", lambda: begin_alike(self._take, size, seed, self._alike, self._allow_unequal, like)
         )
 
     def _take(self) -> Any:
@@ -161,14 +169,11 @@ class GemGame:
     def _leave(self, env: Any, usable: bool) -> None:
         """At most a group's number of environments stay; one that failed does not."""
         with self._idle_lock:
-            kept = usable and not self._closed and len(self._idle) < self._group_size
+            kept = usable and not self._closed and len(self._idle) < self.group_size
             if kept:
                 self._idle.append(env)
         if not kept:
-            try:
-                self._threads.submit(close, env)  # it may block
-            except RuntimeError:  # the threads have ended
-                close(env)
+            self._threads.submit(close, env)  # it may block
 
 
 class GroupStart:
@@ -183,16 +188,15 @@ class GroupStart:
         if self._begun is None:
             self._begun = self._game.begin(self.seed)
         begun = self._begun
+        if repetition >= self._game.group_size:  # played in place of one that was lost
+            first = (await asyncio.wrap_future(_unbroken(begun)))[0]
+            begun, repetition = self._game.begin(self.seed, like=first), 0
         try:
             return (await asyncio.wrap_future(_unbroken(begun)))[repetition]
         except asyncio.CancelledError:
+            self._game.stop_waiting(begun)
             begun.add_done_callback(lambda done: self._give_up(done, repetition))
             raise
-        except IndexError:
-            raise BadArgument(
-                f"episode {repetition + 1} of a group, whose game has fewer environments",
-                hint="give GemGame the rollout's group_size",
-            ) from None
 
     def _give_up(self, done: Future[list[Begun]], repetition: int) -> None:
         if not done.cancelled() and done.exception() is None and repetition < len(done.result()):
@@ -226,7 +230,7 @@ def _step(env: Any, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
     if not isinstance(said, (tuple, list)) or len(said) != 5:
         raise EnvFailed(
             f"step returned {said!r:.120}, not observation, reward, terminated, truncated, info",
-            hint="the group is not put; mend the environment",
+            hint="its row is left out; fix the environment",
         )
     observation, reward, terminated, truncated, info = said
     return observation, reward, terminated, truncated, info or {}

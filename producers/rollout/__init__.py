@@ -3,13 +3,14 @@
 `rollout.py` runs them; `episode.py` is one trajectory; `http_server.py` asks servers as `apis.py` says.
 """
 
+from shmbridge.producers.rollout.call_threads import CallThreads
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
 from shmbridge.producers.rollout.episode import ContextFull, Episode, known_versions
 from shmbridge.producers.rollout.group import EpisodeUnfinished, group_of
 from shmbridge.producers.rollout.http_server import HttpServer
 from shmbridge.producers.rollout.options import add_rollout_flags, rollout_of
-from shmbridge.producers.rollout.rollout import Rollout, Task, TooManyFailures
+from shmbridge.producers.rollout.rollout import NothingCame, Rollout, Task
 from shmbridge.producers.rollout.sampling import (
     Message,
     NoTokens,
@@ -19,18 +20,32 @@ from shmbridge.producers.rollout.sampling import (
     ServerFailed,
 )
 from shmbridge.producers.rollout.stop import EXIT_CODE, leave, orderly_sigterm
+from shmbridge.producers.rollout.survivors import (
+    EpisodesLost,
+    Incomplete,
+    Limits,
+    Losses,
+    TooManyFailures,
+    survivors,
+)
 from shmbridge.producers.rollout.token_text import TokenText
 
 __all__ = [
     "EXIT_CODE",
+    "CallThreads",
     "ChatFormat",
     "ChatServer",
     "ContextFull",
     "Episode",
     "EpisodeUnfinished",
+    "EpisodesLost",
     "HttpServer",
+    "Incomplete",
+    "Limits",
+    "Losses",
     "Message",
     "NoTokens",
+    "NothingCame",
     "Rollout",
     "SampleServer",
     "Sampled",
@@ -45,4 +60,5 @@ __all__ = [
     "leave",
     "orderly_sigterm",
     "rollout_of",
+    "survivors",
 ]

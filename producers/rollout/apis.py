@@ -121,8 +121,6 @@ def _token_ids(said: Any, said_prompt: Any, prompt: Sequence[int]) -> list[int]:
             "the response has no token ids",
             hint="serve with an API of token ids, or allow tokens made from text (--allow-retokenise)",
         )
-    if not said:
-        raise ServerFailed("the answer is empty, without even an end token", hint="see the server's log")
     for at, token in enumerate(said):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < _END_OF_INT32:
             raise ServerFailed(
@@ -152,6 +150,8 @@ def _checked_logprobs(logprobs: Sequence[Any], tokens: int) -> list[float]:
 def _sampled(body: Json, tokens: list[int], logprobs: list[float] | None, reason: Any) -> Sampled:
     if reason == "error":
         raise ServerFailed("the server ended the answer with an error", hint="see the server's log")
+    if not tokens and reason != "abort":
+        raise ServerFailed("the answer is empty, without even an end token", hint="see the server's log")
     if logprobs is not None:
         logprobs = _checked_logprobs(logprobs, len(tokens))
     versions = [-1] * len(tokens)

@@ -53,11 +53,14 @@ class ChatServer:
         try:
             choice = said["choices"][0]
             text = choice["message"]["content"] or ""
-            reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
+            given = choice.get("finish_reason")
+            reason: FinishReason = given if given in ("length", "abort") else "stop"
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise ServerFailed(f"{self.url}: not a chat completion: {error!r}") from None
         if not isinstance(text, str):
             raise ServerFailed(f"{self.url}: the answer is no text: {text!r:.100}")
+        if reason == "abort" and not text:  # before its first token
+            return Sampled([], None, [], reason)
         tokens = self._chat.answer(text, ends=reason == "stop")
         if not tokens:
             raise ServerFailed(f"{self.url}: the answer is empty, and the tokenizer has no end token")

@@ -5,6 +5,7 @@ Used by `rollout.py` and by the producers of environment frameworks; `group.py` 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from shmbridge.errors import BadArgument
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.sampling import FinishReason, Message, Sampled, SampleServer, Sampling
 
+_ABORTED_S, _MOST_ABORTED_S = 0.05, 2.0  # before an aborted answer is asked for again; doubles
 _A_MESSAGE = 'give [{"role": "user", "content": "..."}]'
 
 
@@ -46,6 +48,7 @@ class Episode:
         components: named parts of the score.
         extra: JSON that goes with the row: `Record.json("extra")["rows"]`.
         exact: False if tokens were made from text.
+        asked_again: answers that were aborted before their first token.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Episode:
         self.score: float | None = None
         self.components: dict[str, float] = {}
         self.extra: dict[str, Any] = {}
-        self.exact = True
+        self.exact, self.asked_again = True, 0
         self._unread: list[Message] = []  # observed since the last answer; in the row once one follows
 
     def begin(self, messages: Sequence[Message]) -> None:
@@ -93,6 +96,9 @@ class Episode:
 
     async def sample(self, **changes: Any) -> str:
         """Returns the text of the next answer, sampled after everything so far; it ends a turn.
+
+        A request that the server aborts before its first token is asked again, as long as the episode may
+        take.
 
         Args:
             changes: fields of `Sampling` for this answer alone.
@@ -115,6 +121,12 @@ class Episode:
             sampling = replace(sampling, max_tokens=min(room, sampling.max_tokens or room))
         try:
             sampled = await self._server.sample(prompt, sampling, [*self.messages, *self._unread])
+            wait_s = _ABORTED_S
+            while not sampled.token_ids and sampled.finish_reason == "abort":  # by an update of its weights
+                self.asked_again += 1
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _MOST_ABORTED_S)
+                sampled = await self._server.sample(prompt, sampling, [*self.messages, *self._unread])
         except ContextFull:  # of the server's own
             self.finish_reason = "length"
             raise

@@ -17,6 +17,15 @@ class EpisodeUnfinished(ShmBridgeError, ValueError):
     code = "SB510"
 
 
+def require_finished(episode: Episode) -> None:
+    """Raises EpisodeUnfinished if an episode cannot be a row. Never blocks."""
+    name = f"episode {episode.repetition_id} of task {episode.instance_id!r}"
+    if not episode.turn_ends:
+        raise EpisodeUnfinished(f"{name} has no answer", hint="sample at least once, or leave it out")
+    if episode.score is None or not math.isfinite(episode.score):
+        raise EpisodeUnfinished(f"{name} has the score {episode.score}", hint="set episode.score")
+
+
 def group_of(episodes: Sequence[Episode], env_metrics: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the columns of a group, a row for each episode, as `Producer.put` takes them. Never blocks.
 
@@ -27,11 +36,8 @@ def group_of(episodes: Sequence[Episode], env_metrics: dict[str, Any] | None = N
     Raises:
         EpisodeUnfinished: an episode without an answer or without a finite score.
     """
-    for row, episode in enumerate(episodes):
-        if not episode.turn_ends:
-            raise EpisodeUnfinished(f"row {row} has no answer", hint="sample at least once, or leave it out")
-        if episode.score is None or not math.isfinite(episode.score):
-            raise EpisodeUnfinished(f"row {row} has the score {episode.score}", hint="set episode.score")
+    for episode in episodes:
+        require_finished(episode)
     group: dict[str, Any] = {
         "tokens": [episode.tokens for episode in episodes],
         "loss_mask": [episode.mask for episode in episodes],

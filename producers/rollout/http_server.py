@@ -113,7 +113,7 @@ class HttpServer:
                 f"{json.dumps(body)[:_SAID]}",
                 hint="name the API of this server",
             ) from None
-        if sampled.logprobs is None:
+        if sampled.logprobs is None and sampled.token_ids:
             raise NoTokens(
                 f"{self.url}{api.path}: the response has no log-probabilities",
                 hint="start the server with log-probabilities, or allow rows without (--allow-retokenise)",

@@ -9,6 +9,7 @@ from shmbridge.parser import Parser, bridge_name, size
 from shmbridge.producers.rollout.apis import APIS
 from shmbridge.producers.rollout.rollout import Rollout
 from shmbridge.producers.rollout.sampling import Sampling
+from shmbridge.producers.rollout.survivors import Limits
 
 
 def add_rollout_flags(parser: Parser) -> None:
@@ -40,8 +41,23 @@ def add_rollout_flags(parser: Parser) -> None:
         "--on-full", choices=("block", "raise", "drop"), default="block", help="when the lane is full [block]"
     )
     add("--tickets", action="store_true", help="begin a group only when the consumer has room for it")
+    limits = Limits()
+    add("--episode-s", type=float, default=limits.episode_s, metavar="S",
+        help=f"deadline of an episode, seconds [{limits.episode_s:g}; 0: none]")  # fmt: skip
+    add("--group-s", type=float, default=limits.group_s, metavar="S",
+        help=f"deadline of a group, seconds [{limits.group_s:g}; 0: none]")  # fmt: skip
+    add("--refill", type=int, default=0, metavar="N",
+        help="play up to N episodes of a group in place of lost ones [0]")  # fmt: skip
+    add("--incomplete", choices=("put", "drop"), default="put",
+        help="a group with lost episodes: put the others, or drop it [put]")  # fmt: skip
+    add("--max-staleness", type=int, metavar="N",
+        help="cancel a group in the making that is more than N versions behind [never]")  # fmt: skip
     add("--stop-after-failures", type=int, default=8, metavar="N",
-        help="end after N groups in a row that failed [8; 0: never]")  # fmt: skip
+        help="end after groups failed N times in a row [8; 0: never]")  # fmt: skip
+    add("--stop-after-idle-s", type=float, metavar="S",
+        help="end when no group was finished for S seconds [never]")  # fmt: skip
+    add("--resume", metavar="FILE",
+        help="keep in FILE which tasks are over, and go on behind them [begin with the first]")  # fmt: skip
 
 
 def rollout_of(options: argparse.Namespace, env_name: str, **more: Any) -> Rollout:
@@ -63,7 +79,11 @@ def rollout_of(options: argparse.Namespace, env_name: str, **more: Any) -> Rollo
         api=options.api,
         model=options.model,
         allow_retokenise=options.allow_retokenise,
+        limits=Limits(options.episode_s or None, options.group_s or None, options.refill, options.incomplete),
         stop_after_failures=options.stop_after_failures,
+        stop_after_idle_s=options.stop_after_idle_s or None,
+        max_staleness=options.max_staleness,
+        resume=options.resume,
         tickets=options.tickets,
         lane_bytes=options.lane_bytes,
         on_full=options.on_full,

@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -19,7 +20,9 @@ from shmbridge.producers.rollout.chat_server import ChatServer
 from shmbridge.producers.rollout.episode import Episode, known_versions
 from shmbridge.producers.rollout.group import group_of
 from shmbridge.producers.rollout.http_server import HttpServer
+from shmbridge.producers.rollout.position import Position
 from shmbridge.producers.rollout.sampling import Message, SampleServer, Sampling
+from shmbridge.producers.rollout.survivors import Limits, Losses, TooOld, is_cancelled, survivors
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +30,14 @@ T = TypeVar("T")
 Group = Mapping[str, Any]
 Stage = Callable[[Group], Awaitable[Group]]
 
+_LOOK_S = 0.25  # between two looks at the policy version and at the time
+_DEFAULT = Limits()
 
-class TooManyFailures(ShmBridgeError):
-    """Too many groups in a row failed; the last failure is the cause."""
 
-    code = "SB511"
+class NothingCame(ShmBridgeError, TimeoutError):
+    """No group was finished for as long as the run was to wait."""
+
+    code = "SB520"
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,15 @@ class Rollout:
         api: what the server speaks; "auto" asks it.
         allow_retokenise: use a chat server that gives no token ids: rows are marked `retokenised`, and have
             no log-probabilities.
-        stop_after_failures: so many groups that failed in a row end the run with TooManyFailures; 0: never.
+        limits: deadlines, and what happens to a group that lost some of its episodes.
+        stop_after_failures: so many failures of whole groups in a row, those that share a moment counted
+            once, end the run with TooManyFailures; 0: never.
+        stop_after_idle_s: seconds without a finished group, waits for the consumer left out, after which the
+            run ends with NothingCame; None: never.
+        max_staleness: a group in the making that is more versions behind than this is cancelled when a
+            version is published, and its ticket comes back; None: none is.
+        resume: file that keeps which tasks are over, for one `run`: a restarted run over the same tasks, in
+            the same order, goes on behind them. None: no file.
         tickets: begin a group only once the consumer has room for it: see Consumer(max_off_policy_steps=).
         env_metrics: makes JSON of a group's episodes, which goes with it: see `group_of`.
         stages: change a group before it is put, one after the other, such as those of `producers.rewards`.
@@ -91,7 +105,11 @@ class Rollout:
         api: str = "auto",
         model: str | None = None,
         allow_retokenise: bool = False,
+        limits: Limits = _DEFAULT,
         stop_after_failures: int = 8,
+        stop_after_idle_s: float | None = None,
+        max_staleness: int | None = None,
+        resume: str | Path | None = None,
         tickets: bool = False,
         env_metrics: Callable[[Sequence[Episode]], dict[str, Any]] | None = None,
         stages: Sequence[Stage] = (),
@@ -109,12 +127,24 @@ class Rollout:
             self.server = HttpServer(server, api=api, model=model)
         self.sampling = sampling or Sampling()
         self._group_size, self._concurrency, self._context = group_size, concurrency, context
-        self._stop_after_failures, self._tickets = stop_after_failures, tickets
+        self._limits, self._tickets, self._max_staleness = limits, tickets, max_staleness
+        self._idle_s, self._last_group = stop_after_idle_s, 0.0
         self._env_metrics, self._stages = env_metrics, tuple(stages)
-        self.producer = Producer(bridge, env_name=env_name, lane_bytes=lane_bytes, on_full=on_full)
+        self._playing: dict[asyncio.Future[Exception], tuple[int, list[Episode]]] = {}  # with its version
+        self._newest = -1  # version that was looked at
+        self._putting = asyncio.Lock()
+        self._position = Position(resume)
+        try:
+            self.producer = Producer(bridge, env_name=env_name, lane_bytes=lane_bytes, on_full=on_full)
+        except BaseException:
+            self._position.close()
+            raise
+        self._position.begin(self.producer)
+        self.losses = Losses(stop_after_failures, self.producer.count_lost)
         self.groups_put = 0  # and committed
-        self.failed: Counter[str] = Counter()  # groups that were not put, by kind of error
-        self._in_a_row = 0
+        log.info("%s: %s", env_name or bridge, limits)
+        if self._position.tasks_over:
+            log.info("goes on behind %d tasks that are over: %s", self._position.tasks_over, resume)
 
     async def __aenter__(self) -> Self:
         return self
@@ -127,6 +157,8 @@ class Rollout:
     async def close(self) -> None:
         """Leaves the bridge, with what is committed in the lane, and closes the connections."""
         self.producer.close()
+        self._position.settle(int(self.producer.stats()["records_total"]))
+        self._position.close()
         if isinstance(self.server, (HttpServer, ChatServer)):
             await self.server.close()
 
@@ -135,139 +167,185 @@ class Rollout:
     ) -> int:
         """Plays each task `group_size` times and puts its group; returns how many groups were put.
 
-        Ends with the tasks, or when the bridge drains. An error in `play` costs its group, is counted in
-        `failed` and logged; it never becomes a row.
+        Ends with the tasks, or when the bridge drains. An episode that fails costs its row, is counted in
+        `losses` and logged; the others are put as a smaller group.
 
         Args:
             tasks: may be endless: the next is taken when a group is finished.
             play: samples, observes and rewards one episode, and sets `episode.score`.
-            max_groups: tasks to play at most.
+            max_groups: tasks to play at most, those before a restart included.
 
         Raises:
-            TooManyFailures: see `stop_after_failures`.
+            TooManyFailures: see `stop_after_failures`. NothingCame: see `stop_after_idle_s`.
         """
         before, more = self.groups_put, True
+        self._last_group = asyncio.get_running_loop().time()
         making: set[asyncio.Task[None]] = set()
-        source = _numbered(tasks, max_groups)
+        upcoming: asyncio.Task[tuple[int, Task[T]] | None] | None = None
+        source = _numbered(tasks, max_groups, self._position)
         try:
             while more or making:
-                while more and len(making) < self._concurrency:
-                    if (next_one := await anext(source, None)) is None:
+                if more and upcoming is None and len(making) < self._concurrency:
+                    upcoming = asyncio.create_task(_next(source))
+                waits: set[asyncio.Task[Any]] = {*making, *(() if upcoming is None else (upcoming,))}
+                await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if upcoming is not None and upcoming.done():
+                    numbered, upcoming = upcoming.result(), None
+                    if numbered is None:
                         more = False
                     else:
-                        making.add(asyncio.create_task(self._make(*next_one, play)))
-                if making:
-                    done, making = await asyncio.wait(making, return_when=asyncio.FIRST_COMPLETED)
-                    for each in done:
-                        each.result()
+                        making.add(asyncio.create_task(self._make(*numbered, play)))
+                for each in [each for each in making if each.done()]:
+                    making.remove(each)
+                    each.result()
+                self._look()
         except BridgeDraining:
             log.info("the bridge drains: %d groups were put", self.groups_put - before)
         finally:
-            for each in making:
-                each.cancel()
-            for each in making:
-                with suppress(asyncio.CancelledError, ShmBridgeError):
-                    await each
+            left: set[asyncio.Task[Any]] = {*making, *(() if upcoming is None else (upcoming,))}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
         return self.groups_put - before
 
-    async def group(self, task: Task[T], play: Play[T], number: int = 0) -> list[Episode]:
-        """Returns the finished episodes of one task, all played at once; nothing is put.
+    def _look(self) -> None:
+        """Ends groups that are too old, after a new version. Raises NothingCame."""
+        version = self.producer.policy_version
+        if self._max_staleness is not None and version > self._newest:
+            self._newest = version
+            for outdated, (began, begun) in self._playing.items():
+                behind = version - _oldest(begun, began)
+                if behind > self._max_staleness and not outdated.done():
+                    why = f"a group is {behind} versions behind, more than {self._max_staleness}"
+                    outdated.set_result(TooOld(why))
+        now = asyncio.get_running_loop().time()
+        if self._putting.locked() or (self._tickets and not self._playing):  # the consumer's turn
+            self._last_group = now
+        elif self._idle_s is not None and now - self._last_group > self._idle_s:
+            raise NothingCame(
+                f"no group was finished for {now - self._last_group:.0f} s; {len(self._playing)} are played",
+                hint="see what was lost in the log, and the inference server's log",
+            )
 
-        Raises what `play` raises; the other episodes of the task are cancelled then.
+    @property
+    def failed(self) -> Counter[str]:
+        """Groups that were not put, by the kind of their error."""
+        return self.losses.groups
+
+    def stats(self) -> dict[str, float]:
+        """Returns counters, flat: groups put, episodes and groups lost by reason. Never blocks."""
+        return {"groups_put_total": float(self.groups_put), **self.losses.stats()}
+
+    def summary(self) -> str:
+        """Returns a line on what was put and what was lost, and why."""
+        return f"{self.groups_put} groups were put; lost: {self.losses}"
+
+    async def group(self, task: Task[T], play: Play[T], number: int = 0) -> list[Episode]:
+        """Returns the episodes of one task that came to a good end, all played at once; nothing is put.
+
+        Raises EpisodesLost: see `limits`.
         """
         instance = str(number) if task.instance_id is None else task.instance_id
-        episodes = [
-            Episode(
-                self.server,
-                self.chat,
-                task.messages,
-                self.sampling,
-                context=self._context,
-                instance_id=instance,
-                repetition_id=repetition,
+        begun: list[Episode] = []
+
+        def begin(repetition: int) -> Episode:
+            begun.append(
+                Episode(
+                    self.server,
+                    self.chat,
+                    task.messages,
+                    self.sampling,
+                    context=self._context,
+                    instance_id=instance,
+                    repetition_id=repetition,
+                )
             )
-            for repetition in range(self._group_size)
-        ]
+            return begun[-1]
+
+        outdated: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._playing[outdated] = self.producer.policy_version, begun
         try:
-            async with asyncio.TaskGroup() as together:
-                for episode in episodes:
-                    together.create_task(_played(play, episode, task.data))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return episodes
+            return await survivors(
+                begin,
+                lambda episode: play(episode, task.data),
+                self._group_size,
+                self._limits,
+                self.losses,
+                outdated,
+            )
+        finally:
+            del self._playing[outdated]
+            self.losses.asked_again += sum(episode.asked_again for episode in begun)
 
     async def _make(self, number: int, task: Task[T], play: Play[T]) -> None:
         """One group, from its ticket to its lane."""
+        began = asyncio.get_running_loop().time()
         try:
-            if self._tickets:
-                with await self.producer.begin_group_async():
-                    await self._make_now(task, number, play)
-            else:
-                await self._make_now(task, number, play)
+            with await self.producer.begin_group_async() if self._tickets else nullcontext():
+                began = asyncio.get_running_loop().time()
+                await self._make_now(number, task, play)
         except BridgeDraining:
             raise
         except Exception as error:
-            self._count(error)
-        except asyncio.CancelledError as error:
-            if _is_cancelled():
-                raise
-            self._count(RuntimeError(f"a stage ended with {error!r}"))
+            self.losses.group(error, began)
 
-    async def _make_now(self, task: Task[T], number: int, play: Play[T]) -> None:
-        began = self.producer.policy_version
-        episodes = await self.group(task, play, number)
-        versions = known_versions(episodes, began, self.producer.policy_version)
-        group = group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)
-        sequence = await self._put(group, policy_version=versions)
-        self._in_a_row = 0
+    async def _make_now(self, number: int, task: Task[T], play: Play[T]) -> None:
+        began, episodes = self.producer.policy_version, list[Episode]()
+        try:
+            episodes = await self.group(task, play, number)
+            versions = known_versions(episodes, began, self.producer.policy_version)
+            group = await self._staged(episodes)
+            async with self._putting:
+                records = int(self.producer.stats()["records_total"])
+                self._position.committing(number, records)
+                sequence = await self.producer.put_async(group, policy_version=versions)
+                self._position.over(number)
+        except BridgeDraining:
+            raise
+        except Exception as error:
+            self.losses.episode(error, len(episodes))
+            self._position.over(number)
+            raise
+        self._last_group = asyncio.get_running_loop().time()
+        self.losses.put()
         self.groups_put += sequence is not None
 
-    async def _put(self, group: Group, policy_version: tuple[int, int]) -> int | None:
+    async def _staged(self, episodes: Sequence[Episode]) -> Group:
+        group: Group = group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)
         for stage in self._stages:
-            group = await stage(group)
-        return await self.producer.put_async(group, policy_version=policy_version)
-
-    def _count(self, error: Exception) -> None:
-        kind = type(error).__name__
-        self.failed[kind] += 1
-        self._in_a_row += 1
-        if self.failed[kind] == 1:
-            trace = None if isinstance(error, ShmBridgeError) else error
-            log.error("a group failed, further ones like it are only counted: %s", error, exc_info=trace)
-        if self._in_a_row == self._stop_after_failures:
-            raise TooManyFailures(
-                f"{self._in_a_row} groups in a row failed, the last with {error!r}",
-                hint="mend the environment or the server; stop_after_failures=0 goes on",
-            ) from error
+            try:
+                group = await stage(group)
+            except asyncio.CancelledError as error:
+                if is_cancelled():
+                    raise
+                raise RuntimeError(f"a stage ended with {error!r}") from error
+        return group
 
 
-async def _played(play: Play[T], episode: Episode, data: T) -> None:
-    """Plays an episode. An error that asyncio would take for a word to the task is one of the episode."""
-    try:
-        await play(episode, data)
-    except (Exception, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # of a library that cancelled something of its own, or timed it out
-        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-            raise
-        raise RuntimeError(f"the episode ended with {error!r}") from error
+def _oldest(begun: Sequence[Episode], began: int) -> int:
+    """The oldest version that samples one of the episodes, as far as it is known; else that of the start."""
+    first = (each.versions[each.prompt_length] if each.turn_ends else -1 for each in begun)
+    return min((began if version < 0 else version for version in first), default=began)
 
 
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
+async def _next(source: AsyncIterator[T]) -> T | None:
+    return await anext(source, None)
 
 
-async def _numbered(tasks: Iterable[T] | AsyncIterable[T], most: int | None) -> AsyncIterator[tuple[int, T]]:
-    """The first `most` of the tasks, with their numbers."""
+async def _numbered(
+    tasks: Iterable[T] | AsyncIterable[T], most: int | None, over: Position
+) -> AsyncIterator[tuple[int, T]]:
+    """The first `most` of the tasks, with their numbers, without those that are over."""
     number = 0
     if isinstance(tasks, AsyncIterable):
         async for task in tasks:
             if number == most:
                 return
-            yield number, task
+            if number not in over:
+                yield number, task
             number += 1
     else:
         for task in islice(tasks, most):
-            yield number, task
+            if number not in over:
+                yield number, task
             number += 1

@@ -41,7 +41,7 @@ class Sampled:
     """One completion.
 
     Attributes:
-        token_ids: what was sampled, end token included.
+        token_ids: what was sampled, end token included; empty only if the server aborted it before.
         logprobs: the log-probability of each token in nats, NaN for one that the server could not give;
             None: it gave none at all.
         versions: the policy version of each token, -1 where the server does not say.

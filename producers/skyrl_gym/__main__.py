@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import itertools
 import json
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +17,8 @@ from shmbridge import ShmBridgeError
 from shmbridge.parser import Parser
 from shmbridge.producers.rollout import (
     EXIT_CODE,
+    NothingCame,
+    Task,
     TooManyFailures,
     add_rollout_flags,
     leave,
@@ -26,7 +29,7 @@ from shmbridge.producers.skyrl_gym.env_process import EnvProcess, server_command
 from shmbridge.producers.skyrl_gym.errors import BadTask
 from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
 from shmbridge.producers.skyrl_gym.play import Make, SkyRLPlay
-from shmbridge.producers.skyrl_gym.tasks import SkyRLTasks
+from shmbridge.producers.skyrl_gym.tasks import SkyRLTask, SkyRLTasks
 from shmbridge.producers.skyrl_gym.traces import THINK, TagPair
 from shmbridge.program import refuse, run_program
 
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             return asyncio.run(_run(options))
         except KeyboardInterrupt:
             return EXIT_CODE if stopped.by_sigterm else 130
-        except TooManyFailures as error:
+        except (TooManyFailures, NothingCame) as error:
             return _refuse(error, 1)
         except (ShmBridgeError, ValueError, OSError) as error:  # OSError: of the tokenizer's files
             return _refuse(error, 2)
@@ -94,10 +97,15 @@ async def _run(options: argparse.Namespace) -> int:
         stack.callback(play.close)
         source = tasks.repeated(epochs=options.epochs, seed=options.shuffle)
         async with rollout_of(options, options.env or "skyrl_gym", env_metrics=play.env_metrics) as rollout:
-            put = await rollout.run(itertools.islice(source, options.max_groups), play)
-        failed = ", ".join(f"{count} {kind}" for kind, count in rollout.failed.items())
-        print(f"{put} groups were put; failed: {failed or 'none'}", flush=True)
-        return int(put == 0 and rollout.failed.total() > 0)
+            put = await rollout.run(_read_apart(itertools.islice(source, options.max_groups)), play)
+        print(rollout.summary(), flush=True)
+        return int(put == 0 and rollout.losses.groups.total() > 0)
+
+
+async def _read_apart(tasks: Iterator[Task[SkyRLTask]]) -> AsyncIterator[Task[SkyRLTask]]:
+    """The tasks, read in a thread: their rows may be in a process that is started again just now."""
+    while (task := await asyncio.to_thread(next, tasks, None)) is not None:
+        yield task
 
 
 def _parser() -> Parser:

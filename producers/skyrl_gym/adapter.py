@@ -15,14 +15,23 @@ import asyncio
 import itertools
 import json
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from pydantic import Field
 
-from shmbridge.producers.rollout import ChatFormat, Episode, Sampling, Task, TooManyFailures
+from shmbridge.producers.rollout import (
+    ChatFormat,
+    Episode,
+    Incomplete,
+    Limits,
+    Losses,
+    Sampling,
+    Task,
+    TooManyFailures,
+    survivors,
+)
 from shmbridge.producers.skyrl_gym.atropos_group import scored_group
 from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
 from shmbridge.producers.skyrl_gym.env_process import EnvProcess, server_command
@@ -55,8 +64,14 @@ class SkyRLConfig(BaseEnvConfig):
     env_python: str = Field(default="", description="that process's interpreter; empty: this one")
     env_imports: str = Field(default="", description="modules that register environments, with commas")
     env_config: str = Field(default="", description="settings of the environment class, a JSON object")
+    episode_s: float = Field(default=1800.0, description="deadline of an episode, seconds; 0: none")
+    group_s: float = Field(default=3600.0, description="deadline of a group, seconds; 0: none")
+    refill: int = Field(default=0, description="episodes of a group that may be played in place of lost ones")
+    incomplete: Incomplete = Field(
+        default="put", description="a group with lost episodes: put the others, or drop it"
+    )
     stop_after_failures: int = Field(
-        default=8, description="end after so many groups in a row that failed; 0: never"
+        default=8, description="end after groups failed so many times in a row; 0: never"
     )
 
 
@@ -75,6 +90,7 @@ class SkyRLAdapter(BaseEnv):
         super().__init__(*args, **options)
         config = self.config
         self._process: EnvProcess | None = None
+        self._over: TooManyFailures | None = None
         self._env_config: dict[str, Any] = json.loads(config.env_config or "{}")
         self._chat = ChatFormat(self.tokenizer)
         self._sampler = AtroposServer(self.server)
@@ -85,8 +101,11 @@ class SkyRLAdapter(BaseEnv):
             stop=_texts(config.stop),
         )
         self._numbers = itertools.count()
-        self.failed: Counter[str] = Counter()  # groups that failed, by kind of error
-        self._in_a_row: list[Exception] = []
+        self._limits = Limits(
+            config.episode_s or None, config.group_s or None, config.refill, config.incomplete
+        )
+        log.info("%s", self._limits)
+        self.losses = Losses(config.stop_after_failures)
         self._play = SkyRLPlay(
             self._make,
             tags=[TagPair(config.thought_start_tag, config.thought_end_tag)],
@@ -118,7 +137,6 @@ class SkyRLAdapter(BaseEnv):
         """
         config = self.config
         if config.separate_process:
-            # here, not in a thread that ends: the process ends with the thread that started it
             self._process = EnvProcess(
                 self.get_server_command(), modules=self._modules(), env_config=self._env_config
             )
@@ -143,38 +161,41 @@ class SkyRLAdapter(BaseEnv):
         """
         if self._process is not None:
             self._process.check()
-        most = self.config.stop_after_failures
-        if most and len(self._in_a_row) >= most:
-            raise TooManyFailures(
-                f"{len(self._in_a_row)} groups in a row failed, the last with {self._in_a_row[-1]!r}",
-                hint="mend the environment or the server; --env.stop_after_failures 0 goes on",
-            ) from self._in_a_row[-1]
+        if self._over is not None:
+            raise self._over
         return next(self._numbers) % len(self._tasks)
 
     async def collect_trajectories(self, item: int) -> tuple[dict[str, Any], list[int]]:
-        """Returns the group of one row. Whatever goes wrong costs the group, and is counted in `failed`."""
+        """Returns the group of one row; an episode that fails costs its row, and is counted in `losses`.
+
+        Raises EpisodesLost if no row is left.
+        """
+        began = asyncio.get_running_loop().time()
         try:
             group = await self._group(item)
         except Exception as error:
-            kind = type(error).__name__
-            self.failed[kind] += 1
-            self._in_a_row.append(error)
-            if self.failed[kind] == 1:
-                log.error("a group failed, further ones like it are only counted: %s", error)
+            try:
+                self.losses.group(error, began)
+            except TooManyFailures as over:  # BaseEnv ends with what get_next_item raises
+                self._over = over
             raise
-        self._in_a_row.clear()
+        self.losses.put()
         return group, []
 
     async def _group(self, item: int) -> dict[str, Any]:
         task = await asyncio.to_thread(self._tasks.__getitem__, item)
-        episodes = [self._episode(task, number) for number in range(self.config.group_size)]
-        try:
-            async with asyncio.TaskGroup() as together:
-                for episode in episodes:
-                    together.create_task(self._played(episode, task))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return scored_group(episodes, self._play.env_metrics(episodes))
+        size = self.config.group_size
+        episodes = await survivors(
+            lambda number: self._episode(task, number),
+            lambda episode: self._play(episode, task.data),
+            size,
+            self._limits,
+            self.losses,
+        )
+        group = scored_group(episodes, self._play.env_metrics(episodes))
+        if len(episodes) < size:
+            group["group_overrides"] = {"group_size": len(episodes)}  # else BaseEnv skips it
+        return group
 
     async def evaluate(self, *args: Any, **options: Any) -> None:
         """Does nothing: evaluate with another adapter on another split."""
@@ -192,9 +213,6 @@ class SkyRLAdapter(BaseEnv):
             instance_id=task.instance_id or "",
             repetition_id=repetition,
         )
-
-    async def _played(self, episode: Episode, task: Task[SkyRLTask]) -> None:
-        await self._play(episode, task.data)
 
     def _modules(self) -> list[str]:
         return [name.strip() for name in self.config.env_imports.split(",") if name.strip()]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import math
 import os
 import secrets
 import select
@@ -12,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +24,9 @@ from shmbridge.producers.skyrl_gym.env_server import SECRET
 from shmbridge.producers.skyrl_gym.errors import EnvProcessEnded
 from shmbridge.producers.skyrl_gym.remote_env import Connection, RemoteEnv
 
+log = logging.getLogger(__name__)
+
+_LIVED_S = 60.0  # one that served so long ended for a reason of its own: it does not count as one in a row
 _LOG_END = 2000  # characters of its log that an error shows
 _GRACE_S = 5.0
 
@@ -39,15 +46,15 @@ def server_command(repo_id: str, *, python: str | None = None, split: str = "tra
 class EnvProcess:
     """A process that serves environments, started here; it ends with this one, even if this one is killed.
 
-    Start it in a thread that lives as long as this process does, such as the main thread: the kernel takes
-    the end of that thread for the end of the parent. Any thread may call the rest. A context manager, which
-    ends it.
+    One that served and has ended is started again when the next environment is asked for; the episodes of its
+    environments fail. Any thread may call it. A context manager, which ends it.
 
     Args:
         command: see `server_command`.
         modules: imported there first, to register environments.
         env_config: settings of the environment class.
         timeout_s: longest time for one call of an environment.
+        restarts: so many ends in a row, each within a minute of the start, are followed by another start.
 
     Raises:
         EnvProcessEnded: the command cannot be run.
@@ -60,17 +67,29 @@ class EnvProcess:
         modules: Sequence[str] = (),
         env_config: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        restarts: int = 5,
     ) -> None:
         self._env_config, self._timeout_s = dict(env_config or {}), timeout_s
-        self._secret = secrets.token_hex(16)
-        self._port, self._waiting = 0, threading.Lock()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._ready, ready = os.pipe()
         imports = [word for name in modules for word in ("--import", name)]
-        told = ["--parent", str(os.getpid()), "--ready-fd", str(ready)]
+        self._command, self._restarts = [*command, *imports, "--parent", str(os.getpid())], restarts
+        self._secret = secrets.token_hex(16)
+        self._waiting = threading.Lock()
+        self._ends, self._served = 0, -math.inf  # in a row; since when this one serves
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        # The kernel takes the end of the thread that starts a process for the end of its parent.
+        self._starter = ThreadPoolExecutor(1, "shmbridge-env-process")
         try:
-            self._process = subprocess.Popen(
-                [*command, *imports, *told],
+            self._starter.submit(self._start).result()
+        except EnvProcessEnded:
+            self._starter.shutdown()
+            self._log.close()
+            raise
+
+    def _start(self) -> None:
+        read, ready = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [*self._command, "--ready-fd", str(ready)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -78,13 +97,32 @@ class EnvProcess:
                 pass_fds=[ready],
             )
         except OSError as error:
-            os.close(self._ready)
-            self._log.close()
+            os.close(read)
             raise EnvProcessEnded(
-                f"{command[0]} cannot be run: {error}", hint="give its interpreter"
+                f"{self._command[0]} cannot be run: {error}", hint="give its interpreter"
             ) from None
         finally:
             os.close(ready)
+        self._process, self._ready, self._port = process, read, 0
+
+    def _start_again(self, what: str) -> None:
+        """Starts it again. Raises EnvProcessEnded if it may not."""
+        ended = self.ended(what)
+        if self._is_over():
+            raise ended
+        self._ends = self._ends_in_a_row()
+        log.warning("it is started again, %d of %d: %s", self._ends, self._restarts, ended)
+        before = self._ready
+        self._starter.submit(self._start).result()
+        os.close(before)
+
+    def _ends_in_a_row(self) -> int:
+        return 1 if time.monotonic() - self._served > _LIVED_S else self._ends + 1
+
+    def _is_over(self) -> bool:
+        """Whether a process that has ended is not started again: it never served, or too often in a row."""
+        never = self._served == -math.inf
+        return never or self._log.closed or self._ends_in_a_row() > self._restarts
 
     def __enter__(self) -> Self:
         return self
@@ -100,33 +138,35 @@ class EnvProcess:
         return self._process.pid
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Blocks until it serves. Raises EnvProcessEnded if it ends before, or takes `timeout_s` and more."""
+        """Blocks until it serves. Raises EnvProcessEnded if it has ended, or takes `timeout_s` and more."""
         with self._waiting:
-            if self._port:
-                return
-            pipe = select.poll()
-            pipe.register(self._ready, select.POLLIN)
-            if not pipe.poll(timeout_s * 1000):
-                raise self.ended(f"did not serve within {timeout_s:g} s")
-            said = os.read(self._ready, 16)
-            if not said:
+            while not self._port or self._process.poll() is not None:
+                if self._port:
+                    self._start_again("has ended")
+                pipe = select.poll()
+                pipe.register(self._ready, select.POLLIN)
+                if not pipe.poll(timeout_s * 1000):
+                    raise self.ended(f"did not serve within {timeout_s:g} s")
+                if port := os.read(self._ready, 16):
+                    self._port, self._served = int(port), time.monotonic()
+                    continue
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_GRACE_S)
-                raise self.ended("did not start")
-            self._port = int(said)
+                self._start_again("did not start")
 
     def check(self) -> None:
-        """Raises EnvProcessEnded if it has ended. Never blocks."""
-        if self._process.poll() is not None:
+        """Raises EnvProcessEnded if it has ended and is not started again. Never blocks."""
+        if self._process.poll() is not None and self._is_over():
             raise self.ended("has ended")
 
-    def ended(self, what: str) -> EnvProcessEnded:
-        """Returns the error that says what became of it, with the end of its log."""
-        status = self._process.poll()
+    def ended(self, what: str, process: subprocess.Popen[bytes] | None = None) -> EnvProcessEnded:
+        """Returns the error that says what happened to it, or to an earlier one, with the end of its log."""
+        process = process or self._process
+        status = process.poll()
         how = "it runs" if status is None else f"exit status {status}"
         return EnvProcessEnded(
-            f"the environments' process {self.pid} {what} ({how}); the end of its log:\n{self.log_end()}",
-            hint="mend what its log says, and start again",
+            f"the environments' process {process.pid} {what} ({how}); the end of its log:\n{self.log_end()}",
+            hint="fix what its log says, and start again",
         )
 
     def log_end(self) -> str:
@@ -148,12 +188,13 @@ class EnvProcess:
             EnvironmentFailed: it cannot read them.
             EnvProcessEnded: it has ended.
         """
-        return RemoteRows(self.connection())
+        return RemoteRows(self)
 
     def connection(self) -> Connection:
         """Returns a connection to it. Blocks until it serves. Raises EnvProcessEnded."""
         self.wait_ready()
-        return Connection(self._port, self._secret, self._timeout_s, self._gone)
+        gone = functools.partial(self._gone, self._process)
+        return Connection(self._port, self._secret, self._timeout_s, gone)
 
     def close(self) -> None:
         """Ends it: SIGTERM, and SIGKILL after five seconds. Blocks until it has ended; twice is allowed."""
@@ -164,29 +205,38 @@ class EnvProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._starter.shutdown(wait=False)
         if not self._log.closed:
             self._log.close()
             os.close(self._ready)
 
-    def _gone(self, error: Exception) -> EnvProcessEnded:
+    def _gone(self, process: subprocess.Popen[bytes], error: Exception) -> EnvProcessEnded:
         """What a broken connection means; a process that was killed is waited for."""
         give_up = time.monotonic() + 1.0
-        while self._process.poll() is None and time.monotonic() < give_up:
+        while process.poll() is None and time.monotonic() < give_up:
             time.sleep(0.01)
-        return self.ended(f"does not answer: {error!r}")
+        return self.ended(f"does not answer: {error!r}", process)
 
 
 class RemoteRows:
     """The rows of the data set that a process serves. Any thread; one asks at a time."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._asking = connection, threading.Lock()
-        self._count = int(connection.call("rows")["count"])
+    def __init__(self, process: EnvProcess) -> None:
+        self._process, self._asking = process, threading.Lock()
+        self._connection = process.connection()
+        self._count = int(self._connection.call("rows")["count"])
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, number: int) -> Mapping[str, Any]:
         with self._asking:
-            row: Mapping[str, Any] = self._connection.call("row", row=number)["row"]
+            try:
+                return self._row(number)
+            except EnvProcessEnded:
+                self._connection = self._process.connection()  # of the next one
+                return self._row(number)
+
+    def _row(self, number: int) -> Mapping[str, Any]:
+        row: Mapping[str, Any] = self._connection.call("row", row=number)["row"]
         return row

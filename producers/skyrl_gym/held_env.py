@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from shmbridge import ShmBridgeError
-from shmbridge.producers.rollout import Message
+from shmbridge.producers.rollout import CallThreads, Message
 from shmbridge.producers.skyrl_gym.errors import EnvironmentFailed
 from shmbridge.producers.skyrl_gym.step_output import Step, conversation_in, step_in
 
@@ -18,7 +17,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_HINT = "the group is not put; mend the environment"
+_HINT = "its row is left out; fix the environment"
 
 
 class HeldEnv:
@@ -30,11 +29,10 @@ class HeldEnv:
         threads: where calls run.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, make: Callable[[], Any], name: str, threads: CallThreads) -> None:
         self._make, self._name, self._threads = make, name, threads
         self._env: Any = None
-        self._closed = False
-        self._one_at_a_time = threading.Lock()
+        self._last: Future[Any] | None = None  # call
 
     async def init(self, prompt: Sequence[Message]) -> list[Message]:
         """Makes the environment; returns the conversation that it begins with.
@@ -69,29 +67,29 @@ class HeldEnv:
 
     def close_later(self) -> None:
         """Closes the environment once the call that runs has ended; an error is logged. Never blocks."""
-        self._threads.submit(self._close_after_a_failure)
+        if self._last is None or self._last.done():
+            self._threads.submit(self._close_after_a_failure)
+        else:
+            self._threads.give_up(self._last)
+            self._last.add_done_callback(lambda _: self._threads.submit(self._close_after_a_failure))
 
     async def _in_thread(self, what: str, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._called, what, call)
+        calling = self._threads.submit(self._called, what, call)
+        self._last = calling
+        return await asyncio.wrap_future(calling)
 
     def _called(self, what: str, call: Callable[[], T]) -> T:
-        with self._one_at_a_time:
-            if self._closed:
-                raise EnvironmentFailed(f"{self._name} was closed before {what}")
-            try:
-                return call()
-            except EnvironmentFailed as error:  # in another process
-                raise EnvironmentFailed(
-                    f"{what} of {self._name} failed: {error.message}", hint=_HINT
-                ) from error
-            except ShmBridgeError:
-                raise
-            except BaseException as error:  # func_timeout's is no Exception, SystemExit would end the loop
-                said = f"{type(error).__name__}: {error}"
-                raise EnvironmentFailed(f"{what} of {self._name} failed: {said}", hint=_HINT) from error
+        try:
+            return call()
+        except EnvironmentFailed as error:  # in another process
+            raise EnvironmentFailed(f"{what} of {self._name} failed: {error.message}", hint=_HINT) from error
+        except ShmBridgeError:
+            raise
+        except BaseException as error:  # func_timeout's is no Exception, SystemExit would end the loop
+            said = f"{type(error).__name__}: {error}"
+            raise EnvironmentFailed(f"{what} of {self._name} failed: {said}", hint=_HINT) from error
 
     def _close(self) -> None:
-        self._closed = True
         if self._env is not None:
             self._env.close()
 

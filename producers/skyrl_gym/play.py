@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from shmbridge.producers.rollout import ContextFull, Episode
+from shmbridge.producers.rollout import CallThreads, ContextFull, Episode
 from shmbridge.producers.skyrl_gym.errors import EnvironmentFailed
 from shmbridge.producers.skyrl_gym.held_env import HeldEnv
 from shmbridge.producers.skyrl_gym.local_env import made_here
@@ -52,12 +51,11 @@ class SkyRLPlay:
     ) -> None:
         self._make = make or made_here
         self._tags, self._process_rewards, self._max_turns = tuple(tags), process_rewards, max_turns
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="skyrl-gym")
+        self._threads = CallThreads(threads, "skyrl-gym")
         self._played: WeakKeyDictionary[Episode, _Played] = WeakKeyDictionary()
 
     def close(self) -> None:
-        """Ends the threads, each when its call is done. Never blocks."""
-        self._threads.shutdown(wait=False)
+        """Does nothing: a thread ends with its calls. For programs that were written before that."""
 
     async def __call__(self, episode: Episode, task: SkyRLTask) -> None:
         """Plays an episode to its end and gives it its score; its environment is closed, however it ends.
@@ -82,9 +80,7 @@ class SkyRLPlay:
             env.close_later()
             raise
         await env.close()
-        traces = await asyncio.get_running_loop().run_in_executor(
-            self._threads, traces_of, episode, self._tags
-        )
+        traces = await asyncio.wrap_future(self._threads.submit(traces_of, episode, self._tags))
         episode.trace_spans = [at for trace in traces for at in (trace.begin, trace.end)]
         self._played[episode] = _Played(plain(metrics), traces)
 

@@ -16,7 +16,7 @@ from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.geometry cimport complaint, geometry_of, geometry_read
 from shmbridge._ext.geometry cimport lane_geometry as geometry
 from shmbridge._ext.layout cimport (
-    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LATENCY_BUCKETS, LAYOUT_VERSION,
+    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LOST_REASONS, LATENCY_BUCKETS, LAYOUT_VERSION,
     MAX_COLUMNS, PAGE, column_def, control_header, lane_header, slot,
 )
 from shmbridge._ext.mapping cimport Mapping
@@ -151,6 +151,7 @@ def lane_counters(Mapping lane not None):
         "leases_dropped": load_relaxed64(&header.leases_dropped),
         "dropped": [load_relaxed64(&header.dropped_total[i]) for i in range(DROP_REASONS)],
         "discarded": [load_relaxed64(&header.discarded_total[i]) for i in range(DISCARD_REASONS)],
+        "episodes_lost": [load_relaxed64(&header.episodes_lost_total[i]) for i in range(LOST_REASONS)],
     }
 
 

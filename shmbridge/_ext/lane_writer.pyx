@@ -9,7 +9,7 @@ from posix.time cimport clock_gettime, timespec
 from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, store_relaxed64
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.geometry cimport complaint, geometry_read, lane_geometry
-from shmbridge._ext.layout cimport DROP_REASONS, control_header, lane_header, slot
+from shmbridge._ext.layout cimport DROP_REASONS, LOST_REASONS, control_header, lane_header, slot
 from shmbridge._ext.mapping cimport Mapping
 
 from shmbridge._ext.header import LaneCorrupt
@@ -191,6 +191,11 @@ cdef class LaneWriter:
         cdef lane_header* header = self.alive().header
         store_relaxed64(&header.origin_open, 0)
 
+    def leave_receipt(self):
+        """Whoever removes the lane once this producer has ended leaves a receipt for its last record."""
+        cdef lane_header* header = self.alive().header
+        store_relaxed64(&header.origin_open, 1)
+
     @property
     def newest_origin(self):
         """The sequence at its origin of the last record that this lane, or one before it, has; None if none has."""
@@ -200,6 +205,13 @@ cdef class LaneWriter:
         cdef lane_header* header = self._writer.header
         if reason < DROP_REASONS and self._lane.alive():
             store_relaxed64(&header.dropped_total[reason], load_relaxed64(&header.dropped_total[reason]) + 1)
+
+    def count_lost(self, uint32_t reason, uint64_t episodes):
+        """Counts episodes that are in no record."""
+        cdef lane_header* header = self._writer.header
+        if reason < LOST_REASONS and self._lane.alive():
+            store_relaxed64(&header.episodes_lost_total[reason],
+                            load_relaxed64(&header.episodes_lost_total[reason]) + episodes)
 
     cdef void count_unrecorded(self, uint64_t values) noexcept:
         """Counts log-probabilities that are not recorded, of a record published just now."""

@@ -24,6 +24,7 @@ cdef extern from "layout.h" nogil:
         DISCARD_REASONS
         DISCARD_CORRUPT
         DROP_REASONS
+        LOST_REASONS
         LATENCY_BUCKETS
         WEIGHTS_SLOTS
         WEIGHTS_WORDS
@@ -100,6 +101,7 @@ cdef extern from "layout.h" nogil:
         shm_u64 blocked_ns
         shm_u64 origin_open
         shm_u64 logprobs_unrecorded_total
+        shm_u64 episodes_lost_total[3]
         shm_u64 head
         shm_u64 discarded_total[4]
         shm_u64 quarantined

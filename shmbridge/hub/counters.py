@@ -27,6 +27,9 @@ def lane_counters(lanes: LaneSet, waiting: Waiting, memory: MemoryUse) -> dict[s
         **reasons,
         "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
         "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),
+        "episodes_lost_total": sum(
+            value for key, value in reasons.items() if key.startswith("episodes_lost")
+        ),
         "producer_wait_s": total["producer_wait_ns"] / 1e9,
         "wait_s": waiting.wait_s,
         "late_wakes_total": total["late_wakes_total"] + waiting.late_wakes,

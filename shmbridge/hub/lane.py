@@ -6,7 +6,7 @@ from typing import Any
 
 from shmbridge._ext import header, lane_reader
 from shmbridge.record.record import Lane, Record
-from shmbridge.segments.discard_reasons import Discard, Drop, labelled
+from shmbridge.segments.discard_reasons import Discard, Drop, Lost, labelled
 
 log = logging.getLogger(__name__)
 
@@ -122,5 +122,6 @@ class HubLane:
                 "lane_bytes": self.size,
                 **labelled("dropped_total", Drop, words["dropped"]),
                 **labelled("discarded_total", Discard, discarded),
+                **labelled("episodes_lost_total", Lost, words["episodes_lost"]),
             }
         )

@@ -2,11 +2,11 @@
 
 from shmbridge._ext import header
 from shmbridge._ext.mapping import Mapping
-from shmbridge.segments.discard_reasons import Drop, labelled
+from shmbridge.segments.discard_reasons import Drop, Lost, labelled
 
 
 def lane_counters(lane: Mapping) -> dict[str, float]:
-    """Returns the lane's counters; `dropped_total{reason}` per reason. Never blocks; any thread."""
+    """Returns the lane's counters, some of them per reason. Never blocks; any thread."""
     words = header.lane_counters(lane)
     return {
         "records_total": words["tail"],
@@ -17,4 +17,5 @@ def lane_counters(lane: Mapping) -> dict[str, float]:
         "logprobs_unrecorded_total": words["logprobs_unrecorded"],
         "waiting": words["tail"] - words["head"],
         **labelled("dropped_total", Drop, words["dropped"]),
+        **labelled("episodes_lost_total", Lost, words["episodes_lost"]),
     }

@@ -1,5 +1,5 @@
-"""Why records were dropped (never committed) or discarded (committed, then released unread): names and codes
-of the counters.
+"""Why records were dropped (never committed) or discarded (committed, then released unread), and episodes
+lost: names and codes of the counters.
 
 The codes are those of `_ext/c/layout.h`; the names are the `{reason}` of stats().
 """
@@ -23,6 +23,14 @@ class Discard(IntEnum):
     PARTIAL = 1
     RESUME = 2
     CORRUPT = 3
+
+
+class Lost(IntEnum):
+    """Reasons counted by the producer in `episodes_lost_total`."""
+
+    FAILED = 0
+    LATE = 1
+    TOO_OLD = 2
 
 
 def labelled(counter: str, reasons: type[IntEnum], values: list[int]) -> dict[str, int]:

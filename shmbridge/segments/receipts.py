@@ -1,4 +1,5 @@
-"""Receipts: what a lane that a relay wrote, and that is gone, had of a producer on another node.
+"""Receipts: what a lane that is gone had of a producer on another node, whose records a relay brought, or
+of a producer here that goes on later where it ended.
 
 A receipt is a file of one line of JSON, `/shmbridge.BRIDGE.r.ID`, with the ID of the lane. A process that
 removes a dead lane with an open origin writes it first, under the lane's lock: a receipt that is not whole
@@ -24,10 +25,10 @@ _LONGEST = 4096  # bytes: one page, written by one call
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The last record that a lane, now gone, had of a producer on another node."""
+    """The last record that a lane, now gone, had of a producer."""
 
     name: str  # of its file, as a segment's
-    node: str
+    node: str  # "": this one
     producer_id: str
     sequence: int  # of that record, there
 
@@ -47,9 +48,14 @@ def write(lane: str, mapping: Mapping) -> str:
         said, newest = header.read_lane(mapping), header.newest_origin(mapping)
     except header.LaneCorrupt:
         return ""  # nothing it says can be believed
-    if said is None or not said["origin_open"] or newest is None:
+    if said is None or not said["origin_open"]:
         return ""
-    line = msgspec.json.encode(_Line(said["origin_node"], said["origin_producer_id"], newest)) + b"\n"
+    producer_id = said["origin_producer_id"]
+    if not producer_id:
+        producer_id, newest = said["producer_id"], header.lane_counters(mapping)["tail"] - 1
+    if newest is None or newest < 0:
+        return ""
+    line = msgspec.json.encode(_Line(said["origin_node"], producer_id, newest)) + b"\n"
     how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(_path(_receipt_of(lane)), how, 0o600)
@@ -93,10 +99,11 @@ def remove_one(name: str) -> bool:
 
 
 def close_origin(bridge: str, producer_id: str) -> bool:
-    """Notes in the dead lanes of a producer on another node that it will send nothing again: they leave no
+    """Notes in the dead lanes of a producer that it will send nothing again: they leave no
     receipts, and its partial groups are discarded.
 
-    For the bridge's relay, which takes the place of those lanes' producers. Returns False if somebody else
+    For the bridge's relay, which takes the place of those lanes' producers, and for one here that goes on in
+    the place of that producer. Returns False if somebody else
     has the lock of one, who may be removing it: to be tried again. Never blocks.
     """
     closed = True
@@ -104,7 +111,9 @@ def close_origin(bridge: str, producer_id: str) -> bool:
         with contextlib.suppress(ShmPermission, header.LaneCorrupt):
             mapping = segment.open_mapping(name)
             said = None if mapping is None else header.read_lane(mapping)
-            if mapping is None or said is None or said["origin_producer_id"] != producer_id:
+            if mapping is None or said is None:
+                continue
+            if (said["origin_producer_id"] or said["producer_id"]) != producer_id:
                 continue
             if locks.lock_exclusive(mapping.fd, LockByte.PRODUCER):  # it is dead, and nobody removes it
                 try:
@@ -138,8 +147,29 @@ def newest_relayed(bridge: str) -> dict[str, tuple[str, int]]:
             if (newest := header.newest_origin(mapping)) is not None:
                 note(said["origin_node"], said["origin_producer_id"], newest)
     for receipt in read_all(bridge):
-        note(receipt.node, receipt.producer_id, receipt.sequence)
+        if receipt.node:
+            note(receipt.node, receipt.producer_id, receipt.sequence)
     return found
+
+
+def committed_here(bridge: str, producer_id: str) -> int | None:
+    """Returns how many records a producer of this node that has ended had committed; None if neither its lane
+    nor a receipt is there. Never blocks.
+    """
+    for name in segment.lane_names(bridge):
+        with contextlib.suppress(ShmPermission, header.LaneCorrupt):
+            mapping = segment.open_mapping(name, readonly=True)
+            said = None if mapping is None else header.read_lane(mapping)
+            if mapping is not None and said is not None and said["producer_id"] == producer_id:
+                return int(header.lane_counters(mapping)["tail"])
+    found = (each.sequence + 1 for each in read_all(bridge) if each.producer_id == producer_id)
+    return next(found, None)
+
+
+def forget(bridge: str, producer_id: str) -> None:
+    """Removes what `committed_here` needs of a producer that has ended, but for its lane. Never blocks."""
+    close_origin(bridge, producer_id)
+    remove(bridge, lambda receipt: receipt.producer_id == producer_id)
 
 
 def _receipt_of(lane: str) -> str:

@@ -21,7 +21,7 @@ from shmbridge.tui.view import View
 from shmbridge.watch.diagnosis import Severity, headline
 from shmbridge.watch.rows import Row, lane_rows, losses
 from shmbridge.watch.snapshot import BridgeLook
-from shmbridge.watch.text import consumer_parts, printable, sentences
+from shmbridge.watch.text import consumer_parts, printable, reasons_in_words, sentences
 
 _LOOKS = 11  # rates are over the time between the first and the last of so many looks
 _STYLES = {
@@ -253,9 +253,9 @@ class Top(App[None]):
 
 
 def _lost(now: BridgeLook) -> list[str]:
-    """Records dropped and discarded, by reason."""
+    """Records dropped and discarded, and episodes lost, by reason."""
     return [
-        f"{counter}: {', '.join(f'{count} {reason}' for reason, count in by_reason.items())}"
+        f"{counter.replace('_', ' ')}: {reasons_in_words(by_reason)}"
         for counter, by_reason in losses(now).items()
         if by_reason
     ]

@@ -43,7 +43,7 @@ def of_look(now: BridgeLook, before: BridgeLook | None = None) -> dict[str, obje
             _row(row)
             | {"tokens": lane.tokens, "records": lane.records, "bytes": lane.bytes}
             | {"logprobs_unrecorded": lane.logprobs_unrecorded}
-            | {"dropped": lane.dropped, "discarded": lane.discarded}
+            | {"dropped": lane.dropped, "discarded": lane.discarded, "episodes_lost": lane.episodes_lost}
             for row, lane in zip(lanes, now.lanes, strict=True)
         ],
     }

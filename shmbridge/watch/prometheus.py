@@ -155,7 +155,11 @@ def _counters(lane: LaneLook, labels: Labels) -> Iterator[tuple[tuple[str, Label
         ("wait_producer_s", lane.wait_s),
     ):
         yield (_NAMES[name], labels), value
-    for name, reasons in (("drops_total", lane.dropped), ("discards_total", lane.discarded)):
+    for name, reasons in (
+        ("drops_total", lane.dropped),
+        ("discards_total", lane.discarded),
+        ("episodes_lost_total", lane.episodes_lost),
+    ):
         for reason, count in reasons.items():
             yield (_NAMES[name], (*labels, ("reason", reason))), count
 

@@ -101,16 +101,17 @@ def summed(env_name: str, each: list[Row]) -> Row:
 
 
 def losses(now: BridgeLook) -> dict[str, dict[str, int]]:
-    """Returns records dropped (never committed) and discarded (released unread) by reason, over all lanes.
+    """Returns records dropped (never committed) and discarded (released unread), and episodes lost (in no
+    record), by reason, over all lanes.
 
     Reasons that never happened are left out. Never blocks.
     """
-    found: dict[str, dict[str, int]] = {"dropped": {}, "discarded": {}}
-    for lane in now.lanes:
-        for counter, by_reason in (("dropped", lane.dropped), ("discarded", lane.discarded)):
-            for reason, count in by_reason.items():
+    found: dict[str, dict[str, int]] = {"dropped": {}, "discarded": {}, "episodes_lost": {}}
+    for counter, total in found.items():
+        for lane in now.lanes:
+            for reason, count in getattr(lane, counter).items():
                 if count:
-                    found[counter][reason] = found[counter].get(reason, 0) + count
+                    total[reason] = total.get(reason, 0) + count
     return found
 
 

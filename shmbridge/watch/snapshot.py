@@ -13,7 +13,7 @@ from shmbridge._ext import header
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import ShmBridgeError
 from shmbridge.segments import locks, segment
-from shmbridge.segments.discard_reasons import Discard, Drop
+from shmbridge.segments.discard_reasons import Discard, Drop, Lost
 from shmbridge.segments.locks import LockByte
 from shmbridge.watch.processes import State, state_of
 
@@ -53,6 +53,7 @@ class LaneLook:
     origin_node: str = ""  # from which a relay brings its records; "": from none
     untaken: int = 0  # committed records that no consumer has taken yet
     logprobs_unrecorded: int = 0  # log-probabilities that say "not recorded", also of untrained tokens
+    episodes_lost: dict[str, int] = field(default_factory=dict)  # by reason: in no record
 
     @property
     def fill_bytes(self) -> float:
@@ -249,6 +250,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         said["origin_node"],
         max(words["tail"] - words["head"], 0),
         words["logprobs_unrecorded"],
+        {reason.name.lower(): words["episodes_lost"][reason] for reason in Lost},
     )
 
 

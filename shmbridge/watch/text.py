@@ -1,5 +1,7 @@
 """A bridge in lines of text, 80 columns wide: what is wrong, the consumer, the lanes, the weights."""
 
+from collections.abc import Mapping
+
 from shmbridge.config import format_size
 from shmbridge.segments.inventory import BridgeInfo
 from shmbridge.shown import counted
@@ -32,6 +34,9 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
         if now.lanes:
             lines.append(_line(_TITLES))
             lines += [_line(_cells(row)) for row in rows(now, before, every_lane=every_lane)]
+        for each in now.lanes:
+            if lost := reasons_in_words(each.episodes_lost):
+                lines.append(f"  {printable(each.producer_id)}: episodes lost: {lost}")
     for lane in info.lanes:
         if lane.dropped:
             lines.append(
@@ -50,7 +55,7 @@ def block(info: BridgeInfo, before: BridgeLook | None, every_lane: bool) -> str:
             )
     if info.receipts:
         lines.append(
-            f"  {counted(info.receipts, 'receipt')} of lanes from other nodes, for a relay that comes back"
+            f"  {counted(info.receipts, 'receipt')} of lanes that are gone, for a relay or run that goes on"
         )
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"
@@ -123,6 +128,11 @@ def _line(columns: tuple[str, ...]) -> str:
     return f"  {padded(cut(label, room), room)} {who}" + "".join(
         f" {number:>{width}}" for number, width in zip(numbers, (6, 5, 4, 8, 5, 3), strict=True)
     )
+
+
+def reasons_in_words(counts: Mapping[str, int]) -> str:
+    """Returns the reasons that happened, with their counts: "3 failed, 1 too old". Never blocks."""
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count)
 
 
 def printable(text: str) -> str:

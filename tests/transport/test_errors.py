@@ -74,7 +74,8 @@ def test_the_documents_table_has_every_class() -> None:
         shmbridge.producers.atropos.lane.GroupsRefused,
         *(gem.NotSuspendable, gem.EnvFailed, gem.GroupNotAlike, rewards.RewardsFailed),
         *(rollout.ServerFailed, rollout.NoTokens, rollout.ContextFull, rollout.EpisodeUnfinished),
-        *(rollout.TooManyFailures, skyrl_gym.BadTask, skyrl_gym.EnvironmentFailed, skyrl_gym.EnvProcessEnded),
+        *(rollout.TooManyFailures, rollout.EpisodesLost, rollout.NothingCame),
+        *(skyrl_gym.BadTask, skyrl_gym.EnvironmentFailed, skyrl_gym.EnvProcessEnded),
         shmbridge.consumers.engines.engine.EngineFailed,
     ]
     rows = dict(re.findall(r"^\| (SB\d{3}) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE))

@@ -291,7 +291,9 @@ def test_the_page_names_what_is_there(stats):
     found |= waiting_for.metrics(stats, 1.0) | waiting_for.metrics(stats, 2.0)
     generic = {
         re.sub(
-            r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt)_total$", "_{reason}_total", name
+            r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt|failed|late|too_old)_total$",
+            "_{reason}_total",
+            name,
         )
         for name in found
     }

@@ -60,6 +60,8 @@ enum {
 };
 /* Reasons of dropped_total[]: never committed. */
 enum { DROP_FULL = 0, DROP_CANCELLED = 1, DROP_INVALID = 2, DROP_TIMEOUT = 3, DROP_REASONS = 4 };
+/* Reasons of episodes_lost_total[]: played in vain, never in a group. */
+enum { LOST_FAILED = 0, LOST_LATE = 1, LOST_TOO_OLD = 2, LOST_REASONS = 3 };
 
 typedef struct {
     char name[COLUMN_NAME_BYTES]; /* UTF-8, zero padded */
@@ -151,12 +153,15 @@ typedef struct {
     shm_u64 wanted_bytes; /* P: bytes that the last claim failed to get, 0 if it succeeded; a hint */
     /* P: since when the producer waits for room or the end of a pause, CLOCK_MONOTONIC; 0: it does not */
     shm_u64 blocked_ns;
-    /* P: 1: the node of origin may send records again, so a receipt for the last one is left when the lane is
-     * removed; 0 when all of them are known there to be committed, and in lanes without an origin */
+    /* P: 1: the node of origin may send records again, or a producer here goes on later where this one ends, so
+     * a receipt for the last one is left when the lane is removed; 0 when all of them are known there to be
+     * committed, and in all other lanes */
     shm_u64 origin_open;
     /* P: values of inference_logprobs and ref_logprobs that say "not recorded". Earlier producers leave it 0 */
     shm_u64 logprobs_unrecorded_total;
-    uint8_t pad3[0x80 - 8 - 64 - 8 * DROP_REASONS];
+    /* P: episodes that its environment began, and that are in no record. Earlier producers leave it 0 */
+    shm_u64 episodes_lost_total[LOST_REASONS];
+    uint8_t pad3[0x80 - 8 - 64 - 8 * DROP_REASONS - 8 * LOST_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */

@@ -102,7 +102,7 @@ def test_command_plays_a_game(command, make_consumer, tmp_path):
         "--env", "game:GuessTheNumber-v0-easy", "--max-groups", "3", "--max-turns", "4", "--seed", "7"
     )
     assert child.wait(250) == 0, (tmp_path / "said").read_text()
-    assert "3 groups put, failed: none" in (tmp_path / "said").read_text()
+    assert "3 groups were put; lost: none" in (tmp_path / "said").read_text()
     seeds = set()
     for _ in range(3):
         record = consumer.get(timeout_s=5)
@@ -163,7 +163,9 @@ def test_command_does_not_wait_for_a_call_that_never_returns(command, tmp_path):
 def test_command_of_which_all_groups_failed(command, tmp_path):
     words = ["--env", "test:Echo", "--import", "gem_envs", "--env-arg", "breaks=true", "--max-groups", "2"]
     assert command(*words).wait(250) == 1
-    assert "0 groups put, failed: 2 KeyError" in (tmp_path / "said").read_text()
+    assert (
+        "0 groups were put; lost: 4 episodes KeyError, 2 groups KeyError" in (tmp_path / "said").read_text()
+    )
 
 
 def test_command_ends_in_order(command, make_consumer, tmp_path):

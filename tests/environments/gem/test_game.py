@@ -14,7 +14,7 @@ from shmbridge.errors import BadArgument
 from shmbridge.producers.gem import AtroposGemEnv, GemGame, GroupNotAlike
 from shmbridge.producers.gem.alike import begin_alike
 from shmbridge.producers.gem.process_random import ProcessRandom
-from shmbridge.producers.rollout import Rollout, TooManyFailures
+from shmbridge.producers.rollout import Limits, Rollout, TooManyFailures
 from tests.environments.byte_tokenizer import byte_tokenizer
 
 GUESS = "game:GuessTheNumber-v0-easy"
@@ -151,7 +151,7 @@ def test_alike_nobody_draws_while_one_seeds():
         pass
 
 
-async def test_game_errors_are_failed_groups_and_no_rows(bridge, make_consumer, scripted, gem_envs):
+async def test_game_errors_cost_their_rows(bridge, make_consumer, scripted, gem_envs):
     consumer = make_consumer()
     made = []
 
@@ -163,11 +163,33 @@ async def test_game_errors_are_failed_groups_and_no_rows(bridge, make_consumer, 
         GemGame(make, group_size=4) as game,
         Rollout(bridge, scripted(guesses), byte_tokenizer(), group_size=4, concurrency=1) as rolled,
     ):
-        assert await rolled.run(islice(game.tasks(), 4), game.play) == 3
-        assert rolled.failed == {"KeyError": 1}
-    for _ in range(3):
-        consumer.get(timeout_s=5).release()
-    assert not consumer.poll()
+        assert await rolled.run(islice(game.tasks(), 4), game.play) == 4
+        assert rolled.losses.episodes == {"KeyError": 1}
+    assert sorted(len(record) for record in consumer.poll()) == [3, 4, 4, 4]
+
+
+async def test_game_lost_episodes_are_played_again_from_the_same_state(
+    bridge, make_consumer, scripted, gem_envs
+):
+    """In an environment of their own, reset with the group's seed, and refused if it begins differently."""
+    consumer, made = make_consumer(), []
+
+    def make():
+        made.append(gem_envs.Echo(breaks=len(made) == 1))
+        return made[-1]
+
+    limits = Limits(refill=3)
+    async with (
+        GemGame(make, group_size=4) as game,
+        Rollout(bridge, scripted(guesses), byte_tokenizer(), group_size=4, limits=limits) as rolled,
+    ):
+        assert await rolled.run(islice(game.tasks(), 1), game.play) == 1
+        assert (rolled.losses.refilled, rolled.losses.episodes) == (1, {"KeyError": 1})
+    (record,) = consumer.poll()
+    assert record["repetition_id"].tolist() == [0, 2, 3, 4]
+    assert len({messages[0]["content"] for messages in record.json("messages")}) == 1
+    with pytest.raises(GroupNotAlike):
+        begin_alike(lambda: gem_envs.Echo(), 1, seed=3, like=begin_alike(gem_envs.Echo, 1, seed=4)[0])
 
 
 @pytest.mark.parametrize(
@@ -274,14 +296,52 @@ async def test_game_cancelled_closes_its_environments(bridge, make_consumer, scr
         await asyncio.sleep(0.01)
 
 
-async def test_game_of_another_group_size_fails(bridge, make_consumer, scripted, gem_envs):
-    make_consumer()
-    async with (
-        GemGame("test:Echo", group_size=2) as game,
-        rollout(bridge, scripted(guesses), stop_after_failures=1) as rolled,
-    ):
-        with pytest.raises(TooManyFailures, match="has fewer environments"):
-            await rolled.run(islice(game.tasks(), 1), game.play)
+@pytest.mark.parametrize("place", ["reset", "step"])
+async def test_game_environments_that_hang_leave_their_threads_to_others(
+    bridge, make_consumer, scripted, gem_envs, place
+):
+    """More of them than there are threads."""
+    consumer, may_go, made = make_consumer(), threading.Event(), []
+
+    class Hangs(gem_envs.Echo):
+        hangs = False
+
+        def reset(self, seed=None):
+            if self.hangs and place == "reset":
+                may_go.wait(60)
+            return super().reset(seed)
+
+        def step(self, action):
+            if self.hangs and place == "step":
+                may_go.wait(60)
+            return super().step(action)
+
+    def make():
+        made.append(Hangs())
+        made[-1].hangs = len(made) <= 3
+        return made[-1]
+
+    options = {"group_size": 1, "concurrency": 2, "limits": Limits(episode_s=2.0)}
+    try:
+        async with (
+            GemGame(make, group_size=1, threads=2) as game,
+            Rollout(bridge, scripted(guesses), byte_tokenizer(), **options) as rolled,
+        ):
+            run = rolled.run(islice(game.tasks(), 6), game.play)
+            put = await asyncio.wait_for(run, 60)
+            # One that hangs in reset keeps the next one from seeding, until it is given up.
+            assert put == 3 if place == "step" else put >= 2
+            assert rolled.losses.episodes == {"late": 6 - put}
+    finally:
+        may_go.set()
+    assert len(consumer.poll()) == put
+
+
+async def test_game_of_another_group_size_begins_more(bridge, make_consumer, scripted, gem_envs):
+    consumer = make_consumer()
+    async with GemGame("test:Echo", group_size=2) as game, rollout(bridge, scripted(guesses)) as rolled:
+        assert await rolled.run(islice(game.tasks(), 1), game.play) == 1
+    assert [len(record) for record in consumer.poll()] == [4]
 
 
 def test_game_unknown_environment():

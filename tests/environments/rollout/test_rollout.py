@@ -80,13 +80,14 @@ async def test_rollout_errors_are_no_rows(bridge, make_consumer):
             raise RuntimeError("the environment broke")
 
     async with rolling(bridge, server(), group_size=4, concurrency=2) as rollout:
-        assert await rollout.run(tasks(3), play) == 2
-        assert rollout.failed == {"RuntimeError": 1}
-    names = set()
-    for _ in range(2):
+        assert await rollout.run(tasks(3), play) == 3
+        assert rollout.losses.episodes == {"RuntimeError": 1}
+        assert not rollout.failed
+    played = {}
+    for _ in range(3):
         with consumer.get(timeout_s=5) as record:
-            names.add(record["instance_id"][0])
-    assert names == {"task-0", "task-2"}
+            played[record["instance_id"][0]] = record["repetition_id"].tolist()
+    assert played == {"task-0": [0, 1, 2, 3], "task-1": [0, 1, 3], "task-2": [0, 1, 2, 3]}
     assert not consumer.poll()
 
 
@@ -105,9 +106,9 @@ async def test_rollout_errors_beside_exception_are_no_rows_either(bridge, make_c
             raise error
 
     async with rolling(bridge, server(), group_size=4, concurrency=2) as rollout:
-        assert await rollout.run(tasks(3), play) == 2
-        assert rollout.failed == {"RuntimeError": 1}
-    assert [len(record) for record in consumer.poll()] == [4, 4]
+        assert await rollout.run(tasks(3), play) == 3
+        assert rollout.losses.episodes == {"RuntimeError": 1}
+    assert sorted(len(record) for record in consumer.poll()) == [3, 4, 4]
 
 
 async def test_rollout_a_stage_that_cancels_itself_has_failed(bridge):
@@ -117,6 +118,7 @@ async def test_rollout_a_stage_that_cancels_itself_has_failed(bridge):
     async with rolling(bridge, server(), group_size=2, stages=[stage]) as rollout:
         assert await rollout.run(tasks(2), three_turns) == 0
         assert rollout.failed == {"RuntimeError": 2}
+        assert rollout.losses.episodes == {"RuntimeError": 4}
 
 
 async def test_rollout_ends_after_failures_in_a_row(bridge):
@@ -127,7 +129,7 @@ async def test_rollout_ends_after_failures_in_a_row(bridge):
         serving(server()) as served,
         Rollout(bridge, served.url, byte_tokenizer(), concurrency=1, stop_after_failures=3) as rollout,
     ):
-        with pytest.raises(TooManyFailures, match="3 groups in a row") as failed:
+        with pytest.raises(TooManyFailures, match="groups failed 3 times in a row") as failed:
             await rollout.run(tasks(9), play)
         assert isinstance(failed.value.__cause__, KeyError)
         assert rollout.failed == {"KeyError": 3}

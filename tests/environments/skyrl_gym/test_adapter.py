@@ -168,31 +168,33 @@ def test_errors_of_environments_are_no_rows(
             assert record.to_scored_data()["instance_id"] == ["1"] * 4
             assert "step_rewards" not in record
             assert record.json("extra")["env_metrics"]["prm_supported"] is False
-    wait_until(lambda: "a group failed, further ones" in (tmp_path / "env.log").read_text(), timeout_s=30)
+    wait_until(
+        lambda: "an episode was lost, further ones" in (tmp_path / "env.log").read_text(), timeout_s=30
+    )
     assert "ZeroDivisionError: as the task wants" in (tmp_path / "env.log").read_text()
 
 
-def ended(process: subprocess.Popen[str], consumer: shmbridge.Consumer) -> int | None:
-    """The exit code of a process that ends by itself; a consumer answers it meanwhile."""
-    give_up = time.monotonic() + 90
-    while process.poll() is None and time.monotonic() < give_up:
-        for record in consumer.poll():
-            record.release()
-        time.sleep(0.05)
-    return process.poll()
-
-
-def test_the_end_of_the_environments_process_ends_the_adapter(
+def test_the_adapter_goes_on_after_the_end_of_the_environments_process(
     serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path
 ) -> None:
     consumer = make_consumer(run=RUN)
     process = serve(separate_process="true", env_imports="counting_env")
+
+    def pids() -> set[int]:
+        return {json.loads(line)["pid"] for line in (tmp_path / "log").read_text().splitlines()}
+
     with first(consumer, process, tmp_path / "env.log"):
         pass
-    (pid,) = {json.loads(line)["pid"] for line in (tmp_path / "log").read_text().splitlines()}
+    (pid,) = pids()
     os.kill(pid, signal.SIGKILL)
-    assert ended(process, consumer) == 2, (tmp_path / "env.log").read_text()[-3000:]
-    assert "[SB514] the environments' process" in (tmp_path / "env.log").read_text()
+    give_up = time.monotonic() + 90
+    while pids() == {pid} and time.monotonic() < give_up:
+        with first(consumer, process, tmp_path / "env.log"):
+            pass
+    assert len(pids()) == 2
+    assert (
+        "it is started again, 1 of 5: [SB514] the environments' process" in (tmp_path / "env.log").read_text()
+    )
 
 
 def test_its_command_names_the_data_set(tiny: Path, data: str) -> None:
@@ -211,7 +213,7 @@ def test_its_command_names_the_data_set(tiny: Path, data: str) -> None:
 
 async def test_only_errors_end_it(tiny: Path, tmp_path: Path) -> None:
     """By an error of get_next_item: under `serve` it ends the adapter with exit code 2, as the test above."""
-    from shmbridge.producers.rollout import TooManyFailures
+    from shmbridge.producers.rollout import EpisodesLost, TooManyFailures
     from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
     from shmbridge.producers.skyrl_gym.errors import EnvironmentFailed
 
@@ -225,11 +227,42 @@ async def test_only_errors_end_it(tiny: Path, tmp_path: Path) -> None:
     await env.setup()
     for number in range(3):
         assert await env.get_next_item() == 0
-        with pytest.raises(EnvironmentFailed, match="ZeroDivisionError: as the task wants"):
+        with pytest.raises(EpisodesLost) as lost:
             await env.collect_trajectories(0)
-        assert env.failed == {"EnvironmentFailed": number + 1}
-    with pytest.raises(TooManyFailures, match="3 groups in a row failed"):
+        assert isinstance(lost.value.__cause__, EnvironmentFailed)
+        assert env.losses.groups == {"EnvironmentFailed": number + 1}
+        assert env.losses.episodes == {"EnvironmentFailed": 2 * number + 2}
+    with pytest.raises(TooManyFailures, match="groups failed 3 times in a row"):
         await env.get_next_item()
+
+
+async def test_a_group_that_lost_episodes_is_sent_by_baseenv(tiny: Path, tmp_path: Path) -> None:
+    """Atropos skips a group of another size, unless the group says that this is its size."""
+    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
+
+    path, sent, failed = tmp_path / "rows.jsonl", [], []
+    path.write_text(json.dumps(task(max_turns=1)) + "\n")
+    config, servers = SkyRLAdapter.config_init()
+    settings = {"skyrl_repo_id": str(path), "use_wandb": False, "group_size": 4, "episode_s": 5.0}
+    settings |= {"tokenizer_name": str(tiny), "ensure_scores_are_not_same": False}
+    env = SkyRLAdapter(config.model_copy(update=settings), servers, testing=True)
+    env.max_token_len = -1
+
+    def answer(prompt: Any, number: int) -> str:
+        if not failed:
+            failed.append(number)
+            raise ConnectionError("the server ended")
+        return "1"
+
+    async def send(group: Any) -> None:
+        sent.append(group)
+
+    env._sampler, env._send_scored_data_to_api = Scripted(env.tokenizer, answer), send
+    await env.setup()
+    group, _ = await env.collect_trajectories(0)
+    await env.handle_send_to_api(group)
+    assert [len(each["tokens"]) for each in sent] == [3]
+    assert env.losses.episodes == {"ConnectionError": 1}
 
 
 def test_a_subclass_has_its_own_config() -> None:

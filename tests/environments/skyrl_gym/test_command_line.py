@@ -78,7 +78,7 @@ def test_groups_of_a_data_set(start: Start, consumer: shmbridge.Consumer, where:
     process = start("--epochs", "1", "--env-config", "bonus=0.5", *where)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "4 groups were put; failed: none" in output
+    assert "4 groups were put; lost: none" in output
     for _ in range(4):
         with consumer.get(5) as record:
             assert len(record) == 4
@@ -180,7 +180,7 @@ def test_environments_that_fail_end_it(start: Start, tmp_path: Path) -> None:
     process = start("--stop-after-failures", "2", **{"repo-id": str(path)})
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
-    assert "error: [SB511] 2 groups in a row failed" in errors
+    assert "error: [SB511] groups failed 2 times in a row" in errors
     assert "as the task wants" in errors
 
 

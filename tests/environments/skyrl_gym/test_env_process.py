@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ from skyrl_rows import task
 from skyrl_scripted import Scripted
 
 import shmbridge
-from shmbridge.producers.rollout import Rollout
+from shmbridge.producers.rollout import EpisodesLost, Rollout
 from shmbridge.producers.skyrl_gym import (
     EnvironmentFailed,
     EnvProcess,
@@ -86,12 +89,14 @@ async def test_an_error_there_is_an_error_here(bridge: str, process: EnvProcess,
     async with Rollout(
         bridge, server, pieces, group_size=2, env_metrics=play.env_metrics, lane_bytes="1M"
     ) as rollout:
-        with pytest.raises(
-            EnvironmentFailed, match=r"step of counting.*ZeroDivisionError: as the task wants"
+        for row, said in (
+            (task(breaks_at=1), r"step of counting.*ZeroDivisionError: as the task wants"),
+            (task(env_class="chess"), "No registered env with id: chess"),
         ):
-            await rollout.group(SkyRLTasks([task(breaks_at=1)])[0], play)
-        with pytest.raises(EnvironmentFailed, match="No registered env with id: chess"):
-            await rollout.group(SkyRLTasks([task(env_class="chess")])[0], play)
+            with pytest.raises(EpisodesLost) as lost:
+                await rollout.group(SkyRLTasks([row])[0], play)
+            assert isinstance(lost.value.__cause__, EnvironmentFailed)
+            assert re.search(said, str(lost.value.__cause__))
     play.close()
 
 
@@ -132,17 +137,74 @@ async def test_its_end_is_noticed_with_the_end_of_its_log(
     async with Rollout(
         bridge, server, pieces, group_size=2, env_metrics=play.env_metrics, lane_bytes="1M"
     ) as rollout:
-        with pytest.raises(EnvironmentFailed):
+        with pytest.raises(EpisodesLost):
             await rollout.group(SkyRLTasks([task(breaks_at=1)])[0], play)
         process.check()
+        process._restarts = 0
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(EnvProcessEnded, match="exit status -9") as error:
+        with pytest.raises(EpisodesLost) as lost:
             await rollout.group(SkyRLTasks([task()])[0], play)
     play.close()
-    assert error.value.code == "SB514"
-    assert "ZeroDivisionError: as the task wants" in str(error.value)  # its log
+    error = lost.value.__cause__
+    assert isinstance(error, EnvProcessEnded)
+    assert error.code == "SB514"
+    assert "exit status -9" in str(error)
+    assert "ZeroDivisionError: as the task wants" in str(error)  # its log
     with pytest.raises(EnvProcessEnded, match="has ended"):
         process.check()
+
+
+async def test_one_killed_in_mid_episode_is_started_again(
+    bridge: str,
+    consumer: shmbridge.Consumer,
+    process: EnvProcess,
+    pieces: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its episodes fail within half a second; later ones, and the rows, come from the next process."""
+    begun, play = tmp_path / "begun", SkyRLPlay(process.make)
+    rows = [task(slow=60.0, begun=str(begun)), *(task(uid=str(each), max_turns=1) for each in range(3))]
+    fetched, killed_s = process.rows(), 0.0
+
+    async def kill() -> None:
+        nonlocal killed_s
+        await asyncio.to_thread(wait_until, begun.exists, timeout_s=60)
+        os.kill(process.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+
+    async with Rollout(
+        bridge, Scripted(pieces, lambda prompt, number: "1"), pieces, group_size=2, concurrency=1
+    ) as rollout:
+        first, *others = SkyRLTasks(rows).repeated(epochs=1)
+        killing, pid = asyncio.create_task(kill()), process.pid
+        with pytest.raises(EpisodesLost) as lost:
+            await rollout.group(first, play)
+        failed_s = time.monotonic() - killed_s
+        await killing
+        assert isinstance(lost.value.__cause__, EnvProcessEnded)
+        assert await rollout.run(others, play) == 3
+    play.close()
+    assert failed_s < 0.5
+    assert process.pid != pid
+    assert fetched[1]["uid"] == "1"
+    assert "it is started again, 1 of 5" in caplog.text
+    assert [len(record) for record in consumer.poll()] == [2, 2, 2]
+
+
+def test_one_that_ends_again_and_again_stays_ended(process: EnvProcess) -> None:
+    process._restarts = 2
+    for _ in range(2):
+        process.wait_ready()
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: process._process.poll() is not None)
+        process.check()
+    process.wait_ready()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EnvProcessEnded, match="exit status -9"):
+        wait_until(lambda: process.check() is not None)
+    with pytest.raises(EnvProcessEnded, match="has ended"):
+        process.wait_ready()
 
 
 def test_a_process_that_does_not_start_says_why(data: str, tmp_path: Path) -> None:

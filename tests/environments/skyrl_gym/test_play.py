@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from skyrl_rows import task
 from skyrl_scripted import Scripted
 
 import shmbridge
-from shmbridge.producers.rollout import Rollout, TooManyFailures
-from shmbridge.producers.skyrl_gym import EnvironmentFailed, SkyRLPlay, SkyRLTasks, TagPair
+from shmbridge.producers.rollout import CallThreads, Limits, Rollout, TooManyFailures
+from shmbridge.producers.skyrl_gym import SkyRLPlay, SkyRLTasks, TagPair
 from shmbridge.producers.skyrl_gym.held_env import HeldEnv
+from shmbridge.testing import wait_until
 
 GSM8K = {
     "prompt": [{"role": "user", "content": "3 + 4?"}],
@@ -203,9 +204,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 async def test_an_environment_that_fails_is_no_row(
-    bridge: str, consumer: shmbridge.Consumer, pieces: Any, registered: Any, case: str
+    bridge: str,
+    consumer: shmbridge.Consumer,
+    pieces: Any,
+    registered: Any,
+    caplog: pytest.LogCaptureFixture,
+    case: str,
 ) -> None:
-    """Three of four episodes of the group are in order; the group is counted, and the environment closed."""
+    """Three of four episodes of the group are in order and are put; the other one's environment is closed."""
     does, said = BROKEN[case]
     made, closed = [], []
 
@@ -229,22 +235,18 @@ async def test_an_environment_that_fails_is_no_row(
     ) as rollout:
         rows = [registered(Breaking), task(max_turns=1)]
         tasks = SkyRLTasks(rows)
-        assert await rollout.run([tasks[0], tasks[1]], play) == 1
-        assert rollout.failed == {"EnvironmentFailed": 1}
-        server.asked.clear()
-        with pytest.raises(EnvironmentFailed, match=said) as error:
-            await rollout.group(tasks[0], play)
-        assert error.value.code == "SB513"
+        assert await rollout.run([tasks[0], tasks[1]], play) == 2
+        assert rollout.losses.episodes == {"EnvironmentFailed": 1}
     play.close()
+    assert re.search(said, caplog.text)
+    assert "SB513" in caplog.text
     until = time.monotonic() + 5
     while len(closed) < len(made) and time.monotonic() < until:
         await asyncio.sleep(0.01)
     assert sorted(map(id, closed)) == sorted(map(id, made))
     assert len(made) >= 2
-    with consumer.get(5) as record:
-        assert record["instance_id"] == ["1"] * 4
-    with pytest.raises(shmbridge.ConsumerEmpty):
-        consumer.get(0)
+    rows = {record["instance_id"][0]: record["repetition_id"].tolist() for record in consumer.poll()}
+    assert rows == {"0": [0, 1, 2], "1": [0, 1, 2, 3]}
 
 
 async def test_missing_extras_surface(bridge: str, pieces: Any) -> None:
@@ -252,7 +254,7 @@ async def test_missing_extras_surface(bridge: str, pieces: Any) -> None:
     row = {key: value for key, value in GSM8K.items() if key != "reward_spec"}
     server = Scripted(pieces, lambda prompt, number: "?")
     with pytest.raises(TooManyFailures, match=r"reward_spec\.ground_truth is required"):
-        await run(bridge, server, [row] * 8)
+        await run(bridge, server, [row] * 8, concurrency=1)
     assert server.asked == []
 
 
@@ -327,18 +329,49 @@ async def test_cancelling_a_close_that_waits_for_a_thread_closes_all_the_same() 
         def close(self) -> None:
             closed.append(self)
 
-    with ThreadPoolExecutor(1) as threads:
-        env = HeldEnv(Quiet, "quiet", threads)
-        await env.init([{"role": "user", "content": "?"}])
-        threads.submit(may_go.wait, 20)
-        closing = asyncio.create_task(env.close())
-        await asyncio.sleep(0.05)
-        closing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await closing
-        assert closed == []
+    threads = CallThreads(1, "quiet")
+    env = HeldEnv(Quiet, "quiet", threads)
+    await env.init([{"role": "user", "content": "?"}])
+    threads.submit(may_go.wait, 20)
+    closing = asyncio.create_task(env.close())
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await closing
+    assert closed == []
+    may_go.set()
+    await asyncio.to_thread(wait_until, lambda: len(closed) == 1)
+
+
+async def test_environments_that_hang_leave_their_threads_to_others(
+    bridge: str, consumer: shmbridge.Consumer, pieces: Any, registered: Any
+) -> None:
+    """More of them than there are threads; the others' episodes are played all the same."""
+    may_go, closed = threading.Event(), []
+
+    class Hangs(BaseTextEnv):
+        def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+            super().__init__()
+
+        def step(self, action: str) -> Any:
+            if action == "1":
+                may_go.wait(60)
+            return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+        def close(self) -> None:
+            closed.append(self)
+
+    server, play = Scripted(pieces, lambda prompt, number: str(number % 2)), SkyRLPlay(threads=3)
+    limits = Limits(episode_s=0.5)
+    try:
+        async with Rollout(bridge, server, pieces, group_size=4, concurrency=1, limits=limits) as rollout:
+            tasks = SkyRLTasks([registered(Hangs)]).repeated(epochs=6)
+            assert await asyncio.wait_for(rollout.run(tasks, play), 60) == 6
+            assert rollout.losses.episodes == {"late": 12}
+    finally:
         may_go.set()
-    assert len(closed) == 1
+    assert [len(record) for record in consumer.poll()] == [2] * 6
+    await asyncio.to_thread(wait_until, lambda: len(closed) == 24)
 
 
 async def test_where_the_context_is_full_the_episode_ends_with_the_rewards_so_far(

@@ -1028,6 +1028,43 @@ MUTATIONS = (
         "        return True and (self._screen",
         "tests/adapters/feed/test_feed.py -k between_save_and_release",
     ),
+    # 10: no episode holds a run
+    Mutation(
+        "episode-without-an-end",
+        10,
+        "an episode that hangs holds its group for ever",
+        "producers/rollout/survivors.py",
+        "        async with deadline:\n",
+        "        async with asyncio.timeout(None):\n",
+        "tests/environments/rollout/test_sick.py -k hung",
+    ),
+    Mutation(
+        "siblings-lost",
+        10,
+        "an episode that fails costs its group",
+        "producers/rollout/survivors.py",
+        "                    lose(played)\n",
+        "                    raise played\n",
+        "tests/environments/rollout/test_sick.py -k failing_episodes",
+    ),
+    Mutation(
+        "too-old-played-on",
+        10,
+        "a group that newer weights make of no use keeps its ticket",
+        "producers/rollout/rollout.py",
+        "                if behind > self._max_staleness and not outdated.done():\n",
+        "                if False:\n",
+        "tests/environments/rollout/test_sick.py -k too_old",
+    ),
+    Mutation(
+        "lost-uncounted",
+        10,
+        "episodes are lost, and their lane does not say so",
+        CLAIMS,
+        "        if reason < LOST_REASONS and self._lane.alive():\n",
+        "        if False:\n",
+        "tests/transport/put/test_episodes_lost.py",
+    ),
     # 11: bytes from outside are bounded and checked before use
     Mutation(
         "head-without-an-end",

@@ -235,7 +235,7 @@ def test_a_bridge_of_which_only_receipts_are_left_is_listed(bridge, left, segmen
     (info,) = (each for each in shmbridge.list_bridges() if each.name == bridge)
     assert (info.receipts, info.lanes, info.participants) == (1, [], False)
     assert main(["inspect", bridge]) == 0
-    assert "1 receipt of lanes from other nodes, for a relay that comes back" in capsys.readouterr().out
+    assert "1 receipt of lanes that are gone, for a relay or run that goes on" in capsys.readouterr().out
 
 
 def test_clean_names_receipts_and_removes_them_only_when_told(bridge, left, segments, capsys) -> None:
@@ -274,3 +274,39 @@ def test_inspect_says_from_which_node_records_come(bridge, relay, producer, caps
 
 def lanes(bridge: str) -> list[LaneInfo]:
     return next(each.lanes for each in shmbridge.list_bridges() if each.name == bridge)
+
+
+def test_a_producer_here_that_is_to_go_on_leaves_one_too(bridge, make_producer, make_consumer):
+    """How many records it had committed is known from its lane, and, once that is gone, from the receipt."""
+    producer, other = make_producer(), make_producer()
+    producer.leave_receipt()
+    for each in (producer, other):
+        for _ in range(3):
+            each.put({"tokens": [[1]]})
+        each.close()
+    assert receipts.committed_here(bridge, producer.producer_id) == 3
+    consumer = make_consumer()
+    for record in consumer.poll():
+        record.release()
+    consumer.close()
+    make_producer()  # removes what is dead
+    assert producer.lane_name not in segment.lane_names(bridge)
+    assert receipts.committed_here(bridge, producer.producer_id) == 3
+    assert receipts.committed_here(bridge, other.producer_id) is None
+    assert newest_relayed(bridge) == {}
+    receipts.forget(bridge, producer.producer_id)
+    assert receipts.committed_here(bridge, producer.producer_id) is None
+    assert receipts.read_all(bridge) == []
+
+
+def test_a_lane_whose_producer_is_forgotten_leaves_none(bridge, make_producer, make_consumer):
+    producer = make_producer()
+    producer.leave_receipt()
+    producer.put({"tokens": [[1]]})
+    producer.close()
+    receipts.forget(bridge, producer.producer_id)
+    with make_consumer() as consumer:
+        consumer.get(timeout_s=5).release()
+    make_producer()
+    assert producer.lane_name not in segment.lane_names(bridge)
+    assert receipts.read_all(bridge) == []
