@@ -329,8 +329,8 @@ async def test_game_environments_that_hang_leave_their_threads_to_others(
         ):
             run = rolled.run(islice(game.tasks(), 6), game.play)
             put = await asyncio.wait_for(run, 60)
-            # One that hangs in reset keeps the next one from seeding, until it is given up.
-            assert put == 3 if place == "step" else put >= 2
+            # One that hangs keeps another from seeding until it is given up, by when that one may be late.
+            assert put >= 2
             assert rolled.losses.episodes == {"late": 6 - put}
     finally:
         may_go.set()
