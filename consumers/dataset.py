@@ -11,12 +11,14 @@ a position counts rows, since an iteration over rows may stop within a group.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Container, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -44,9 +46,18 @@ Tensors = dict[str, torch.Tensor]
 
 _LOOK_FOR_PARENT_S = 1.0
 _OF_FEED = {"exact", "longest_row", "run_dir", "set_aside_after", "start", "unfit", "vocabulary"}
-_HANDLES = "_feed", "_member", "_server", "_step", "_left", "_pid"  # of one process
+_HANDLES = "_feed", "_member", "_server", "_step", "_left", "_pid", "_has_asked"  # of one process
 _FORMAT = 1
 _COUNTS = "items", "rows", "tokens"
+
+
+class _Item(NamedTuple):
+    """What an iteration yields next, or leaves out: rows that cannot be trained, or were had before."""
+
+    taken: dict[tuple[str, int], int]  # rows of each record that are handed out then
+    rows: int = 0
+    tokens: int = 0
+    tensors: Tensors | None = None
 
 
 class TooManyWorkers(ValueError):
@@ -162,7 +173,8 @@ class BridgeDataset(IterableDataset[Tensors]):
         self._member: shmbridge.Rank | None = None
         self._server: RankServer | None = None
         self._step: Step | None = None  # in hand
-        self._left: Iterable[Tensors] = ()  # its items that are not handed out
+        self._left: deque[_Item] = deque()  # its items that are not handed out
+        self._has_asked = False  # for a batch
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():  # a forked worker: the open handles belong to the parent
@@ -186,18 +198,21 @@ class BridgeDataset(IterableDataset[Tensors]):
         self._check_process()
         batches = self._steps() if self.world_size is None else self._shares(self.world_size)
         while True:
-            for item in self._left:  # noqa: UP028 - `yield from` would end them at a break
-                yield item
-            self._left = ()
+            while self._left:  # a break or an exception ends the iteration, and not what is left
+                item = self._left[0]
+                self._take(item)
+                self._left.popleft()
+                if item.tensors is not None:
+                    yield item.tensors
             self._end_step(release=self.hold == "step")
-            if (items := next(batches, None)) is None:
+            if not next(batches, False):
                 return
-            self._left = items
 
-    def _steps(self) -> Iterator[Iterable[Tensors]]:
-        """Yields the items of each step."""
+    def _steps(self) -> Iterator[bool]:
+        """Makes each step the one in hand, with its items left; True for each."""
         feed, of = self._open_feed(), counted(self.groups, "group")
         while True:
+            self._has_asked = True
             try:
                 step = feed.take(self._timeout_s)
             except Drained:
@@ -206,66 +221,61 @@ class BridgeDataset(IterableDataset[Tensors]):
                 there = empty.message.partition(": ")[2]
                 raise ConsumerEmpty(f"no batch of {of} within {self._timeout_s} s; {there}") from None
             try:
-                items = self._items_of(step.batch, step.unfit)
+                self._left = self._items_of(step.batch, step.unfit)
             except BaseException:
                 feed.give_back(step)
                 raise
             self._step = step
-            yield items
+            yield True
 
-    def _shares(self, world_size: int) -> Iterator[Iterable[Tensors]]:
-        """Yields the items of each share of this rank."""
+    def _shares(self, world_size: int) -> Iterator[bool]:
+        """Makes the items of each share of this rank those that are left; True for each."""
         assert self.rank is not None
         if self.rank == 0 and self._server is None:
             self._server = self._open_feed().consumer.serve_ranks(world_size, **self._of_batches)
         if self._member is None:
             self._member = shmbridge.Rank(self.bridge, self.rank, world_size)
         for share in self._member.batches(layout=self.layout, timeout_s=self._timeout_s):
-            yield self._items_of(share, ())
+            self._left = self._items_of(share, ())
+            yield True
         if self._server is not None:
             # the other ranks read through this process until they are done
             self._server.wait(self._timeout_s)
 
-    def _items_of(self, batch: Batch, unfit: Container[int]) -> Iterator[Tensors]:
-        """Returns the items of a batch, which count as handed out as they leave. Raises SchemaMismatch."""
+    def _items_of(self, batch: Batch, unfit: Container[int]) -> deque[_Item]:
+        """Returns the items of a batch. Raises SchemaMismatch."""
         if self._whole_rows:
             batch.train_whole_rows()
         if self.items == "rows":
-            return self._rows(batch, row_tensors(batch), unfit)
+            return deque(self._rows(batch, unfit))
         numbers = batch_numbers.batch_numbers(batch)
-        return self._whole(batch, {name: torch.from_numpy(array) for name, array in numbers.items()})
+        tensors = {name: torch.from_numpy(array) for name, array in numbers.items()}
+        taken = {_place(record): record.rows for record in batch.records}
+        return deque([_Item(taken, len(batch), batch.token_count, tensors)])
 
-    def _whole(self, batch: Batch, tensors: Tensors) -> Iterator[Tensors]:
-        for record in batch.records:
-            self._took(record, record.rows)
-        self._count(len(batch), batch.token_count)
-        yield tensors
-
-    def _rows(self, batch: Batch, tensors: Iterator[Tensors], unfit: Container[int]) -> Iterator[Tensors]:
-        rows = enumerate(zip(tensors, batch.lengths.tolist(), strict=True))
+    def _rows(self, batch: Batch, unfit: Container[int]) -> Iterator[_Item]:
+        rows = enumerate(zip(row_tensors(batch), batch.lengths.tolist(), strict=True))
         for record in list(batch.records):
-            if had := min(self._had.get(_place(record), 0), record.rows):
-                self._skipped += had
-                self._took(record, had)
-            for number, (row, (item, tokens)) in zip(range(record.rows), rows, strict=False):
-                if number >= had:
-                    self._took(record, 1)
-                    if row not in unfit:
-                        self._count(1, tokens)
-                        yield item
+            had, place = min(self._had.get(_place(record), 0), record.rows), _place(record)
+            self._skipped += had
+            for number, (row, (tensors, tokens)) in zip(range(record.rows), rows, strict=False):
+                if number >= had and row not in unfit:
+                    yield _Item({place: number + 1}, 1, tokens, tensors)
+                elif number == record.rows - 1:
+                    yield _Item({place: record.rows})
 
-    def _count(self, rows: int, tokens: int) -> None:
-        self._counts["items"] += 1
-        self._counts["rows"] += rows
-        self._counts["tokens"] += tokens
-
-    def _took(self, record: Record, rows: int) -> None:
-        """Notes that rows of a record are handed out."""
-        producer, sequence = place = _place(record)
-        self._held[place] = self._held.get(place, 0) + rows
-        self._newest[producer] = max(self._newest.get(producer, -1), sequence)
-        if (missing := sequence - self._loaded.get(producer, sequence) - 1) >= 0:
-            self._gone[producer] = min(self._gone.get(producer, missing), missing)
+    def _take(self, item: _Item) -> None:
+        """Notes that an item is handed out; what names records may be noted twice."""
+        for place, rows in item.taken.items():
+            producer, sequence = place
+            self._held[place] = rows
+            self._newest[producer] = max(self._newest.get(producer, -1), sequence)
+            if (missing := sequence - self._loaded.get(producer, sequence) - 1) >= 0:
+                self._gone[producer] = min(self._gone.get(producer, missing), missing)
+        if item.tensors is not None:
+            self._counts["items"] += 1
+            self._counts["rows"] += item.rows
+            self._counts["tokens"] += item.tokens
 
     def _is_new(self, group: Group) -> bool:
         """The feed's screen: keeps out groups whose rows the loaded state has all."""
@@ -274,20 +284,25 @@ class BridgeDataset(IterableDataset[Tensors]):
         return not had
 
     def _end_step(self, *, release: bool) -> None:
-        """Ends the batch in hand, which the feed releases or holds; or releases everything handed out."""
-        if self._feed is not None and self._step is not None:
-            self._feed.trained(self._step)
-            self._step = None
+        """Ends the batch in hand, if nothing is left of it: the feed releases or holds it. Or releases all
+        that is handed out whole.
+        """
+        if self._feed is not None and self._step is not None and not self._left:
+            step, self._step = self._step, None
+            self._feed.trained(step)
         if release:
             if self._feed is not None:
                 self._feed.checkpointed()
-            for place in self._held:
+            groups = () if self._step is None else self._step.groups
+            in_hand = {_place(record) for group in groups for record in group.records}
+            for place in self._held.keys() - in_hand:
+                del self._held[place]
                 self._had.pop(place, None)
-            self._held.clear()
 
     def release(self) -> None:
         """Releases everything handed out so far; it is not redelivered. Never blocks.
 
+        A batch of which rows are left stays, for the next call.
         Under hold="step" this happens automatically, except for the last item before a `break`.
         """
         self._check_process()
@@ -320,7 +335,8 @@ class BridgeDataset(IterableDataset[Tensors]):
                 screen=self._is_new,
             )
             if get_worker_info() is not None:
-                watched = self._feed, os.getppid()
+                parent = multiprocessing.parent_process()
+                watched = self._feed, os.getppid() if parent is None else parent.pid
                 threading.Thread(target=_close_with_parent, args=watched, daemon=True).start()
         return self._feed
 
@@ -383,6 +399,8 @@ class BridgeDataset(IterableDataset[Tensors]):
         """
         self._check_process()
         stats = {} if self._feed is None else self._feed.stats()
+        if self._has_asked:
+            raise ValueError("items were asked for: load a state before the first item")
         if out := int(stats.get("feed_steps_out", 0) + stats.get("feed_steps_trained_held", 0)):
             raise ValueError(f"{out} batches are handed out: load a state before the first item")
         wanted = {"format", *_COUNTS, "held", "newest"}

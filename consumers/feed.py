@@ -32,6 +32,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +43,7 @@ from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, Record, Run
 from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
 from shmbridge.batching.screen import Screen
+from shmbridge.config import check_version
 from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words
@@ -73,6 +75,7 @@ _LONG_S = 1.0  # after which it waits longer at a time:
 _ASK_S = 1.5  # longer than the second after which the consumer says that a batch does not fit into the lanes
 _MOST_WAITING = 64  # tasks at a time, each with its own timeout; more wait for one of these
 _MOST_ASIDE = 3  # in a row, without a step that trains: then it is not the groups that are at fault
+_LAST_WORD_S = 5.0  # for ranks to say that they are done with what is trained
 _FORMAT = 1
 STATE = "shmbridge.json"
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
@@ -267,7 +270,8 @@ class Feed:
         self._after, self._on_unfit = set_aside_after, unfit
         self._longest_row, self._vocabulary, self._screen = longest_row, vocabulary, screen
         self.counts: Counter[str] = Counter()
-        self._taking = threading.Lock()  # around what takes from the consumer, for up to _ASK_S
+        self._taking = threading.RLock()  # around what takes from the consumer, for up to _ASK_S
+        self._taker = 0  # the thread that does
         self._lock = threading.RLock()  # around what is held; never for long
         self._batches: tuple[tuple[float, int | None], Iterator[Batch]] | None = None
         self._again: deque[list[Group]] = deque()  # groups that come as steps of their own, before all others
@@ -282,7 +286,9 @@ class Feed:
         self._bridge, self._start = bridge, start
         self._found = trained_as(bridge_info(bridge))  # before this process publishes anything
         self._run_id: str | None = None  # of the loaded state
-        self._may_start = self._is_broken = self._begun = self._saved = False  # saved: all that is trained
+        self._closes_late = self._may_start = self._is_broken = self._begun = self._saved = (
+            False  # saved: all that is trained
+        )
         self._run_ended = False  # in the bridge
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
@@ -295,6 +301,7 @@ class Feed:
         self.consumer.screen(self._is_new)
         self._thread: ThreadPoolExecutor | None = None
         self._server: RankServer | None = None
+        self._told: set[str] = set()  # groups whose failure at ranks is counted
         self._deal: Callable[[list[Group]], Callable[[], None]] | None = None  # with a server
         log.info(
             "bridge %r: groups are released when %s (release_at=%r)",
@@ -353,13 +360,14 @@ class Feed:
 
     def _failed_at_ranks(self, groups: list[Group]) -> None:
         """Counts a failure of groups that ranks read, which stay out until this process ends."""
-        keys = [_key(group) for group in groups]
         with self._lock:
-            self.counts["steps_failed"] += 1
+            keys = [key for key in map(_key, groups) if key not in self._told]  # several ranks may report
             for step in self._steps.values():
                 if set(keys) & set(step.keys):
+                    self.counts["steps_failed"] += not self._told & set(step.keys)
                     step.early = True  # so that the end of this process does not count, too
-            if self._failures is not None:
+            self._told |= set(keys)
+            if self._failures is not None and keys:
                 self._failures.failed(keys)
 
     # -- taking
@@ -414,6 +422,14 @@ class Feed:
 
     def _take(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
         self.require_start()
+        try:
+            return self._wait_for_step(timeout_s, groups, over)
+        finally:
+            if self._closes_late:
+                self._closes_late = False
+                self.close()
+
+    def _wait_for_step(self, timeout_s: float | None, groups: int | None, over: threading.Event) -> Step:
         began_s = time.monotonic()
         with self.consumer.one_wait():
             while not (over.is_set() or self._closing.is_set()):
@@ -421,13 +437,17 @@ class Feed:
                 left_s = math.inf if timeout_s is None else timeout_s - waited_s
                 look_s = _LOOK_S if waited_s < _LONG_S else _ASK_S
                 wait_s, step = max(0.0, min(look_s, left_s)), None
-                if self._taking.acquire(timeout=wait_s):
-                    try:
+                try:
+                    if self._taking.acquire(timeout=wait_s):
+                        self._taker = threading.get_ident()
                         step = self._next(wait_s, groups)
-                    finally:
+                finally:
+                    if self._taker == threading.get_ident():
+                        self._taker = 0
+                    with suppress(RuntimeError):  # not taken
                         self._taking.release()
                 if step is not None:
-                    if over.is_set():  # its loop may be closed, and then nobody else gives it back
+                    if over.is_set() or self._closes_late:  # nobody else gives it back
                         self.give_back(step)
                         break
                     self._empty_s = 0.0
@@ -700,7 +720,7 @@ class Feed:
         Raises ValueError, and nothing is noted: the step is over, or the version is below the published one.
         """
         over = self._that_are_out(step)
-        if version is not None and version < (now := self.consumer.policy_version):
+        if version is not None and check_version("version", version) < (now := self.consumer.policy_version):
             raise ValueError(f"version={version} is below {now}, which is published -> versions only rise")
         self._aside_in_a_row, self._saved = 0, False
         self.counts["steps_trained"] += 1
@@ -747,7 +767,9 @@ class Feed:
                 self._saving = [step for step in self._saving or () if step not in over] or None
             else:
                 over, self._saving = (self._trained if self._saving is None else self._saving), None
-            _release(over)  # first: interrupted, they are still listed in the next state
+            # what a rank or a view still keeps is not released yet: the next states list it, too
+            self._known |= HeldRecords.of(_place(record) for step in over for record in step.records)
+            _release(over)  # before the next line: interrupted, they are still listed in the next state
             self._trained = [step for step in self._trained if step not in over]
             if not self._trained:
                 self._end_run()
@@ -887,7 +909,8 @@ class Feed:
         """
         with self._lock:
             self._saving = list(self._trained)
-            held = self._known.that_may_come_again()
+            self._known = self._known.that_may_come_again()
+            held = HeldRecords(self._known.held, self._known.mounts)
             held |= HeldRecords.of(_place(record) for step in self._saving for record in step.records)
         return self._state(held)
 
@@ -973,12 +996,22 @@ class Feed:
     def close(self) -> None:
         """Closes the bridge. What is not released comes to the next consumer. Idempotent.
 
-        Blocks for a `take` under way in another thread, at most a second or two. Does nothing in a child of
-        fork.
+        Blocks for a `take` under way in another thread, at most a second or two. In a signal handler that
+        interrupts a `take`, this one closes as it ends, with Drained. Does nothing in a child of fork.
         """
         if self._pid != os.getpid():
             return
         self._closing.set()
+        if self._taker == threading.get_ident():  # in a signal handler: the call that it interrupted closes
+            self._closes_late = True
+            return
+        if self._server is not None and not self._is_broken and not self._server.settled(_LAST_WORD_S):
+            log.warning(
+                "bridge %r: ranks did not say within %g s that they are done with trained groups, which "
+                "therefore come to the next trainer, too",
+                self._bridge,
+                _LAST_WORD_S,
+            )
         if self._thread is not None:
             self._thread.shutdown()
         with self._taking, self._lock:

@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from shmbridge import BadArgument
@@ -34,6 +35,7 @@ ALLOWED: dict[str, tuple[Any, ...] | int] = {
     "groups": 1,
     "rows": 1,
 }
+_OPTIONAL = {"max_staleness", "longest_row", "groups", "rows", "max_off_policy_steps"}  # None: without
 
 
 def check_words(
@@ -57,10 +59,11 @@ def check_words(
             words = [str(word) for word in allowed if word is not None]
             one = f"{prefix}{name}={words[0]}"
             raise error(f"{prefix}{name}={value!r} is none of {', '.join(words)} -> {one}")
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if isinstance(allowed, int) and value is not None and not (whole and value >= allowed):
-            least = f"{prefix}{name}={allowed}"
-            raise error(f"{prefix}{name}={value!r} is no whole number of at least {allowed} -> {least}")
+        if isinstance(allowed, int) and not (value is None and name in _OPTIONAL):
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not (whole and value >= allowed):
+                least = f"{prefix}{name}={allowed}"
+                raise error(f"{prefix}{name}={value!r} is no whole number of at least {allowed} -> {least}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,8 @@ def push_from_ranks(
     """
     if (shards := _shards(weights)) is None:
         return None if sync is None else sync.push(weights, version, at_least=at_least)
-    tensors = _gathered(weights, sync is not None, shards) if shards else iter(weights)
+    pairs = weights.items() if hasattr(weights, "items") else weights
+    tensors = _gathered(weights, sync is not None, shards) if shards else iter(pairs)
     try:
         return None if sync is None else sync.push(tensors, version, at_least=at_least)
     finally:

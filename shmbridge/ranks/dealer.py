@@ -399,6 +399,18 @@ class ShareDealer:
             return self._is_idle()
 
     @then_close
+    def settled(self, timeout_s: float) -> bool:
+        """Waits until living ranks are done with what a feed has ended; returns whether they are."""
+        deadline = deadline_of(timeout_s)
+        with self._change:
+            while any(share.step.ended for share in self._book):
+                left, living = deadline - time.monotonic(), set(self._living())
+                if left <= 0 or not any(share.step.ended and share.readers & living for share in self._book):
+                    return False
+                self._change.wait(min(left, _LOOK_EVERY_S))
+            return True
+
+    @then_close
     def described(self) -> str:
         """Returns its state in words, for a repr; never raises, also when closed."""
         with self._change:
@@ -432,6 +444,7 @@ class ShareDealer:
     def forget(self) -> None:
         """Ends every lease without release: the next consumer gets those records. For Consumer.close."""
         with self._change:
-            for share in self._book:
-                for group in share.groups:
-                    group.abandon()
+            steps = {share.step.number: share.step for share in self._book}
+            read = [group for step in steps.values() for group in step.read]
+            for group in (*read, *(group for share in self._book for group in share.groups)):
+                group.abandon()

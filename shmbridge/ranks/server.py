@@ -56,5 +56,9 @@ class RankServer:
         """
         return self._dealer.wait(timeout_s)
 
+    def settled(self, timeout_s: float) -> bool:
+        """Returns whether the ranks are done with all steps that a feed has ended. Blocks for living ones."""
+        return self._dealer.settled(timeout_s)
+
     def __repr__(self) -> str:
         return f"<RankServer of {self._bridge!r}: {self._dealer.described()}>"

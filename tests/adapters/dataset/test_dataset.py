@@ -343,8 +343,49 @@ def test_a_state_is_not_loaded_over_items_that_are_out(bridge, producer):
     put(producer, 0, 1)
     with BridgeDataset(bridge, groups=1) as data:
         take(data, 1)
-        with pytest.raises(ValueError, match="1 batches are handed out"):
+        with pytest.raises(ValueError, match="items were asked for"):
             data.load_state_dict(data.state_dict())
+
+
+def test_a_state_is_not_loaded_after_a_wait_in_vain(bridge, producer):
+    """What the wait has found may be in the state."""
+    put(producer, 0, 1)
+    with BridgeDataset(bridge, groups=2, timeout_s=0.3) as data:
+        state = data.state_dict()
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            next(iter(data))
+        with pytest.raises(ValueError, match="items were asked for"):
+            data.load_state_dict(state)
+
+
+def rows_in(items) -> list[tuple[int, int]]:
+    return [(int(item["tokens"][0]) - 1000, int(item["tokens"][1])) for item in items]
+
+
+def test_a_release_in_the_middle_of_a_batch_keeps_what_is_left(bridge, producer):
+    put(producer, 0, 5)
+    options = {"groups": 2, "items": "rows", "hold": "checkpoint", "timeout_s": 2.0}
+    with BridgeDataset(bridge, **options) as data:
+        found = rows_in(take(data, SIZE + 1))
+        state = data.state_dict()
+        data.release()
+    with BridgeDataset(bridge, **options) as data:
+        data.load_state_dict(state)
+        found += rows_in(take(data, 5 * SIZE - len(found)))
+        data.release()
+    assert sorted(found) == [(group, row) for group in range(5) for row in range(SIZE)]
+
+
+@pytest.mark.parametrize("hold", ["step", "checkpoint"])
+def test_an_exception_in_an_iteration_leaves_the_rest_of_its_batch(bridge, producer, hold):
+    put(producer, 0, 2)
+    with BridgeDataset(bridge, groups=2, items="rows", hold=hold, timeout_s=2.0) as data:
+        rows = iter(data)
+        found = rows_in([next(rows) for _ in range(2)])
+        with pytest.raises(KeyboardInterrupt):
+            rows.throw(KeyboardInterrupt())
+        found += rows_in(take(data, 2 * SIZE - 2))
+    assert found == [(group, row) for group in range(2) for row in range(SIZE)]
 
 
 def test_a_batch_that_does_not_come_in_time_is_an_error_and_comes_later(bridge, producer):

@@ -1028,3 +1028,35 @@ def test_a_step_named_twice_ends_once_and_a_run_begins_above_the_bridge(bridge, 
         assert feed.stats()["released_total"] == 2
     with Feed(bridge, groups=2, start="from-scratch", run_dir=tmp_path) as feed:
         assert feed.begin_run(5) == 8
+
+
+def test_what_a_view_keeps_stays_in_the_states_until_it_is_released(bridge, producer, tmp_path) -> None:
+    """A killed process releases nothing that a view or a rank still read, though a checkpoint contains it."""
+    put(producer, range(4))
+    with Feed(bridge, groups=2, release_at="checkpoint", run_dir=tmp_path) as feed:
+        view = None
+        for number in range(2):
+            step = feed.take(5)
+            view = step.groups[0].records[0]["tokens"].values if view is None else view
+            feed.trained(step)
+            del step
+            state = feed.state_dict()
+            feed.checkpointed()
+            (listed,) = state["held"].values()
+            assert sorted(listed) == [[0, 1], [0, 2, 3]][number]
+        assert view.tolist() == [0, 1, 0, 1]
+        del view
+        assert feed.state_dict()["held"] == {}
+
+
+def test_close_in_a_signal_handler_within_a_take_ends_the_take(bridge, tmp_path) -> None:
+    feed = Feed(bridge, run_dir=tmp_path)
+    before = signal.signal(signal.SIGALRM, lambda *_: feed.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.6)
+        with pytest.raises(Drained, match="is closed"):
+            feed.take(30)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with shmbridge.Consumer(bridge):
+        pass

@@ -360,3 +360,39 @@ def test_a_crash_of_a_rank_counts_against_the_share_that_it_reads(
         counts = json.loads(file.read_text())["counts"] if file.exists() else {}
         assert [*counts.values()] == counted
         assert sorted(int(name.rpartition(" ")[2]) for name in counts) == ([1, 3] if counted else [])
+
+
+def test_a_step_that_fails_on_all_ranks_counts_once(bridge, producer, ranks, tmp_path) -> None:
+    put(producer, range(2))
+    with Feed(bridge, groups=2, run_dir=tmp_path) as feed:
+        feed.serve_ranks(2, "broadcast")
+        step = feed.take(5)
+        shares = [rank.next_share(5) for rank in ranks]
+        for rank in ranks:
+            rank.report_failed()
+        with pytest.raises(FloatingPointError):
+            feed.failed(step, FloatingPointError("nan"))
+        assert feed.counts["steps_failed"] == 1
+        del shares, step
+    noted = json.loads((tmp_path / "set_aside/failures.json").read_text())
+    assert set(noted["counts"].values()) == {1}
+
+
+def test_a_feed_that_ends_waits_for_the_ranks_last_word(bridge, producer, ranks, tmp_path) -> None:
+    put(producer, range(4))
+    feed = Feed(bridge, groups=4, run_dir=tmp_path)
+    feed.serve_ranks(2)
+    step = feed.take(5)
+    shares = [rank.next_share(5) for rank in ranks]
+
+    def done(rank, share) -> None:
+        share.release()
+        rank.report_done()
+
+    done(ranks[0], shares[0])
+    feed.trained(step)
+    later = threading.Timer(0.7, done, (ranks[1], shares[1]))
+    later.start()
+    feed.close()
+    later.join()
+    assert left_over(bridge) == []
