@@ -117,7 +117,7 @@ class BridgeReader:
         with WeightsReader(bridge) as reader:
             weights = reader.version
         # above what is published: the actor has written the weights of this step
-        version = max(step, known + 1) if weights is None or weights <= known else weights
+        version = max(step, known) if weights is None or weights <= known else weights
         self._first_version = version - step
         if self._first_version:
             log.warning("bridge %r is at version %d, the pipeline at step %d", bridge, version, step)
