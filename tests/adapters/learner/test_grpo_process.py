@@ -271,7 +271,7 @@ def test_the_file_and_wandb_have_all_names_that_the_page_has(
         _, err = learner.communicate(timeout=90)
     assert learner.returncode == 0, err
     first, second = metrics(tmp_path)
-    reasons = r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt)_total$"
+    reasons = r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt|failed|late|too_old)_total$"
     generic = {
         re.sub(reasons, "_{reason}_total", name).replace("/countdown/", "/{env_name}/")
         for name in first | second  # who waited for whom is known from the second step on
