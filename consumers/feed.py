@@ -286,9 +286,8 @@ class Feed:
         self._bridge, self._start = bridge, start
         self._found = trained_as(bridge_info(bridge))  # before this process publishes anything
         self._run_id: str | None = None  # of the loaded state
-        self._closes_late = self._may_start = self._is_broken = self._begun = self._saved = (
-            False  # saved: all that is trained
-        )
+        self._closes_late = self._may_start = self._is_broken = self._begun = False
+        self._saved = False  # all that is trained
         self._run_ended = False  # in the bridge
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
@@ -345,9 +344,9 @@ class Feed:
     ) -> RankServer:
         """Makes `take` deal each step out to `world_size` learner ranks (shmbridge.Rank), as it returns it.
 
-        The groups of a step are released, or held for a checkpoint, by the same words of this process as
-        without ranks, but not before every rank is done with them. A rank that fails says so with
-        `report_failed`, before it ends. Rows are the ranks' to judge: `unfit`, `longest_row` and `vocabulary`
+        As without ranks, `trained`, `dropped` and `checkpointed` in this process release a step's groups, but
+        not before every rank is done with them. A rank whose step fails calls `report_failed` before it ends.
+        Rows are the ranks' to judge: `unfit`, `longest_row` and `vocabulary`
         are not looked at. Without `exact` a step of groups tried apart may leave ranks without any. Never
         blocks; call it once, before the first `take`.
 
@@ -524,9 +523,7 @@ class Feed:
             self._batches = None
             if self._server is not None:
                 self._server.drained()
-                self._server.wait(
-                    wait_s
-                )  # ranks that are done may still have to say so, before this one leaves
+                self._server.wait(wait_s)  # a rank that is done may be about to report it
             raise Drained(
                 f"bridge {self.consumer.bridge!r} is drained: {self._missing(groups)} -> save the model; a "
                 "new run needs a bridge that is not drained"
@@ -996,7 +993,8 @@ class Feed:
     def close(self) -> None:
         """Closes the bridge. What is not released comes to the next consumer. Idempotent.
 
-        Blocks for a `take` under way in another thread, at most a second or two. In a signal handler that
+        Blocks for a `take` under way in another thread, at most a second or two, and five for living ranks to
+        report that they are done with trained groups. In a signal handler that
         interrupts a `take`, this one closes as it ends, with Drained. Does nothing in a child of fork.
         """
         if self._pid != os.getpid():
@@ -1005,7 +1003,8 @@ class Feed:
         if self._taker == threading.get_ident():  # in a signal handler: the call that it interrupted closes
             self._closes_late = True
             return
-        if self._server is not None and not self._is_broken and not self._server.settled(_LAST_WORD_S):
+        server, self._server = self._server, None  # a second close() does not wait
+        if server is not None and not self._is_broken and not server.settled(_LAST_WORD_S):
             log.warning(
                 "bridge %r: ranks did not say within %g s that they are done with trained groups, which "
                 "therefore come to the next trainer, too",

@@ -264,7 +264,8 @@ class ShmRollouts:
     def begin(self, checkpoint: str | None) -> bool:
         """Begins training: what is held comes again, and what the checkpoint contains is not trained again.
 
-        Returns whether nothing is held now: with several processes it stays, if there is no checkpoint.
+        Returns whether nothing is held any more: with several processes, what is held stays, unless a
+        checkpoint is loaded.
         Blocks for the disk. Raises BridgeAhead: the bridge was trained before, and neither a checkpoint nor
         `start` says how to go on.
         """

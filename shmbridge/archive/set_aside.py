@@ -45,9 +45,8 @@ class Failures:
         self.counts: dict[Key, int] = {}  # failures so far
         self._apart: list[list[Key]] = []  # groups to try by themselves, set after set
         self._at_fault: set[Key] = set()  # to be set aside as soon as they are here
-        self._beside: dict[
-            Key, list[Key]
-        ] = {}  # of a group tried apart by itself: who was at all its failures
+        # of a group tried apart by itself: the groups that were in all of its failed steps
+        self._beside: dict[Key, list[Key]] = {}
         self._begun: dict[Key, None] = {}  # of steps whose end is not known yet
         self._crash: CrashNote | None = None
         self._load()

@@ -290,10 +290,8 @@ class ShareDealer:
             for record in group.records:
                 record.release()
         self._done += len(groups)
-        if (
-            self._groups is not None
-        ):  # a feed calls this under its lock, and the former's screen waits for that
-            self._former.finished(groups)
+        if self._groups is not None:
+            self._former.finished(groups)  # not for a feed, whose lock is held here: the screen takes it, too
         self._say_if_finished()
         self._change.notify_all()
 
