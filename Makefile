@@ -154,7 +154,7 @@ test-3.13: $(VENV)/.ready ## the extensions and a part of the transport's tests 
 	@test -x $(PYTHON_313) || echo "test-3.13: not run, since $(PYTHON_313) is not there"
 	test ! -x $(PYTHON_313) || $(MAKE) --no-print-directory .venvs/core-3.13/.installed
 	test ! -x $(PYTHON_313) || .venvs/core-3.13/bin/python setup.py --quiet build_ext --inplace
-	test ! -x $(PYTHON_313) || OMP_NUM_THREADS=1 .venvs/core-3.13/bin/python -m pytest -q -m 'not long' $(SHORT)
+	test ! -x $(PYTHON_313) || { export OMP_NUM_THREADS=1; $(call LOOK,.venvs/core-3.13/bin/python -m pytest -q -m 'not long' $(SHORT)); }
 
 .venvs/core-3.13/.installed: pyproject.toml | $(VENV)/.ready
 	$(PYTHON_313) -m venv $(@D)
