@@ -103,6 +103,13 @@ def of_children_s():
 
 def test_the_live_view_answers_beside_them(bridge, two_records, two_cores, busy):
     pytest.importorskip("textual")
+    took = []
+    while len(took) < 3 and (not took or took[-1] >= 2.0):  # the quickest counts, as above
+        took.append(seconds_to_the_live_view(bridge, busy, two_cores))
+    assert took[-1] < 2.0, took
+
+
+def seconds_to_the_live_view(bridge, busy, two_cores):
     watch, (screen, terminal) = Stopwatch(busy, two_cores), pty.openpty()
     termios.tcsetwinsize(terminal, (24, 100))
     view = subprocess.Popen(
@@ -117,7 +124,7 @@ def test_the_live_view_answers_beside_them(bridge, two_records, two_cores, busy)
         shown = b""
         while b"no consumer: 2 records wait" not in shown:
             shown += os.read(screen, 1 << 16)
-        assert watch.seconds(cpu_s(view.pid)) < 2.0
+        return watch.seconds(cpu_s(view.pid))
     finally:
         view.kill()
         view.wait()
