@@ -194,7 +194,8 @@ class EnvProcess:
         """Returns a connection to it. Blocks until it serves. Raises EnvProcessEnded."""
         self.wait_ready()
         gone = functools.partial(self._gone, self._process)
-        return Connection(self._port, self._secret, self._timeout_s, gone)
+        check = functools.partial(self._check_lives, self._process)
+        return Connection(self._port, self._secret, self._timeout_s, gone, check)
 
     def close(self) -> None:
         """Ends it: SIGTERM, and SIGKILL after five seconds. Blocks until it has ended; twice is allowed."""
@@ -209,6 +210,10 @@ class EnvProcess:
         if not self._log.closed:
             self._log.close()
             os.close(self._ready)
+
+    def _check_lives(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is not None:
+            raise self.ended("has ended", process)
 
     def _gone(self, process: subprocess.Popen[bytes], error: Exception) -> EnvProcessEnded:
         """What a broken connection means; a process that was killed is waited for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HINT = "its row is left out; fix the environment"
+_LOOK_S = 0.2  # between two looks at the environment's process
 
 
 class HeldEnv:
@@ -50,6 +51,21 @@ class HeldEnv:
     async def step(self, action: str) -> Step:
         """Returns what the environment says to an answer. Raises EnvironmentFailed."""
         return await self._in_thread("step", lambda: step_in(self._env.step(action)))
+
+    async def while_it_lives(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Returns the policy's answer. Raises EnvironmentFailed soon after the environment's process ends."""
+        check = getattr(self._env, "check", None)  # of an environment in another process
+        if check is None:
+            return await answer
+        asked = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+                self._called("the answer to", check)
+            return asked.result()
+        finally:
+            if not asked.done():
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
 
     async def metrics(self) -> Mapping[str, Any]:
         """Returns the environment's own metrics of the episode, if it has any. Raises EnvironmentFailed."""

@@ -105,7 +105,7 @@ class SkyRLPlay:
         score = 0.0
         while True:
             try:
-                action = await episode.sample()
+                action = await env.while_it_lives(episode.sample())
             except ContextFull:
                 if not episode.turn_ends:
                     raise

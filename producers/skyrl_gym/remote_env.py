@@ -19,14 +19,20 @@ class Connection:
         secret: that it was given.
         timeout_s: longest time for one call.
         gone: makes the error of a server that does not answer.
+        check: raises if the server's process has ended.
     """
 
     def __init__(
-        self, port: int, secret: str, timeout_s: float, gone: Callable[[Exception], Exception]
+        self,
+        port: int,
+        secret: str,
+        timeout_s: float,
+        gone: Callable[[Exception], Exception],
+        check: Callable[[], None],
     ) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
         self._headers = {HEADER: secret, "Content-Type": "application/json"}
-        self._gone = gone
+        self._gone, self.check = gone, check
         self.lost = False  # whether a call had no answer: the server closes what it has of this connection
 
     def call(self, name: str, **said: Any) -> dict[str, Any]:
@@ -85,6 +91,10 @@ class RemoteEnv:
         answer = self._connection.call("init", prompt=list(prompt), **self._made_of)
         self._episode = answer["episode"]
         return answer["messages"], {}
+
+    def check(self) -> None:
+        """Raises EnvProcessEnded if its process has ended. Never blocks."""
+        self._connection.check()
 
     def step(self, action: str) -> dict[str, Any]:
         """Returns observations, reward, done, and whatever else the environment says."""

@@ -192,6 +192,33 @@ async def test_one_killed_in_mid_episode_is_started_again(
     assert [len(record) for record in consumer.poll()] == [2, 2, 2]
 
 
+async def test_one_killed_while_the_policy_answers_fails_its_episodes_at_once(
+    bridge: str, process: EnvProcess, pieces: Any
+) -> None:
+    asked, killed_s = asyncio.Event(), 0.0
+
+    class Silent(Scripted):
+        async def sample(self, *_: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def kill() -> None:
+        nonlocal killed_s
+        await asked.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+
+    play = SkyRLPlay(process.make)
+    async with Rollout(bridge, Silent(pieces, lambda prompt, number: "1"), pieces, group_size=2) as rollout:
+        killing = asyncio.create_task(kill())
+        with pytest.raises(EpisodesLost) as lost:
+            await asyncio.wait_for(rollout.group(SkyRLTasks([task()])[0], play), 60)
+        failed_s = time.monotonic() - killed_s
+        await killing
+    assert isinstance(lost.value.__cause__, EnvProcessEnded)
+    assert failed_s < 0.5
+
+
 def test_one_that_ends_again_and_again_stays_ended(process: EnvProcess) -> None:
     process._restarts = 2
     for _ in range(2):
