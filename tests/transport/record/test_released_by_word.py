@@ -417,7 +417,7 @@ def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> Non
     def handler(*_: object) -> None:
         nonlocal armed
         # A destructor swallows what is raised in it. In Python 3.13 the jump back of a `while` is outside its
-        # `try`: a handler that interrupts a handler there would raise past `except Stop`.
+        # `try` (python/cpython#130279): a handler that interrupts a handler there would raise past it.
         if armed and sys._getframe(1).f_code.co_name not in ("__del__", "handler", "interrupted"):
             armed = False
             raise Stop
