@@ -32,7 +32,10 @@ class Played(Protocol):
 
     instance_id: str
     repetition_id: int
-    asked_again: int
+
+    @property
+    def asked_again(self) -> int:
+        """Answers that were aborted before their first token, and asked for again."""
 
     def sampled_versions(self) -> Sequence[int]:
         """Returns the policy version of each token sampled so far, -1 where it is not known."""

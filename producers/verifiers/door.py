@@ -1,4 +1,4 @@
-"""Stands between verifiers' train client and the inference server, and notes which policy sampled what: `Door`.
+"""Stands between verifiers and the inference server, and notes which policy sampled what: `Door`.
 
 verifiers keeps no policy version, and its client gives up where the server is away for a moment. The door
 passes requests and responses through as they are, asks again for a server that is away or that aborted an
@@ -29,7 +29,7 @@ _ABORTED_S, _MOST_ABORTED_S = 0.05, 2.0  # before an aborted answer is asked for
 
 def key_of(tokens: Tokens, prompt: int) -> tuple[int, bytes]:
     """Returns what names a completion among those of its trace: its prompt's length, and all its tokens."""
-    return prompt, hashlib.blake2b(np.ascontiguousarray(tokens, np.int32), digest_size=16).digest()
+    return prompt, hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=16).digest()
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Plays the tasks of a verifiers environment, unedited, and puts their groups into a lane: `VerifiersRollout`."""
+"""Has verifiers play an environment's tasks, and puts their groups into a lane: `VerifiersRollout`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
-
 import verifiers.v1 as vf
 
 
