@@ -71,9 +71,9 @@ class Door:
         application = web.Application(client_max_size=1 << 30)
         application.router.add_post(GENERATE, self._generate)
         application.router.add_get("/{path:.*}", self._pass)
-        self._runner = web.AppRunner(application, access_log=None)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         host, port = self._runner.addresses[0]
         self.url = f"http://{host}:{port}/v1"

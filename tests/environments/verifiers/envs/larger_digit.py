@@ -1,4 +1,4 @@
-"""A taskset written against verifiers' public API alone: answer with a digit that is larger than the one given.
+"""A taskset written against verifiers' public API alone: answer a digit with a larger one.
 
 The harness asks in the process of the run, once a turn, as verifiers allows: no program is started.
 """
