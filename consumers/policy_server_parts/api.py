@@ -304,4 +304,5 @@ def _of_ids(row: Row) -> Iterator[Json]:
     for token, value, entry in zip(row.token_ids, row.logprobs, _per_token(row), strict=True):
         likeliest = sorted(entry.items(), key=lambda item: -item[1])[: row.sampling.top_logprobs]
         top = [{"token_id": int(each), "logprob": logprob} for each, logprob in likeliest]
-        yield {"token_id": token, "logprob": value, "top_logprobs": top}
+        # `token` is vLLM's name of an id without text, which verifiers' renderers hold to the id.
+        yield {"token": f"token_id:{token}", "token_id": token, "logprob": value, "top_logprobs": top}

@@ -26,6 +26,7 @@ _HARMLESS = {
     "prompt_cache_key",
     "request_id",
     "return_token_ids",
+    "routed_experts_prompt_start",
     "safety_identifier",
     "service_tier",
     "store",

@@ -1,16 +1,24 @@
 """Rollouts of plain Python environments: episodes sample from a token server and go into a lane as groups.
 
-`rollout.py` runs them; `episode.py` is one trajectory; `http_server.py` asks servers as `apis.py` says.
+`runner.py` runs them, `rollout.py` samples them; `episode.py` is one trajectory;
+`http_server.py` asks servers as `apis.py` says.
 """
 
 from shmbridge.producers.rollout.call_threads import CallThreads
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
-from shmbridge.producers.rollout.episode import ContextFull, Episode, known_versions
-from shmbridge.producers.rollout.group import EpisodeUnfinished, group_of
+from shmbridge.producers.rollout.episode import ContextFull, Episode, EpisodeUnfinished, known_versions
+from shmbridge.producers.rollout.group import group_of
 from shmbridge.producers.rollout.http_server import HttpServer
-from shmbridge.producers.rollout.options import add_rollout_flags, rollout_of
-from shmbridge.producers.rollout.rollout import NothingCame, Rollout, Task
+from shmbridge.producers.rollout.options import (
+    add_rollout_flags,
+    add_runner_flags,
+    add_server_flags,
+    rollout_of,
+    runner_settings,
+)
+from shmbridge.producers.rollout.rollout import Rollout
+from shmbridge.producers.rollout.runner import NothingCame, Runner, Task
 from shmbridge.producers.rollout.sampling import (
     Message,
     NoTokens,
@@ -23,6 +31,7 @@ from shmbridge.producers.rollout.stop import EXIT_CODE, leave, orderly_sigterm
 from shmbridge.producers.rollout.survivors import (
     EpisodesLost,
     Incomplete,
+    Late,
     Limits,
     Losses,
     TooManyFailures,
@@ -41,12 +50,14 @@ __all__ = [
     "EpisodesLost",
     "HttpServer",
     "Incomplete",
+    "Late",
     "Limits",
     "Losses",
     "Message",
     "NoTokens",
     "NothingCame",
     "Rollout",
+    "Runner",
     "SampleServer",
     "Sampled",
     "Sampling",
@@ -55,10 +66,13 @@ __all__ = [
     "TokenText",
     "TooManyFailures",
     "add_rollout_flags",
+    "add_runner_flags",
+    "add_server_flags",
     "group_of",
     "known_versions",
     "leave",
     "orderly_sigterm",
     "rollout_of",
+    "runner_settings",
     "survivors",
 ]

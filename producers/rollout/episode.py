@@ -6,7 +6,8 @@ Used by `rollout.py` and by the producers of environment frameworks; `group.py` 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from shmbridge import ShmBridgeError
 from shmbridge.errors import BadArgument
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.sampling import FinishReason, Message, Sampled, SampleServer, Sampling
+from shmbridge.producers.rollout.survivors import Played
 
 _ABORTED_S, _MOST_ABORTED_S = 0.05, 2.0  # before an aborted answer is asked for again; doubles
 _A_MESSAGE = 'give [{"role": "user", "content": "..."}]'
@@ -23,6 +25,12 @@ class ContextFull(ShmBridgeError, ValueError):
     """An episode has no room for another token: it ends here, and its row says "length"."""
 
     code = "SB509"
+
+
+class EpisodeUnfinished(ShmBridgeError, ValueError):
+    """An episode cannot be a row: it has no answer, or no score."""
+
+    code = "SB510"
 
 
 class Episode:
@@ -192,6 +200,18 @@ class Episode:
         self._unread = []
         return text
 
+    def require_finished(self) -> None:
+        """Raises EpisodeUnfinished if the episode cannot be a row. Never blocks."""
+        name = f"episode {self.repetition_id} of task {self.instance_id!r}"
+        if not self.turn_ends:
+            raise EpisodeUnfinished(f"{name} has no answer", hint="sample at least once, or leave it out")
+        if self.score is None or not math.isfinite(self.score):
+            raise EpisodeUnfinished(f"{name} has the score {self.score}", hint="set episode.score")
+
+    def sampled_versions(self) -> list[int]:
+        """Returns the policy version of each sampled token, -1 where it is not known. Never blocks."""
+        return [version for version, sampled in zip(self.versions, self.mask, strict=True) if sampled]
+
     def turns(self) -> list[tuple[int, int]]:
         """Returns begin and end token index of each answer."""
         return list(zip(self._turn_begins, self.turn_ends, strict=True))
@@ -208,19 +228,14 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
     return said
 
 
-def known_versions(episodes: Sequence[Episode], began: int, now: int) -> tuple[int, int]:
+def known_versions(played: Iterable[Played], began: int, now: int) -> tuple[int, int]:
     """Returns the oldest and the newest policy version that sampled any of the episodes.
 
     Args:
         began: the version when their generation began; with `now`, a bound for tokens of unknown version.
         now: the version at the end.
     """
-    sampled = [
-        version
-        for episode in episodes
-        for version, trained in zip(episode.versions, episode.mask, strict=True)
-        if trained
-    ]
+    sampled = [version for each in played for version in each.sampled_versions()]
     known = [version for version in sampled if version >= 0]
     if not known:
         return min(began, now), max(began, now)

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from shmbridge import ShmBridgeError
 from shmbridge.producers.rollout.episode import Episode
 from shmbridge.schema import FINISH_REASONS
-
-
-class EpisodeUnfinished(ShmBridgeError, ValueError):
-    """An episode cannot be a row: it has no answer, or no score."""
-
-    code = "SB510"
-
-
-def require_finished(episode: Episode) -> None:
-    """Raises EpisodeUnfinished if an episode cannot be a row. Never blocks."""
-    name = f"episode {episode.repetition_id} of task {episode.instance_id!r}"
-    if not episode.turn_ends:
-        raise EpisodeUnfinished(f"{name} has no answer", hint="sample at least once, or leave it out")
-    if episode.score is None or not math.isfinite(episode.score):
-        raise EpisodeUnfinished(f"{name} has the score {episode.score}", hint="set episode.score")
 
 
 def group_of(episodes: Sequence[Episode], env_metrics: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -37,7 +20,7 @@ def group_of(episodes: Sequence[Episode], env_metrics: dict[str, Any] | None = N
         EpisodeUnfinished: an episode without an answer or without a finite score.
     """
     for episode in episodes:
-        require_finished(episode)
+        episode.require_finished()
     group: dict[str, Any] = {
         "tokens": [episode.tokens for episode in episodes],
         "loss_mask": [episode.mask for episode in episodes],

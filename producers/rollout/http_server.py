@@ -144,7 +144,7 @@ class HttpServer:
     async def _listed(self) -> Json:
         """What the server lists of its first model, asked once; nothing if it has no such list."""
         if self._card is None:
-            status, said = await self._answered("GET", "/v1/models", None)
+            status, said = await self.answered("GET", "/v1/models", None)
             listed = {} if status in (404, 405) else self._decoded("/v1/models", status, said)
             models = listed.get("data")
             first = models[0] if isinstance(models, list) and models else {}
@@ -171,12 +171,12 @@ class HttpServer:
             return self._api
 
     async def _exists(self, path: str) -> bool:
-        status, _ = await self._answered("GET", path, None)
+        status, _ = await self.answered("GET", path, None)
         return status == 200
 
     async def ask(self, method: str, path: str, body: Json | None = None) -> Json:
         """Returns the JSON object that the server responds with. Raises ServerFailed."""
-        return self._decoded(path, *await self._answered(method, path, body))
+        return self._decoded(path, *await self.answered(method, path, body))
 
     def _decoded(self, path: str, status: int, said: bytes) -> Json:
         if status != 200:
@@ -194,15 +194,24 @@ class HttpServer:
             raise ServerFailed(f"{self.url}{path} answered no JSON object: {said[:_SAID]!r}")
         return decoded
 
-    async def _answered(self, method: str, path: str, body: Json | None) -> tuple[int, bytes]:
-        """Status and body of the response; asks again while the server is busy or away."""
+    async def answered(self, method: str, path: str, body: Json | bytes | None) -> tuple[int, bytes]:
+        """Returns status and body of the server's response; asks again while it is busy or away.
+
+        Args:
+            body: JSON, or its bytes; None: no body.
+
+        Raises ServerFailed: there is none.
+        """
         import aiohttp
 
         session = self._open()
+        content: dict[str, Any] = {"json": body}
+        if isinstance(body, bytes):
+            content = {"data": body, "headers": {"Content-Type": "application/json"}}
         give_up = time.monotonic() + self._patience_s
         while True:
             try:
-                async with session.request(method, self.url + path, json=body) as response:
+                async with session.request(method, self.url + path, **content) as response:
                     said = await response.read()
                     self._is_away = False
                     if response.status not in _AGAIN or time.monotonic() >= give_up:

@@ -16,19 +16,11 @@ def add_rollout_flags(parser: Parser) -> None:
     """Adds the flags of bridge, server and sampling to `parser`."""
     add = parser.add_argument
     add("--bridge", required=True, type=bridge_name, metavar="NAME", help="the same as the consumer's")
-    add("--server", required=True, metavar="URL", help="inference server, such as http://127.0.0.1:9004")
+    add_server_flags(parser)
     add("--api", choices=("auto", *APIS), default="auto", help="what the server speaks [auto: ask it]")
-    add("--model", help="name of the model in requests [the first that the server lists]")
-    add("--tokenizer", required=True, metavar="DIR_OR_ID", help="the model's tokenizer")
     add("--allow-retokenise", action="store_true", help="take a chat server that gives no token ids; "
         "rows are marked, and have no log-probabilities")  # fmt: skip
-    add("--group-size", type=int, default=8, metavar="N", help="episodes of one task [8]")
-    add("--concurrency", type=int, default=8, metavar="N", help="groups generated at once [8]")
-    add("--max-groups", type=int, metavar="N", help="end after N groups [run until the bridge drains]")
     add("--context", type=int, metavar="N", help="most tokens of a row [as many as the server takes]")
-    add("--max-tokens", type=int, metavar="N", help="most tokens of one answer [what is left of the context]")
-    add("--temperature", type=float, default=1.0, help="of sampling [1.0]")
-    add("--top-p", type=float, default=1.0, help="of sampling [1.0]")
     add(
         "--stop",
         action="append",
@@ -36,6 +28,26 @@ def add_rollout_flags(parser: Parser) -> None:
         metavar="TEXT",
         help="text that ends an answer; may be repeated",
     )
+    add_runner_flags(parser)
+
+
+def add_server_flags(parser: Parser) -> None:
+    """Adds the flags of the inference server and of sampling, whoever samples, to `parser`."""
+    add = parser.add_argument
+    add("--server", required=True, metavar="URL", help="inference server, such as http://127.0.0.1:9004")
+    add("--model", help="name of the model in requests [the first that the server lists]")
+    add("--tokenizer", required=True, metavar="DIR_OR_ID", help="the model's tokenizer")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of one answer [what is left of the context]")
+    add("--temperature", type=float, default=1.0, help="of sampling [1.0]")
+    add("--top-p", type=float, default=1.0, help="of sampling [1.0]")
+
+
+def add_runner_flags(parser: Parser) -> None:
+    """Adds the flags of groups, lane, deadlines and ends, which every rollout has, to `parser`."""
+    add = parser.add_argument
+    add("--group-size", type=int, default=8, metavar="N", help="episodes of one task [8]")
+    add("--concurrency", type=int, default=8, metavar="N", help="groups generated at once [8]")
+    add("--max-groups", type=int, metavar="N", help="end after N groups [run until the bridge drains]")
     add("--lane-bytes", type=size, default="64M", metavar="SIZE", help="size of the lane [64M]")
     add(
         "--on-full", choices=("block", "raise", "drop"), default="block", help="when the lane is full [block]"
@@ -60,6 +72,24 @@ def add_rollout_flags(parser: Parser) -> None:
         help="keep in FILE which tasks are over, and go on behind them [begin with the first]")  # fmt: skip
 
 
+def runner_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the flags of `add_runner_flags` say, as arguments of a `Runner`. Never blocks."""
+    return {
+        "group_size": options.group_size,
+        "concurrency": options.concurrency,
+        "limits": Limits(
+            options.episode_s or None, options.group_s or None, options.refill, options.incomplete
+        ),
+        "stop_after_failures": options.stop_after_failures,
+        "stop_after_idle_s": options.stop_after_idle_s or None,
+        "max_staleness": options.max_staleness,
+        "resume": options.resume,
+        "tickets": options.tickets,
+        "lane_bytes": options.lane_bytes,
+        "on_full": options.on_full,
+    }
+
+
 def rollout_of(options: argparse.Namespace, env_name: str, **more: Any) -> Rollout:
     """Returns the `Rollout` that the flags ask for. Reserves the lane's memory."""
     return Rollout(
@@ -73,19 +103,10 @@ def rollout_of(options: argparse.Namespace, env_name: str, **more: Any) -> Rollo
             top_p=options.top_p,
             stop=tuple(options.stop),
         ),
-        group_size=options.group_size,
-        concurrency=options.concurrency,
         context=options.context,
         api=options.api,
         model=options.model,
         allow_retokenise=options.allow_retokenise,
-        limits=Limits(options.episode_s or None, options.group_s or None, options.refill, options.incomplete),
-        stop_after_failures=options.stop_after_failures,
-        stop_after_idle_s=options.stop_after_idle_s or None,
-        max_staleness=options.max_staleness,
-        resume=options.resume,
-        tickets=options.tickets,
-        lane_bytes=options.lane_bytes,
-        on_full=options.on_full,
+        **runner_settings(options),
         **more,
     )

@@ -1,64 +1,23 @@
-"""Runs many episodes at once and puts their groups into a lane: `Rollout`."""
+"""Samples the episodes of plain Python environments from one inference server: `Rollout`."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from shmbridge import Producer, ShmBridgeError
-from shmbridge.errors import BridgeDraining
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
-from shmbridge.producers.rollout.episode import Episode, known_versions
+from shmbridge.producers.rollout.episode import Episode
 from shmbridge.producers.rollout.group import group_of
 from shmbridge.producers.rollout.http_server import HttpServer
-from shmbridge.producers.rollout.position import Position
-from shmbridge.producers.rollout.sampling import Message, SampleServer, Sampling
-from shmbridge.producers.rollout.survivors import Limits, Losses, TooOld, is_cancelled, survivors
-
-log = logging.getLogger(__name__)
+from shmbridge.producers.rollout.runner import Runner, Task
+from shmbridge.producers.rollout.sampling import SampleServer, Sampling
 
 T = TypeVar("T")
-Group = Mapping[str, Any]
-Stage = Callable[[Group], Awaitable[Group]]
-
-_LOOK_S = 0.25  # between two looks at the policy version and at the time
-_DEFAULT = Limits()
-
-
-class NothingCame(ShmBridgeError, TimeoutError):
-    """No group was finished for as long as the run was to wait."""
-
-    code = "SB520"
-
-
-@dataclass(frozen=True)
-class Task(Generic[T]):
-    """One prompt to be answered a group's number of times.
-
-    Attributes:
-        messages: the beginning of each episode.
-        data: whatever the episode's code needs, such as the right answer.
-        instance_id: name of the prompt; None: its number in the run.
-    """
-
-    messages: Sequence[Message]
-    data: T
-    instance_id: str | None = None
-
-
 Play = Callable[[Episode, T], Awaitable[None]]
 
 
-class Rollout:
+class Rollout(Runner[Episode]):
     """Plays the tasks of one environment against one inference server and puts the groups into one lane.
 
     For one event loop; an async context manager, which closes the lane and the connections. Only the
@@ -68,27 +27,13 @@ class Rollout:
         bridge: name of the bridge.
         server: address of the inference server, or an object with `sample`.
         chat: the model's tokenizer: a folder, a name, a tokenizer, or a `ChatFormat`.
-        env_name: the environment's name in metrics.
         sampling: how answers are sampled.
-        group_size: episodes of one task.
-        concurrency: groups in the making at once.
         context: most tokens of a row.
         api: what the server speaks; "auto" asks it.
         allow_retokenise: use a chat server that gives no token ids: rows are marked `retokenised`, and have
             no log-probabilities.
-        limits: deadlines, and what happens to a group that lost some of its episodes.
-        stop_after_failures: so many failures of whole groups in a row, those that share a moment counted
-            once, end the run with TooManyFailures; 0: never.
-        stop_after_idle_s: seconds without a finished group, waits for the consumer left out, after which the
-            run ends with NothingCame; None: never.
-        max_staleness: a group in the making that is more versions behind than this is cancelled when a
-            version is published, and its ticket comes back; None: none is.
-        resume: file that keeps which tasks are over, for one `run`: a restarted run over the same tasks, in
-            the same order, goes on behind them. None: no file.
-        tickets: begin a group only once the consumer has room for it: see Consumer(max_off_policy_steps=).
         env_metrics: makes JSON of a group's episodes, which goes with it: see `group_of`.
-        stages: change a group before it is put, one after the other, such as those of `producers.rewards`.
-        lane_bytes, on_full: of `shmbridge.Producer`.
+        how: env_name, group_size, concurrency, limits and all else that a `Runner` takes.
     """
 
     def __init__(
@@ -97,27 +42,14 @@ class Rollout:
         server: str | SampleServer,
         chat: Any,
         *,
-        env_name: str = "",
         sampling: Sampling | None = None,
-        group_size: int = 8,
-        concurrency: int = 8,
         context: int | None = None,
         api: str = "auto",
         model: str | None = None,
         allow_retokenise: bool = False,
-        limits: Limits = _DEFAULT,
-        stop_after_failures: int = 8,
-        stop_after_idle_s: float | None = None,
-        max_staleness: int | None = None,
-        resume: str | Path | None = None,
-        tickets: bool = False,
         env_metrics: Callable[[Sequence[Episode]], dict[str, Any]] | None = None,
-        stages: Sequence[Stage] = (),
-        lane_bytes: int | str = "64M",
-        on_full: Literal["block", "raise", "drop"] = "block",
+        **how: Any,
     ) -> None:
-        if group_size < 1 or concurrency < 1:
-            raise ValueError(f"group_size={group_size} and concurrency={concurrency} must be at least 1")
         self.chat = chat if isinstance(chat, ChatFormat) else ChatFormat(chat)
         if not isinstance(server, str):
             self.server = server
@@ -126,226 +58,27 @@ class Rollout:
         else:
             self.server = HttpServer(server, api=api, model=model)
         self.sampling = sampling or Sampling()
-        self._group_size, self._concurrency, self._context = group_size, concurrency, context
-        self._limits, self._tickets, self._max_staleness = limits, tickets, max_staleness
-        self._idle_s, self._last_group = stop_after_idle_s, 0.0
-        self._env_metrics, self._stages = env_metrics, tuple(stages)
-        self._playing: dict[asyncio.Future[Exception], tuple[int, list[Episode]]] = {}  # with its version
-        self._newest = -1  # version that was looked at
-        self._putting = asyncio.Lock()
-        self._position = Position(resume)
-        try:
-            self.producer = Producer(bridge, env_name=env_name, lane_bytes=lane_bytes, on_full=on_full)
-        except BaseException:
-            self._position.close()
-            raise
-        self._position.begin(self.producer)
-        self.losses = Losses(stop_after_failures, self.producer.count_lost)
-        self.groups_put = 0  # and committed
-        log.info("%s: %s", env_name or bridge, limits)
-        if self._position.tasks_over:
-            log.info("goes on behind %d tasks that are over: %s", self._position.tasks_over, resume)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+        self._context, self._env_metrics = context, env_metrics
+        super().__init__(bridge, **how)
 
     async def close(self) -> None:
         """Leaves the bridge, with what is committed in the lane, and closes the connections."""
-        self.producer.close()
-        self._position.settle(int(self.producer.stats()["records_total"]))
-        self._position.close()
+        await super().close()
         if isinstance(self.server, (HttpServer, ChatServer)):
             await self.server.close()
 
-    async def run(
-        self, tasks: Iterable[Task[T]] | AsyncIterable[Task[T]], play: Play[T], max_groups: int | None = None
-    ) -> int:
-        """Plays each task `group_size` times and puts its group; returns how many groups were put.
+    def begin(self, task: Task[Any], instance_id: str, repetition_id: int) -> Episode:
+        """Returns an episode that begins with the task's messages. Never blocks."""
+        return Episode(
+            self.server,
+            self.chat,
+            task.messages,
+            self.sampling,
+            context=self._context,
+            instance_id=instance_id,
+            repetition_id=repetition_id,
+        )
 
-        Ends with the tasks, or when the bridge drains. An episode that fails costs its row, is counted in
-        `losses` and logged; the others are put as a smaller group.
-
-        Args:
-            tasks: may be endless: the next is taken when a group is finished.
-            play: samples, observes and rewards one episode, and sets `episode.score`.
-            max_groups: tasks to play at most, those before a restart included.
-
-        Raises:
-            TooManyFailures: see `stop_after_failures`. NothingCame: see `stop_after_idle_s`.
-        """
-        before, more = self.groups_put, True
-        self._last_group = asyncio.get_running_loop().time()
-        making: set[asyncio.Task[None]] = set()
-        upcoming: asyncio.Task[tuple[int, Task[T]] | None] | None = None
-        source = _numbered(tasks, max_groups, self._position)
-        try:
-            while more or making:
-                if more and upcoming is None and len(making) < self._concurrency:
-                    upcoming = asyncio.create_task(_next(source))
-                waits: set[asyncio.Task[Any]] = {*making, *(() if upcoming is None else (upcoming,))}
-                await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                if upcoming is not None and upcoming.done():
-                    numbered, upcoming = upcoming.result(), None
-                    if numbered is None:
-                        more = False
-                    else:
-                        making.add(asyncio.create_task(self._make(*numbered, play)))
-                for each in [each for each in making if each.done()]:
-                    making.remove(each)
-                    each.result()
-                self._look()
-        except BridgeDraining:
-            log.info("the bridge drains: %d groups were put", self.groups_put - before)
-        finally:
-            left: set[asyncio.Task[Any]] = {*making, *(() if upcoming is None else (upcoming,))}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-        return self.groups_put - before
-
-    def _look(self) -> None:
-        """Ends groups that are too old, after a new version. Raises NothingCame."""
-        version = self.producer.policy_version
-        if self._max_staleness is not None and version > self._newest:
-            self._newest = version
-            for outdated, (began, begun) in self._playing.items():
-                behind = version - _oldest(begun, began)
-                if behind > self._max_staleness and not outdated.done():
-                    why = f"a group is {behind} versions behind, more than {self._max_staleness}"
-                    outdated.set_result(TooOld(why))
-        now = asyncio.get_running_loop().time()
-        if self._putting.locked() or (self._tickets and not self._playing):  # the consumer's turn
-            self._last_group = now
-        elif self._idle_s is not None and now - self._last_group > self._idle_s:
-            raise NothingCame(
-                f"no group was finished for {now - self._last_group:.0f} s; {len(self._playing)} are played",
-                hint="see what was lost in the log, and the inference server's log",
-            )
-
-    @property
-    def failed(self) -> Counter[str]:
-        """Groups that were not put, by the kind of their error."""
-        return self.losses.groups
-
-    def stats(self) -> dict[str, float]:
-        """Returns counters, flat: groups put, episodes and groups lost by reason. Never blocks."""
-        return {"groups_put_total": float(self.groups_put), **self.losses.stats()}
-
-    def summary(self) -> str:
-        """Returns a line on what was put and what was lost, and why."""
-        return f"{self.groups_put} groups were put; lost: {self.losses}"
-
-    async def group(self, task: Task[T], play: Play[T], number: int = 0) -> list[Episode]:
-        """Returns the episodes of one task that came to a good end, all played at once; nothing is put.
-
-        Raises EpisodesLost: see `limits`.
-        """
-        instance = str(number) if task.instance_id is None else task.instance_id
-        begun: list[Episode] = []
-
-        def begin(repetition: int) -> Episode:
-            begun.append(
-                Episode(
-                    self.server,
-                    self.chat,
-                    task.messages,
-                    self.sampling,
-                    context=self._context,
-                    instance_id=instance,
-                    repetition_id=repetition,
-                )
-            )
-            return begun[-1]
-
-        outdated: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._playing[outdated] = self.producer.policy_version, begun
-        try:
-            return await survivors(
-                begin,
-                lambda episode: play(episode, task.data),
-                self._group_size,
-                self._limits,
-                self.losses,
-                outdated,
-            )
-        finally:
-            del self._playing[outdated]
-            self.losses.asked_again += sum(episode.asked_again for episode in begun)
-
-    async def _make(self, number: int, task: Task[T], play: Play[T]) -> None:
-        """One group, from its ticket to its lane."""
-        began = asyncio.get_running_loop().time()
-        try:
-            with await self.producer.begin_group_async() if self._tickets else nullcontext():
-                began = asyncio.get_running_loop().time()
-                await self._make_now(number, task, play)
-        except BridgeDraining:
-            raise
-        except Exception as error:
-            self.losses.group(error, began)
-
-    async def _make_now(self, number: int, task: Task[T], play: Play[T]) -> None:
-        began, episodes = self.producer.policy_version, list[Episode]()
-        try:
-            episodes = await self.group(task, play, number)
-            versions = known_versions(episodes, began, self.producer.policy_version)
-            group = await self._staged(episodes)
-            async with self._putting:
-                records = int(self.producer.stats()["records_total"])
-                self._position.committing(number, records)
-                sequence = await self.producer.put_async(group, policy_version=versions)
-                self._position.over(number)
-        except BridgeDraining:
-            raise
-        except Exception as error:
-            self.losses.episode(error, len(episodes))
-            self._position.over(number)
-            raise
-        self._last_group = asyncio.get_running_loop().time()
-        self.losses.put()
-        self.groups_put += sequence is not None
-
-    async def _staged(self, episodes: Sequence[Episode]) -> Group:
-        group: Group = group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)
-        for stage in self._stages:
-            try:
-                group = await stage(group)
-            except asyncio.CancelledError as error:
-                if is_cancelled():
-                    raise
-                raise RuntimeError(f"a stage ended with {error!r}") from error
-        return group
-
-
-def _oldest(begun: Sequence[Episode], began: int) -> int:
-    """The oldest version that samples one of the episodes, as far as it is known; else that of the start."""
-    first = (each.versions[each.prompt_length] if each.turn_ends else -1 for each in begun)
-    return min((began if version < 0 else version for version in first), default=began)
-
-
-async def _next(source: AsyncIterator[T]) -> T | None:
-    return await anext(source, None)
-
-
-async def _numbered(
-    tasks: Iterable[T] | AsyncIterable[T], most: int | None, over: Position
-) -> AsyncIterator[tuple[int, T]]:
-    """The first `most` of the tasks, with their numbers, without those that are over."""
-    number = 0
-    if isinstance(tasks, AsyncIterable):
-        async for task in tasks:
-            if number == most:
-                return
-            if number not in over:
-                yield number, task
-            number += 1
-    else:
-        for task in islice(tasks, most):
-            if number not in over:
-                yield number, task
-            number += 1
+    def columns(self, episodes: Sequence[Episode]) -> Mapping[str, Any]:
+        """Returns the columns of a group, a row for each episode. Never blocks."""
+        return group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)

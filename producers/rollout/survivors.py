@@ -11,22 +11,40 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from shmbridge import ShmBridgeError
 from shmbridge.config import check_choice
 from shmbridge.errors import BadArgument
 from shmbridge.producer import LostReason
-from shmbridge.producers.rollout.episode import Episode
-from shmbridge.producers.rollout.group import require_finished
 
 log = logging.getLogger(__name__)
 
 Incomplete = Literal["put", "drop"]
 
 _CANCEL_S = 2.0  # given to what is cancelled; code that ignores it is left behind
+
+
+class Played(Protocol):
+    """What is played: an episode of our own sampling, or of a framework that samples by itself."""
+
+    instance_id: str
+    repetition_id: int
+
+    @property
+    def asked_again(self) -> int:
+        """Answers that were aborted before their first token, and asked for again."""
+
+    def sampled_versions(self) -> Sequence[int]:
+        """Returns the policy version of each token sampled so far, -1 where it is not known."""
+
+    def require_finished(self) -> None:
+        """Raises if no row can be made of it."""
+
+
+E = TypeVar("E", bound=Played)
 
 
 class TooManyFailures(ShmBridgeError):
@@ -88,7 +106,8 @@ _REASONS: dict[type[Exception], LostReason] = {Late: "late", TooOld: "too_old"}
 
 
 def _kind(error: Exception) -> str:
-    return _REASONS.get(type(error), type(error).__name__)
+    named: str | None = getattr(error, "kind", None)  # a framework's own name of what it caught
+    return _REASONS.get(type(error)) or named or type(error).__name__
 
 
 class Losses:
@@ -172,13 +191,13 @@ class Losses:
 
 
 async def survivors(
-    begin: Callable[[int], Episode],
-    play: Callable[[Episode], Awaitable[None]],
+    begin: Callable[[int], E],
+    play: Callable[[E], Awaitable[None]],
     size: int,
     limits: Limits,
     losses: Losses,
     outdated: asyncio.Future[Exception] | None = None,
-) -> list[Episode]:
+) -> list[E]:
     """Returns the episodes of a group that came to a good end, in the order of their numbers.
 
     All are played at once. Cancelling it cancels them.
@@ -193,14 +212,14 @@ async def survivors(
     Raises:
         EpisodesLost: none is left, or under "drop" not all; the last error is its cause.
     """
-    made: list[Episode] = []
+    made: list[E] = []
     errors: list[Exception] = []
 
     def lose(error: Exception, episodes: int = 1) -> None:
         errors.append(error)
         losses.episode(error, episodes)
 
-    def start(number: int) -> asyncio.Task[Episode | Exception]:
+    def start(number: int) -> asyncio.Task[E | Exception]:
         return asyncio.create_task(_played(begin, play, number, limits.episode_s))
 
     more, playing = iter(range(size, size + limits.refill)), set(map(start, range(size)))
@@ -216,10 +235,10 @@ async def survivors(
             for each in playing & done:
                 playing.remove(each)
                 played = each.result()
-                if isinstance(played, Episode):
-                    made.append(played)
-                else:
+                if isinstance(played, Exception):
                     lose(played)
+                else:
+                    made.append(played)
             while len(made) + len(playing) < size and (number := next(more, None)) is not None:
                 losses.refilled += 1
                 playing.add(start(number))
@@ -248,18 +267,15 @@ def is_cancelled() -> bool:
 
 
 async def _played(
-    begin: Callable[[int], Episode],
-    play: Callable[[Episode], Awaitable[None]],
-    number: int,
-    deadline_s: float | None,
-) -> Episode | Exception:
+    begin: Callable[[int], E], play: Callable[[E], Awaitable[None]], number: int, deadline_s: float | None
+) -> E | Exception:
     """Plays an episode; returns it, or why it is lost. Raises what is meant for this task or the process."""
     deadline = asyncio.timeout(deadline_s)
     try:
         episode = begin(number)
         async with deadline:
             await play(episode)
-        require_finished(episode)
+        episode.require_finished()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:

@@ -89,6 +89,8 @@ def _run(words: list[str]) -> int:
     if name not in COMMANDS:
         return _unknown(name)
     entry = COMMANDS[name]
+    if not rest[:1] or rest[0].startswith("-"):  # behind a script stand words of its own
+        entry = next((other for flag, other in entry.instead.items() if _is_flagged(flag, rest)), entry)
     try:
         return _run_program(name, entry, rest) if entry.program else _run_command(name, entry, rest)
     except BadBridgeName as error:
@@ -102,6 +104,10 @@ def _run(words: list[str]) -> int:
             raise
         refuse_missing(f"shmbridge {name}", missing, *entry.extras)
         return 1
+
+
+def _is_flagged(flag: str, words: list[str]) -> bool:
+    return any(word.split("=")[0] == flag for word in words)
 
 
 def _run_command(name: str, entry: Entry, words: list[str]) -> int:

@@ -2,7 +2,8 @@
 
 import argparse
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol
 
@@ -33,6 +34,7 @@ class Entry:
         extras: those of pyproject.toml that it needs.
         on_a_bridge: whether its BRIDGE has to exist.
         unneeded: packages that its libraries import where they are installed, and that it makes no use of.
+        instead: programs that run in place of this one, by the flag that asks for them.
     """
 
     help: str
@@ -41,6 +43,7 @@ class Entry:
     extras: tuple[str, ...] = ()
     on_a_bridge: bool = False
     unneeded: tuple[str, ...] = ()
+    instead: "Mapping[str, Entry]" = field(default_factory=dict)
 
 
 GROUPS: dict[str, dict[str, Entry]] = {
@@ -60,10 +63,18 @@ GROUPS: dict[str, dict[str, Entry]] = {
             ("learner",),
         ),
         "env": Entry(
-            "an Atropos environment, unedited",
+            "an environment of Atropos or verifiers, unedited",
             "shmbridge.producers.atropos",
             "shmbridge.producers.atropos.options",
             ("atropos",),
+            instead={
+                "--verifiers": Entry(
+                    "an environment of verifiers, unedited",
+                    "shmbridge.producers.verifiers",
+                    "shmbridge.producers.verifiers.options",
+                    ("verifiers",),
+                )
+            },
         ),
         "gateway": Entry("the Atropos HTTP API over a bridge", extras=("gateway",)),
         "relay": Entry("a bridge over more than one node", extras=("ray",)),

@@ -53,7 +53,7 @@ ORDER = {
         replay rollout
         rewards
         atropos
-        gem skyrl_gym
+        gem skyrl_gym verifiers
     """,
 }
 # Base classes with a single subclass of ours that are complete by themselves.

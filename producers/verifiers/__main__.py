@@ -1,0 +1,97 @@
+"""The program around verifiers' environments: what is started, what is logged, and how it ends.
+
+Called as `python -m shmbridge.producers.verifiers`, and by `shmbridge env --verifiers NAME`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any
+
+from shmbridge import ShmBridgeError
+from shmbridge.extras import is_of, refuse_missing
+from shmbridge.producers.rollout import (
+    EXIT_CODE,
+    NothingCame,
+    TooManyFailures,
+    leave,
+    orderly_sigterm,
+    runner_settings,
+)
+from shmbridge.producers.verifiers.options import config_of, parse
+from shmbridge.producers.verifiers.rollout import VerifiersRollout
+from shmbridge.program import refuse, run_program
+
+_PROGRAM = "shmbridge.producers.verifiers"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plays environments until the bridge drains, or as long as the flags say; returns the exit code."""
+    options = parse(argv)
+    logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs each episode
+    with orderly_sigterm() as stopped:
+        try:
+            return asyncio.run(_run(options))
+        except KeyboardInterrupt:
+            return EXIT_CODE if stopped.by_sigterm else 130
+        except (TooManyFailures, NothingCame) as error:
+            return _refuse(error, 1)
+        except ModuleNotFoundError as missing:
+            if not is_of(missing, "verifiers"):
+                return _refuse(missing, 2)
+            refuse_missing(_PROGRAM, missing, "verifiers")
+            return 2
+        except (ShmBridgeError, ValueError, TypeError, AttributeError, OSError) as error:
+            return _refuse(error, 2)  # verifiers says so of wrong settings and of modules without a taskset
+
+
+async def _run(options: argparse.Namespace) -> int:
+    name, env_id = options.verifiers, options.env_id
+    sampling: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p}
+    if options.max_tokens is not None:
+        sampling["max_tokens"] = options.max_tokens
+    evaluation = None
+    if options.eval_every is not None:
+        evaluation = config_of(name, env_id, [*options.env_config, *options.eval_config])
+    rollout = VerifiersRollout(
+        options.bridge,
+        options.server,
+        options.tokenizer,
+        config_of(name, env_id, options.env_config),
+        evaluation=evaluation,
+        model=options.model,
+        renderer=options.renderer,
+        sampling=sampling,
+        **runner_settings(options),
+    )
+    async with rollout:
+        tasks = rollout.tasks(epochs=options.epochs, shuffle=options.shuffle)
+        playing = asyncio.create_task(rollout.run(tasks, rollout.play, options.max_groups))
+        works: set[asyncio.Task[Any]] = {playing}
+        if evaluation is not None:
+            works.add(asyncio.create_task(rollout.evaluate_every(options.eval_every, options.eval_tasks)))
+        try:
+            await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            for each in works:
+                if each.done():
+                    each.result()
+        finally:
+            for each in works:
+                each.cancel()
+            for each in works:
+                with suppress(asyncio.CancelledError, Exception):
+                    await each
+    print(rollout.summary(), flush=True)
+    return int(rollout.groups_put == 0 and rollout.losses.groups.total() > 0)
+
+
+def _refuse(error: Exception, code: int) -> int:
+    refuse(_PROGRAM, error, "see --help")
+    return code
+
+
+if __name__ == "__main__":
+    leave(run_program("verifiers", main))
