@@ -6,11 +6,11 @@
 from shmbridge.producers.rollout.call_threads import CallThreads
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
-from shmbridge.producers.rollout.episode import ContextFull, Episode, known_versions
+from shmbridge.producers.rollout.episode import ContextFull, Episode, Played, known_versions
 from shmbridge.producers.rollout.group import EpisodeUnfinished, group_of
 from shmbridge.producers.rollout.http_server import HttpServer
 from shmbridge.producers.rollout.options import add_rollout_flags, rollout_of
-from shmbridge.producers.rollout.rollout import NothingCame, Rollout, Task
+from shmbridge.producers.rollout.rollout import GroupRun, NothingCame, Rollout, RunOptions, Task
 from shmbridge.producers.rollout.sampling import (
     Message,
     NoTokens,
@@ -39,6 +39,7 @@ __all__ = [
     "Episode",
     "EpisodeUnfinished",
     "EpisodesLost",
+    "GroupRun",
     "HttpServer",
     "Incomplete",
     "Limits",
@@ -46,7 +47,9 @@ __all__ = [
     "Message",
     "NoTokens",
     "NothingCame",
+    "Played",
     "Rollout",
+    "RunOptions",
     "SampleServer",
     "Sampled",
     "Sampling",

@@ -25,7 +25,36 @@ class ContextFull(ShmBridgeError, ValueError):
     code = "SB509"
 
 
-class Episode:
+class Played:
+    """What is played once for a row of a group, or for several: it ends with a score. For one task at a time.
+
+    Args:
+        instance_id: names the prompt; with `repetition_id` it names the trajectory (SkyRL's TrajectoryID).
+
+    Attributes:
+        prompt_length: tokens before the first answer.
+        mask: 1 where a token was sampled.
+        versions: the policy version that sampled each token, -1 elsewhere or where it is not known.
+        turn_ends: end token index of each answer; it is no row without one.
+        score: outcome reward of the trajectory; to be set before it is put.
+        components: named parts of the score.
+        extra: JSON that goes with each of its rows: `Record.json("extra")["rows"]`.
+        asked_again: answers that were aborted before their first token.
+    """
+
+    def __init__(self, instance_id: str = "", repetition_id: int = 0) -> None:
+        self.instance_id, self.repetition_id = instance_id, repetition_id
+        self.prompt_length = 0
+        self.mask: list[int] = []
+        self.versions: list[int] = []
+        self.turn_ends: list[int] = []
+        self.score: float | None = None
+        self.components: dict[str, float] = {}
+        self.extra: dict[str, Any] = {}
+        self.asked_again = 0
+
+
+class Episode(Played):
     """A conversation of one model, token by token: what was sampled is never tokenised again.
 
     For one task at a time. Token columns are aligned with `tokens`: value i belongs to token i.
@@ -64,18 +93,14 @@ class Episode:
     ) -> None:
         self._server, self.chat, self.sampling = server, chat, sampling or Sampling()
         self._context = context
-        self.instance_id, self.repetition_id = instance_id, repetition_id
+        super().__init__(instance_id, repetition_id)
         self._turn_begins: list[int] = []
-        self.turn_ends: list[int] = []
         self.begin(messages)
         self.step_rewards: list[float] = []
         self.step_ends: list[int] = []
         self.trace_spans: list[int] = []
         self.finish_reason: FinishReason = "stop"
-        self.score: float | None = None
-        self.components: dict[str, float] = {}
-        self.extra: dict[str, Any] = {}
-        self.exact, self.asked_again = True, 0
+        self.exact = True
         self._unread: list[Message] = []  # observed since the last answer; in the row once one follows
 
     def begin(self, messages: Sequence[Message]) -> None:
@@ -208,7 +233,7 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
     return said
 
 
-def known_versions(episodes: Sequence[Episode], began: int, now: int) -> tuple[int, int]:
+def known_versions(episodes: Sequence[Played], began: int, now: int) -> tuple[int, int]:
     """Returns the oldest and the newest policy version that sampled any of the episodes.
 
     Args:

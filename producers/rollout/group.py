@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shmbridge import ShmBridgeError
-from shmbridge.producers.rollout.episode import Episode
+from shmbridge.producers.rollout.episode import Episode, Played
 from shmbridge.schema import FINISH_REASONS
 
 
@@ -17,7 +17,7 @@ class EpisodeUnfinished(ShmBridgeError, ValueError):
     code = "SB510"
 
 
-def require_finished(episode: Episode) -> None:
+def require_finished(episode: Played) -> None:
     """Raises EpisodeUnfinished if an episode cannot be a row. Never blocks."""
     name = f"episode {episode.repetition_id} of task {episode.instance_id!r}"
     if not episode.turn_ends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack
 
 from shmbridge import Producer, ShmBridgeError
 from shmbridge.errors import BridgeDraining
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
-from shmbridge.producers.rollout.episode import Episode, known_versions
+from shmbridge.producers.rollout.episode import Episode, Played, known_versions
 from shmbridge.producers.rollout.group import group_of
 from shmbridge.producers.rollout.http_server import HttpServer
 from shmbridge.producers.rollout.position import Position
@@ -27,6 +28,7 @@ from shmbridge.producers.rollout.survivors import Limits, Losses, TooOld, is_can
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Played)
 Group = Mapping[str, Any]
 Stage = Callable[[Group], Awaitable[Group]]
 
@@ -55,82 +57,55 @@ class Task(Generic[T]):
     instance_id: str | None = None
 
 
-Play = Callable[[Episode, T], Awaitable[None]]
+class RunOptions(TypedDict, total=False):
+    """What every run of groups may be told; see `Rollout`."""
+
+    env_name: str
+    group_size: int
+    concurrency: int
+    limits: Limits
+    stop_after_failures: int
+    stop_after_idle_s: float | None
+    max_staleness: int | None
+    resume: str | Path | None
+    tickets: bool
+    stages: Sequence[Stage]
+    lane_bytes: int | str
+    on_full: Literal["block", "raise", "drop"]
 
 
-class Rollout:
-    """Plays the tasks of one environment against one inference server and puts the groups into one lane.
+class GroupRun(ABC, Generic[P]):
+    """Plays each task a group's number of times, many at once, and puts the groups into one lane.
 
-    For one event loop; an async context manager, which closes the lane and the connections. Only the
-    constructor blocks, to reserve the lane's memory.
-
-    Args:
-        bridge: name of the bridge.
-        server: address of the inference server, or an object with `sample`.
-        chat: the model's tokenizer: a folder, a name, a tokenizer, or a `ChatFormat`.
-        env_name: the environment's name in metrics.
-        sampling: how answers are sampled.
-        group_size: episodes of one task.
-        concurrency: groups in the making at once.
-        context: most tokens of a row.
-        api: what the server speaks; "auto" asks it.
-        allow_retokenise: use a chat server that gives no token ids: rows are marked `retokenised`, and have
-            no log-probabilities.
-        limits: deadlines, and what happens to a group that lost some of its episodes.
-        stop_after_failures: so many failures of whole groups in a row, those that share a moment counted
-            once, end the run with TooManyFailures; 0: never.
-        stop_after_idle_s: seconds without a finished group, waits for the consumer left out, after which the
-            run ends with NothingCame; None: never.
-        max_staleness: a group in the making that is more versions behind than this is cancelled when a
-            version is published, and its ticket comes back; None: none is.
-        resume: file that keeps which tasks are over, for one `run`: a restarted run over the same tasks, in
-            the same order, goes on behind them. None: no file.
-        tickets: begin a group only once the consumer has room for it: see Consumer(max_off_policy_steps=).
-        env_metrics: makes JSON of a group's episodes, which goes with it: see `group_of`.
-        stages: change a group before it is put, one after the other, such as those of `producers.rewards`.
-        lane_bytes, on_full: of `shmbridge.Producer`.
+    What is played, and how columns are made of it, is the subclass's. For one event loop; an async context
+    manager, which closes the lane. Only the constructor blocks, to reserve the lane's memory; its arguments
+    are those of `Rollout`.
     """
 
     def __init__(
         self,
         bridge: str,
-        server: str | SampleServer,
-        chat: Any,
         *,
         env_name: str = "",
-        sampling: Sampling | None = None,
         group_size: int = 8,
         concurrency: int = 8,
-        context: int | None = None,
-        api: str = "auto",
-        model: str | None = None,
-        allow_retokenise: bool = False,
         limits: Limits = _DEFAULT,
         stop_after_failures: int = 8,
         stop_after_idle_s: float | None = None,
         max_staleness: int | None = None,
         resume: str | Path | None = None,
         tickets: bool = False,
-        env_metrics: Callable[[Sequence[Episode]], dict[str, Any]] | None = None,
         stages: Sequence[Stage] = (),
         lane_bytes: int | str = "64M",
         on_full: Literal["block", "raise", "drop"] = "block",
     ) -> None:
         if group_size < 1 or concurrency < 1:
             raise ValueError(f"group_size={group_size} and concurrency={concurrency} must be at least 1")
-        self.chat = chat if isinstance(chat, ChatFormat) else ChatFormat(chat)
-        if not isinstance(server, str):
-            self.server = server
-        elif allow_retokenise:
-            self.server = ChatServer(server, self.chat, model=model)
-        else:
-            self.server = HttpServer(server, api=api, model=model)
-        self.sampling = sampling or Sampling()
-        self._group_size, self._concurrency, self._context = group_size, concurrency, context
+        self._group_size, self._concurrency = group_size, concurrency
         self._limits, self._tickets, self._max_staleness = limits, tickets, max_staleness
         self._idle_s, self._last_group = stop_after_idle_s, 0.0
-        self._env_metrics, self._stages = env_metrics, tuple(stages)
-        self._playing: dict[asyncio.Future[Exception], tuple[int, list[Episode]]] = {}  # with its version
+        self._stages = tuple(stages)
+        self._playing: dict[asyncio.Future[Exception], tuple[int, list[P]]] = {}  # with its version
         self._newest = -1  # version that was looked at
         self._putting = asyncio.Lock()
         self._position = Position(resume)
@@ -146,6 +121,14 @@ class Rollout:
         if self._position.tasks_over:
             log.info("goes on behind %d tasks that are over: %s", self._position.tasks_over, resume)
 
+    @abstractmethod
+    def _begin(self, task: Task[Any], instance_id: str, repetition_id: int) -> P:
+        """Makes what is played."""
+
+    @abstractmethod
+    def _columns(self, episodes: Sequence[P]) -> Group:
+        """Makes the group's columns, as `Producer.put` takes them."""
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -159,11 +142,12 @@ class Rollout:
         self.producer.close()
         self._position.settle(int(self.producer.stats()["records_total"]))
         self._position.close()
-        if isinstance(self.server, (HttpServer, ChatServer)):
-            await self.server.close()
 
     async def run(
-        self, tasks: Iterable[Task[T]] | AsyncIterable[Task[T]], play: Play[T], max_groups: int | None = None
+        self,
+        tasks: Iterable[Task[T]] | AsyncIterable[Task[T]],
+        play: Callable[[P, T], Awaitable[None]],
+        max_groups: int | None = None,
     ) -> int:
         """Plays each task `group_size` times and puts its group; returns how many groups were put.
 
@@ -240,26 +224,16 @@ class Rollout:
         """Returns a line on what was put and what was lost, and why."""
         return f"{self.groups_put} groups were put; lost: {self.losses}"
 
-    async def group(self, task: Task[T], play: Play[T], number: int = 0) -> list[Episode]:
+    async def group(self, task: Task[T], play: Callable[[P, T], Awaitable[None]], number: int = 0) -> list[P]:
         """Returns the episodes of one task that came to a good end, all played at once; nothing is put.
 
         Raises EpisodesLost: see `limits`.
         """
         instance = str(number) if task.instance_id is None else task.instance_id
-        begun: list[Episode] = []
+        begun: list[P] = []
 
-        def begin(repetition: int) -> Episode:
-            begun.append(
-                Episode(
-                    self.server,
-                    self.chat,
-                    task.messages,
-                    self.sampling,
-                    context=self._context,
-                    instance_id=instance,
-                    repetition_id=repetition,
-                )
-            )
+        def begin(repetition: int) -> P:
+            begun.append(self._begin(task, instance, repetition))
             return begun[-1]
 
         outdated: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -277,7 +251,7 @@ class Rollout:
             del self._playing[outdated]
             self.losses.asked_again += sum(episode.asked_again for episode in begun)
 
-    async def _make(self, number: int, task: Task[T], play: Play[T]) -> None:
+    async def _make(self, number: int, task: Task[T], play: Callable[[P, T], Awaitable[None]]) -> None:
         """One group, from its ticket to its lane."""
         began = asyncio.get_running_loop().time()
         try:
@@ -289,8 +263,8 @@ class Rollout:
         except Exception as error:
             self.losses.group(error, began)
 
-    async def _make_now(self, number: int, task: Task[T], play: Play[T]) -> None:
-        began, episodes = self.producer.policy_version, list[Episode]()
+    async def _make_now(self, number: int, task: Task[T], play: Callable[[P, T], Awaitable[None]]) -> None:
+        began, episodes = self.producer.policy_version, list[P]()
         try:
             episodes = await self.group(task, play, number)
             versions = known_versions(episodes, began, self.producer.policy_version)
@@ -310,8 +284,8 @@ class Rollout:
         self.losses.put()
         self.groups_put += sequence is not None
 
-    async def _staged(self, episodes: Sequence[Episode]) -> Group:
-        group: Group = group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)
+    async def _staged(self, episodes: Sequence[P]) -> Group:
+        group = self._columns(episodes)
         for stage in self._stages:
             try:
                 group = await stage(group)
@@ -322,7 +296,86 @@ class Rollout:
         return group
 
 
-def _oldest(begun: Sequence[Episode], began: int) -> int:
+class Rollout(GroupRun[Episode]):
+    """Plays the tasks of one environment against one inference server and puts the groups into one lane.
+
+    For one event loop; an async context manager, which closes the lane and the connections. Only the
+    constructor blocks, to reserve the lane's memory.
+
+    Args:
+        bridge: name of the bridge.
+        server: address of the inference server, or an object with `sample`.
+        chat: the model's tokenizer: a folder, a name, a tokenizer, or a `ChatFormat`.
+        env_name: the environment's name in metrics.
+        sampling: how answers are sampled.
+        group_size: episodes of one task.
+        concurrency: groups in the making at once.
+        context: most tokens of a row.
+        api: what the server speaks; "auto" asks it.
+        allow_retokenise: use a chat server that gives no token ids: rows are marked `retokenised`, and have
+            no log-probabilities.
+        limits: deadlines, and what happens to a group that lost some of its episodes.
+        stop_after_failures: so many failures of whole groups in a row, those that share a moment counted
+            once, end the run with TooManyFailures; 0: never.
+        stop_after_idle_s: seconds without a finished group, waits for the consumer left out, after which the
+            run ends with NothingCame; None: never.
+        max_staleness: a group in the making that is more versions behind than this is cancelled when a
+            version is published, and its ticket comes back; None: none is.
+        resume: file that keeps which tasks are over, for one `run`: a restarted run over the same tasks, in
+            the same order, goes on behind them. None: no file.
+        tickets: begin a group only once the consumer has room for it: see Consumer(max_off_policy_steps=).
+        env_metrics: makes JSON of a group's episodes, which goes with it: see `group_of`.
+        stages: change a group before it is put, one after the other, such as those of `producers.rewards`.
+        lane_bytes, on_full: of `shmbridge.Producer`.
+    """
+
+    def __init__(
+        self,
+        bridge: str,
+        server: str | SampleServer,
+        chat: Any,
+        *,
+        sampling: Sampling | None = None,
+        context: int | None = None,
+        api: str = "auto",
+        model: str | None = None,
+        allow_retokenise: bool = False,
+        env_metrics: Callable[[Sequence[Episode]], dict[str, Any]] | None = None,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        self.chat = chat if isinstance(chat, ChatFormat) else ChatFormat(chat)
+        if not isinstance(server, str):
+            self.server = server
+        elif allow_retokenise:
+            self.server = ChatServer(server, self.chat, model=model)
+        else:
+            self.server = HttpServer(server, api=api, model=model)
+        self.sampling = sampling or Sampling()
+        self._context, self._env_metrics = context, env_metrics
+        super().__init__(bridge, **options)
+
+    async def close(self) -> None:
+        """Leaves the bridge, with what is committed in the lane, and closes the connections."""
+        await super().close()
+        if isinstance(self.server, (HttpServer, ChatServer)):
+            await self.server.close()
+
+    def _begin(self, task: Task[Any], instance_id: str, repetition_id: int) -> Episode:
+        return Episode(
+            self.server,
+            self.chat,
+            task.messages,
+            self.sampling,
+            context=self._context,
+            instance_id=instance_id,
+            repetition_id=repetition_id,
+        )
+
+    def _columns(self, episodes: Sequence[Episode]) -> Group:
+        return group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)
+
+
+def _oldest(begun: Sequence[Played], began: int) -> int:
     """The oldest version that samples one of the episodes, as far as it is known; else that of the start."""
     first = (each.versions[each.prompt_length] if each.turn_ends else -1 for each in begun)
     return min((began if version < 0 else version for version in first), default=began)

@@ -13,16 +13,18 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shmbridge import ShmBridgeError
 from shmbridge.config import check_choice
 from shmbridge.errors import BadArgument
 from shmbridge.producer import LostReason
-from shmbridge.producers.rollout.episode import Episode
+from shmbridge.producers.rollout.episode import Played
 from shmbridge.producers.rollout.group import require_finished
 
 log = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=Played)
 
 Incomplete = Literal["put", "drop"]
 
@@ -172,13 +174,13 @@ class Losses:
 
 
 async def survivors(
-    begin: Callable[[int], Episode],
-    play: Callable[[Episode], Awaitable[None]],
+    begin: Callable[[int], P],
+    play: Callable[[P], Awaitable[None]],
     size: int,
     limits: Limits,
     losses: Losses,
     outdated: asyncio.Future[Exception] | None = None,
-) -> list[Episode]:
+) -> list[P]:
     """Returns the episodes of a group that came to a good end, in the order of their numbers.
 
     All are played at once. Cancelling it cancels them.
@@ -193,14 +195,14 @@ async def survivors(
     Raises:
         EpisodesLost: none is left, or under "drop" not all; the last error is its cause.
     """
-    made: list[Episode] = []
+    made: list[P] = []
     errors: list[Exception] = []
 
     def lose(error: Exception, episodes: int = 1) -> None:
         errors.append(error)
         losses.episode(error, episodes)
 
-    def start(number: int) -> asyncio.Task[Episode | Exception]:
+    def start(number: int) -> asyncio.Task[P | Exception]:
         return asyncio.create_task(_played(begin, play, number, limits.episode_s))
 
     more, playing = iter(range(size, size + limits.refill)), set(map(start, range(size)))
@@ -216,7 +218,7 @@ async def survivors(
             for each in playing & done:
                 playing.remove(each)
                 played = each.result()
-                if isinstance(played, Episode):
+                if isinstance(played, Played):
                     made.append(played)
                 else:
                     lose(played)
@@ -248,11 +250,8 @@ def is_cancelled() -> bool:
 
 
 async def _played(
-    begin: Callable[[int], Episode],
-    play: Callable[[Episode], Awaitable[None]],
-    number: int,
-    deadline_s: float | None,
-) -> Episode | Exception:
+    begin: Callable[[int], P], play: Callable[[P], Awaitable[None]], number: int, deadline_s: float | None
+) -> P | Exception:
     """Plays an episode; returns it, or why it is lost. Raises what is meant for this task or the process."""
     deadline = asyncio.timeout(deadline_s)
     try:

@@ -53,7 +53,7 @@ ORDER = {
         replay rollout
         rewards
         atropos
-        gem skyrl_gym
+        gem openenv skyrl_gym
     """,
 }
 # Base classes with a single subclass of ours that are complete by themselves.
