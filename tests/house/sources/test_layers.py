@@ -37,7 +37,7 @@ ORDER = {
         grpo weight_sync
         __init__ vllm
         atropos_trainer record_factories roll skyrl transfer_queue trl
-        verl vllm_weights
+        miles verl vllm_weights
     """,
     "consumers/learner": """
         __init__ types
@@ -50,7 +50,7 @@ ORDER = {
     """,
     "producers": """
         __init__
-        replay rollout
+        nemo_gym replay rollout
         rewards
         atropos
         gem openenv skyrl_gym
