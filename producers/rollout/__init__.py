@@ -18,7 +18,7 @@ from shmbridge.producers.rollout.options import (
     runner_settings,
 )
 from shmbridge.producers.rollout.rollout import Rollout
-from shmbridge.producers.rollout.runner import NothingCame, Runner, Task
+from shmbridge.producers.rollout.runner import NothingCame, Runner, RunOptions, Task
 from shmbridge.producers.rollout.sampling import (
     Message,
     NoTokens,
@@ -57,6 +57,7 @@ __all__ = [
     "NoTokens",
     "NothingCame",
     "Rollout",
+    "RunOptions",
     "Runner",
     "SampleServer",
     "Sampled",

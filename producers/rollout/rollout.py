@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
 from shmbridge.producers.rollout.episode import Episode
 from shmbridge.producers.rollout.group import group_of
 from shmbridge.producers.rollout.http_server import HttpServer
-from shmbridge.producers.rollout.runner import Runner, Task
+from shmbridge.producers.rollout.runner import Runner, RunOptions, Task
 from shmbridge.producers.rollout.sampling import SampleServer, Sampling
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Rollout(Runner[Episode]):
         model: str | None = None,
         allow_retokenise: bool = False,
         env_metrics: Callable[[Sequence[Episode]], dict[str, Any]] | None = None,
-        **how: Any,
+        **how: Unpack[RunOptions],
     ) -> None:
         self.chat = chat if isinstance(chat, ChatFormat) else ChatFormat(chat)
         if not isinstance(server, str):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 
 from shmbridge import Producer, ShmBridgeError
 from shmbridge.errors import BridgeDraining
@@ -54,6 +54,23 @@ class Task(Generic[T]):
     messages: Sequence[Message]
     data: T
     instance_id: str | None = None
+
+
+class RunOptions(TypedDict, total=False):
+    """What every `Runner` may be told; see there."""
+
+    env_name: str
+    group_size: int
+    concurrency: int
+    limits: Limits
+    stop_after_failures: int
+    stop_after_idle_s: float | None
+    max_staleness: int | None
+    resume: str | Path | None
+    tickets: bool
+    stages: Sequence[Stage]
+    lane_bytes: int | str
+    on_full: Literal["block", "raise", "drop"]
 
 
 class Runner(ABC, Generic[E]):
@@ -226,16 +243,16 @@ class Runner(ABC, Generic[E]):
         """Returns a line on what was put and what was lost, and why."""
         return f"{self.groups_put} groups were put; lost: {self.losses}"
 
-    async def group(self, task: Task[T], play: Callable[[E, T], Awaitable[None]], number: int = 0) -> list[E]:
+    async def group(
+        self, task: Task[T], play: Callable[[E, T], Awaitable[None]], number: int | None = 0
+    ) -> list[E]:
         """Returns the episodes of one task that came to a good end, all played at once; nothing is put.
+
+        Args:
+            number: its place among the tasks; None: an evaluation, which is never too old.
 
         Raises EpisodesLost: see `limits`.
         """
-        return await self._group(task, play, number)
-
-    async def _group(
-        self, task: Task[T], play: Callable[[E, T], Awaitable[None]], number: int | None
-    ) -> list[E]:
         instance = str(number) if task.instance_id is None else task.instance_id
         begun: list[E] = []
 
@@ -296,7 +313,7 @@ class Runner(ABC, Generic[E]):
         """One group, and its place among the tasks; None: an evaluation, which has none."""
         began, episodes = self.producer.policy_version, list[E]()
         try:
-            episodes = await self._group(task, play, number)
+            episodes = await self.group(task, play, number)
             versions = known_versions(episodes, began, self.producer.policy_version)
             group = await self._staged(episodes)
             async with self._putting:

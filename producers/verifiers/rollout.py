@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from shmbridge.producers.rollout import HttpServer, Late, Runner, Task
+from shmbridge.producers.rollout import HttpServer, Late, Runner, RunOptions, Task
 from shmbridge.producers.verifiers.door import GENERATE, Door, Heard, NoTokenRoute
 from shmbridge.producers.verifiers.rows import EpisodeFailed, Run, group_of
 
@@ -51,7 +51,7 @@ class VerifiersRollout(Runner[Run]):
         model: str | None = None,
         renderer: str | None = None,
         sampling: Mapping[str, Any] | None = None,
-        **how: Any,
+        **how: Unpack[RunOptions],
     ) -> None:
         import verifiers.v1 as vf
 

@@ -37,7 +37,7 @@ ORDER = {
         grpo weight_sync
         __init__ vllm
         atropos_trainer record_factories roll skyrl transfer_queue trl
-        verl vllm_weights
+        miles verl vllm_weights
     """,
     "consumers/learner": """
         __init__ types
@@ -50,10 +50,10 @@ ORDER = {
     """,
     "producers": """
         __init__
-        replay rollout
+        nemo_gym replay rollout
         rewards
         atropos
-        gem skyrl_gym verifiers
+        gem openenv skyrl_gym verifiers
     """,
 }
 # Base classes with a single subclass of ours that are complete by themselves.
