@@ -44,6 +44,8 @@ from shmbridge.archive.set_aside import Failures
 from shmbridge.batching.former import Held
 from shmbridge.batching.screen import Screen
 from shmbridge.config import check_version
+from shmbridge.consumers.evaluations import FILE as EVALUATIONS
+from shmbridge.consumers.evaluations import EvaluationLog
 from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
 from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words
@@ -64,6 +66,7 @@ from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     from shmbridge.batch import Layout, MakeBatch
+    from shmbridge.control.messages import Evaluated
     from shmbridge.ranks.dealer import DeadRank
     from shmbridge.ranks.server import RankServer
     from shmbridge.ranks.share_book import Mode
@@ -291,6 +294,7 @@ class Feed:
         self._run_ended = False  # in the bridge
         run = run or Run(batch_size=rows or 8 * (groups or 8), max_token_len=0, num_steps=_NO_LAST_STEP)
         folder = Path(run_dir or run.checkpoint_dir or Path("runs") / bridge) / "set_aside"
+        self._evaluations = EvaluationLog(folder.with_name(EVALUATIONS))
         self.consumer = shmbridge.Consumer(bridge, run, **consumer)
         try:
             self._failures = Failures(folder, set_aside_after) if set_aside_after else None
@@ -731,6 +735,7 @@ class Feed:
             _release(over)
         if version is not None:
             self.publish(version)
+        self._evaluations.note(self.consumer.take_evaluations())
 
     def publish(self, version: int) -> None:
         """Publishes the version of the weights that the trained steps made. Never blocks; any thread.
@@ -966,6 +971,18 @@ class Feed:
         self.load_state_dict(state)
         return True
 
+    # -- evaluations
+
+    def take_evaluations(self) -> list[Evaluated]:
+        """Returns what environments measured in evaluations of their own since the last call, in order.
+
+        Each is also a line in `evaluations.jsonl` of `run_dir`, which `trained` writes, too; the newest 256
+        are kept for this call. `shmbridge.consumers.evaluations.evaluation_metrics` makes metrics of them.
+        Blocks for the disk; any thread.
+        """
+        self._evaluations.note(self.consumer.take_evaluations())
+        return self._evaluations.take()
+
     # -- counters and the end
 
     def stats(self) -> dict[str, float]:
@@ -974,6 +991,7 @@ class Feed:
             held = {
                 "feed_steps_out": float(len(self._steps)),
                 "feed_steps_trained_held": float(len(self._trained)),
+                "feed_evaluations_unwritten_total": float(self._evaluations.unwritten),
             }
         names = [(name.partition("{"), count) for name, count in dict.copy(self.counts).items()]
         mine = {f"feed_{name}_total{by}{what}": float(count) for (name, by, what), count in names}
@@ -1030,6 +1048,7 @@ class Feed:
             self._trained.clear()
         if self._failures is not None:
             self._failures.close()
+        self._evaluations.note(self.consumer.take_evaluations())
         self.consumer.close()
 
     def __enter__(self) -> Self:

@@ -132,6 +132,7 @@ def train(
         engine_pushes(bridge, config.weights, world) as around.engines,
         stops.noted() if world.size > 1 else nullcontext(),  # all ranks leave together
     ):
+        around.screen.reported = batches.take_evaluations
         with world.together():
             if world.is_main:
                 require_unchanged(start, bridge)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from shmbridge.batch import Layout, MakeBatch
+    from shmbridge.control.messages import Evaluated
     from shmbridge.ranks.dealer import DeadRank, ShareDealer
     from shmbridge.ranks.server import RankServer
     from shmbridge.ranks.share_book import Mode
@@ -608,6 +609,14 @@ class Consumer(OneProcess):
     def drain(self) -> None:
         """Stops taking new records: `put` raises BridgeDraining, iteration ends when nothing is left."""
         self._hub.drain()
+
+    def take_evaluations(self) -> "list[Evaluated]":
+        """Returns what environments measured in evaluations of their own since the last call, in order.
+
+        The newest 256 are kept; `evaluations_lost_total` counts the others. Never blocks; any thread. Each
+        has `env_name`, `metrics` by name, and the `policy_version` and `step` at which it began.
+        """
+        return self._control_plane.take_evaluations()
 
     # -- counters
 

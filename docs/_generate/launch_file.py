@@ -20,7 +20,7 @@ wrong type and a key given twice are errors that name the path. Numbers under `e
 _SECTIONS: dict[str, tuple[type, str]] = {
     "The file": (
         config.Config,
-        "The sections of a run: one hub (`learner` or `gateway`), at most one inference server.",
+        "The sections of a run: one hub (`learner`, `gateway` or `trainer.command`), at most one inference server.",
     ),
     "policy_server": (
         config.PolicyServer,
@@ -35,7 +35,11 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "environments[]": (config.Environment, "A list; each entry is one script, run in `count` processes."),
     "environments[].restart": (
         config.Restart,
-        "When a process of an environment that ended is started again, and under `learner.restart` a learner that was killed.",
+        "When a process of an environment that ended is started again, and under `learner.restart` and `trainer.restart` a hub that was killed.",
+    ),
+    "trainer": (
+        config.Trainer,
+        "[Another trainer](../how-to/launch.md#another-trainer), which is the hub of the bridge; or, without `command`, the recipe's section.",
     ),
     "trainer.atropos": (
         config.Atropos,
@@ -56,10 +60,10 @@ _MEANINGS = {
     "The file.log_bytes": "most bytes of each process' log, [the beginning and the newest lines](../how-to/launch.md#logs)",
     "The file.policy_server": "at most one of this and `vllm`",
     "The file.vllm": "at most one of this and `policy_server`",
-    "The file.learner": "exactly one of this and `gateway`",
-    "The file.gateway": "exactly one of this and `learner`",
+    "The file.learner": "exactly one of this, `gateway` and `trainer.command`",
+    "The file.gateway": "exactly one of this, `learner` and `trainer.command`",
     "The file.environments": "the environments",
-    "The file.trainer": "only its key `atropos` is used",
+    "The file.trainer": "another trainer; or the recipe's keys for the learner",
     "policy_server.options": "[flags](../how-to/launch.md#options) of `shmbridge serve`, without dashes",
     "vllm.python": "the interpreter that has vLLM and shmbridge; the launcher's own if empty",
     "vllm.follow": "load each new version of the bridge's weights",
@@ -88,6 +92,12 @@ _MEANINGS = {
     "environments[].restart.reset_after": "seconds of running after which the delays begin again at the first",
     "environments[].restart.max_restarts": "more than this many within `window` end the launch",
     "environments[].restart.window": "seconds",
+    "trainer.command": "the trainer's words, or text that is split as a shell does; placeholders are replaced",
+    "trainer.again": "words that follow from its second start on",
+    "trainer.python": "the interpreter that the words go to; if empty, the first word is the program",
+    "trainer.cwd": "folder to run in; the launcher's if empty",
+    "trainer.restart": "when it was killed, or, with `always`, ended with an error; the keys are those of `environments[].restart`",
+    "trainer.atropos": "see below; not beside `command`",
     "trainer.atropos.api_url": "address of a gateway; not used beside a learner",
     "trainer.atropos.timeout": "seconds for one try to get a batch",
     "trainer.atropos.use_advantages": "use the records' own advantages",

@@ -32,6 +32,7 @@ from shmbridge.control.messages import (
     StatusRequest,
 )
 from shmbridge.errors import NoConsumer
+from shmbridge.producers.atropos.evaluations import Evaluations
 from shmbridge.producers.atropos.lane import EnvLane, LinkOptions
 from shmbridge.producers.atropos.response_hooks import heard
 from shmbridge.producers.atropos.version_stamps import stamp
@@ -67,6 +68,7 @@ class EnvLink:
         self._lane = EnvLane(options, env_name, tokenizer)
         self._control = self._client()
         self._hold = _Hold(options.bridge, self._lane)
+        self._evaluations = Evaluations(env_name)
         self._registered: Register | None = None
         self.env_id = -1
         self._hub_epoch = 0
@@ -132,9 +134,35 @@ class EnvLink:
         else:
             if isinstance(answer, Status):
                 await self._take(answer)
+                await self._report_evaluation(ASK_S)
             else:
                 self._hold.begin("the consumer has announced no run")
         return self._status
+
+    # --- evaluations --------------------------------------------------------------------------------------
+
+    def evaluation_begins(self) -> tuple[int, int]:
+        """Returns the policy version and the run's step now."""
+        return self._lane.policy_version, self._status.get("current_step", -1)
+
+    def evaluated(self, metrics: Mapping[str, float], version: int, step: int) -> None:
+        """Notes what an evaluation has measured; the consumer hears of it with the next status."""
+        self._evaluations.add(metrics, self._lane.producer_id, version, step)
+        if self.closed:
+            self._evaluations.leave()
+
+    async def _report_evaluation(self, timeout_s: float) -> None:
+        """Sends the oldest evaluation that the consumer has not heard of."""
+        if not self._evaluations.unsent:
+            return
+        try:
+            await self._control.request(self._evaluations.unsent[0], timeout_s)
+        except NoConsumer:
+            return  # it is sent again
+        except ShmBridgeError as refused:
+            self._evaluations.refused(refused)
+        else:
+            self._evaluations.unsent.popleft()
 
     async def _take(self, answer: Status) -> None:
         if answer.draining or answer.paused:
@@ -269,13 +297,18 @@ class EnvLink:
         self.closed = True
         await self._lane.flush(flush_s)
         with suppress(ShmBridgeError):  # without a consumer there is none to notify
+            while self._evaluations.unsent and self.env_id >= 0:
+                await self._control.request(self._evaluations.unsent[0], min(flush_s, ASK_S))
+                self._evaluations.unsent.popleft()
             await self._control.request(Goodbye(self.env_id), min(flush_s, ASK_S))
+        self._evaluations.leave()
         self._control.close()
         await self._lane.close()
 
     def leave(self) -> None:
         """Does `close` after the event loop has ended: nothing is flushed, the consumer is not notified."""
         self.closed = True
+        self._evaluations.leave()
         self._control.close()
         self._lane.leave()
 

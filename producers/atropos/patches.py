@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from shmbridge.producers.atropos import upstream_workarounds
 from shmbridge.producers.atropos.attribute_swaps import Changes
 from shmbridge.producers.atropos.control_link import EnvLink
+from shmbridge.producers.atropos.evaluations import logged, measured
 from shmbridge.producers.atropos.lane import LinkOptions
 from shmbridge.producers.atropos.response_hooks import listening, put_on_hooks
 from shmbridge.producers.atropos.session import RolloutSession
@@ -179,6 +180,9 @@ class Attachments:
             seat.link = EnvLink(seat.options, name, getattr(env, "tokenizer", None))
             # On the instance, since subclasses may have their own: a worker is one call of it.
             seat.running.replace(env, "handle_env", _stamped(seat.link, env.handle_env))
+            seat.running.replace(env, "evaluate_log", logged(env.evaluate_log))
+            began, add = seat.link.evaluation_begins, seat.link.evaluated
+            seat.running.replace(env, "evaluate", measured(env.evaluate, env, began, add))
         return seat.link
 
     # --- the replaced methods -----------------------------------------------------------------------------

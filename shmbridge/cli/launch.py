@@ -1,4 +1,4 @@
-"""`shmbridge launch`: a run from one YAML file: inference server, learner or gateway, environments."""
+"""`shmbridge launch`: a run from one YAML file: inference server, a learner or another hub, environments."""
 
 import argparse
 from pathlib import Path
@@ -7,9 +7,7 @@ from shmbridge.cli.commands import parser_of
 from shmbridge.parser import Parser
 from shmbridge.program import refuse
 
-HELP = (
-    "start a whole run from a YAML file: inference server, learner or gateway, environments; stop it as one"
-)
+HELP = "start a whole run from a YAML file: inference server, trainer, environments; stop it as one"
 EXAMPLES = """examples:
   shmbridge launch run.yaml --dry-run   what would run, in which order, with which commands
   shmbridge launch run.yaml             run it; Ctrl-C stops it orderly, a second Ctrl-C at once
@@ -19,8 +17,8 @@ The run directory gets logs/NAME.log per process, events.jsonl, config.json (the
 (the processes). docs/how-to/launch.md explains the file. No process is left behind, whichever one is killed;
 that includes kill -9 of this command.
 
-exit codes: 0 the learner has done all its steps; 1 a process failed, its log's end is shown; 2 the file is
-wrong; 128 + signal stopped"""
+exit codes: 0 the learner has done all its steps, or the trainer ended with 0; 1 a process failed, its log's
+end is shown; 2 the file is wrong; 128 + signal stopped"""
 
 
 def prepare_parser(parser: Parser) -> None:

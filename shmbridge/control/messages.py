@@ -25,6 +25,9 @@ T = TypeVar("T")
 # lane.
 MAX_MESSAGE_BYTES = 1024 * 1024
 
+# Of one `Evaluated`.
+MOST_METRICS, LONGEST_NAME = 256, 128
+
 # Codes of `Refused`, for programs; the text beside them is for people.
 MALFORMED = "malformed"
 OVERSIZED = "oversized"
@@ -110,6 +113,21 @@ class Goodbye(Message, frozen=True):
     """An environment leaves: its weight and its share of a batch are free again."""
 
     env_id: int
+
+
+class Evaluated(Message, frozen=True):
+    """What an environment measured when it evaluated the policy, by name.
+
+    `number` rises from one evaluation of a producer to its next: one that is sent again is noted once.
+    `policy_version` and `step` are those when it began, -1 if unknown. See `Consumer.take_evaluations`.
+    """
+
+    producer_id: str
+    env_name: str
+    number: int
+    metrics: dict[str, float]
+    policy_version: int = -1
+    step: int = -1
 
 
 class NextShare(Message, frozen=True):
@@ -288,6 +306,7 @@ Request: TypeAlias = (
     | Resume
     | Drain
     | Goodbye
+    | Evaluated
     | NextShare
     | SharesDone
     | BeginGroup

@@ -28,6 +28,7 @@ from shmbridge.config import Run
 from shmbridge.control import messages
 from shmbridge.control.client import CUT_OFF_BYTES, control_address
 from shmbridge.control.environments import Environments, HubView, QueueView
+from shmbridge.control.evaluations import Evaluations, fault_of
 from shmbridge.control.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.errors import ShmPermission
 from shmbridge.segments.helper_threads import Joined
@@ -51,6 +52,9 @@ class ControlServer:
     """Answers the participants of a bridge, in one daemon thread of the hub.
 
     Only the holder of the bridge's hub lock may construct one: it removes the socket of a dead predecessor.
+
+    Attributes:
+        evaluations: what environments measured, until somebody takes it.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ControlServer:
         self._bridge = bridge
         self._hub = hub
         self._environments = Environments(hub, queue, first_env_id)
+        self.evaluations = Evaluations()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._pid = os.getpid()
         self._closed = False
@@ -245,6 +250,10 @@ class ControlServer:
                 if (answer := hub.begin_group(request)) is None and self._look_again_s is None:
                     self._look_again_s = time.monotonic() + _LOOK_AGAIN_S
                 return answer
+            case messages.Evaluated():
+                if (odd := fault_of(request)) is not None:
+                    return odd
+                self.evaluations.note(request)
             case messages.Goodbye(env_id):
                 self._environments.forget(env_id)
         return messages.Ack()

@@ -11,6 +11,7 @@ from shmbridge.control.environments import HubView, QueueView
 from shmbridge.segments.closing import Closing
 
 if TYPE_CHECKING:
+    from shmbridge.control.messages import Evaluated
     from shmbridge.control.server import ControlServer
 
 
@@ -35,6 +36,14 @@ class ControlPlane:
     def env_shares(self) -> Mapping[str, EnvWeight]:
         """Returns the shares that environments requested, by producer id; an immutable snapshot."""
         return self._server.shares if self._server is not None else {}
+
+    def take_evaluations(self) -> "list[Evaluated]":
+        """See Consumer.take_evaluations."""
+        return self._server.evaluations.take() if self._server is not None else []
+
+    def stats(self) -> dict[str, float]:
+        """Returns the counters of evaluations, flat."""
+        return self._server.evaluations.stats() if self._server is not None else {}
 
     def close(self) -> None:
         """Stops answering; blocks until the answer being written is sent."""

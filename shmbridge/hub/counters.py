@@ -80,5 +80,6 @@ class Counting:
             **self._latency.stats(self._state.words.latency[0]),
             "policy_version": self._state.policy_version,
             **self._admission.stats(),
+            **self._control_plane.stats(),
             **(self._lanes.tapped.stats() if self._lanes.tapped else {}),
         }

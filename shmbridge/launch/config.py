@@ -3,6 +3,8 @@
 import difflib
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
@@ -144,8 +146,21 @@ class Atropos(Struct, kw_only=True):
 
 
 class Trainer(Struct, kw_only=True):
-    """`trainer:` of the recipe; only its `atropos:` is used."""
+    """`command`: another trainer's program, which is the hub of the bridge, as words or as text for a shell.
 
+    `python`: the interpreter that the words go to; without it the first one is the program. `again`: words
+    that follow from its second start on. Without a command this is the recipe's section, of which `atropos`
+    is used.
+    """
+
+    command: list[str] | str | None = None
+    again: list[str] | str = []
+    python: str = ""
+    cwd: str = ""
+    env: Variables = {}
+    ready_timeout: Seconds = 600.0
+    stop_grace: Seconds = 60.0
+    restart: Restart = msgspec.field(default_factory=Restart)
     atropos: Atropos | None = None
 
 
@@ -193,10 +208,15 @@ def parse(document: object) -> Config:
     if not isinstance(document, Mapping):
         raise BadConfig(
             f"the file holds {_kind(plain(document))} and no keys",
-            hint="it needs at least bridge: and learner: or gateway:",
+            hint="it needs at least bridge: and a hub, such as learner:",
         )
-    if unknown := list(_unknown_keys(document, Config, "")):
-        raise BadConfig(listed(unknown), hint="correct the names: unknown keys are never skipped")
+    pasted = _pasted_keys(document)
+    others = {key: value for key, value in document.items() if key not in _OF_VERL}
+    if unknown := [*_unknown_keys(others, Config, ""), *pasted]:
+        hint = "correct the names: unknown keys are never skipped"
+        if pasted:
+            hint = "give the learner its own options; another trainer has its file, named in trainer.command"
+        raise BadConfig(listed(unknown), hint=hint)
     wrong: list[str] = []
     values = handed_on(document, "", wrong)
     if wrong:
@@ -235,6 +255,45 @@ def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
                     yield nearest(path, str(key), list(fields))
 
 
+# Sections of verl's configuration, which the recipe's readers paste, and what each key is here.
+_OF_THE_LEARNER = "learner.options."
+_OF_ENVIRONMENTS = "nothing here: environments choose their prompts, and the length of their requests"
+_OF_VERL: dict[str, dict[str, str]] = {
+    "algorithm": {
+        "adv_estimator": "advantages (advantages that environments give are used as they are)",
+        "norm_adv_by_std_in_grpo": "advantages: grpo if true, dr_grpo if false",
+        "gamma": "process_discount, of process_rewards, and token_discount, of token_rewards",
+        "kl_ctrl": "kl_coef",
+        "kl_penalty": "kl_estimator",
+        "use_kl_in_reward": "kl_coef, of a loss: rewards stay",
+        "rollout_correction": "tis_cap, tis_level, mask_ratio",
+    },
+    "data": {
+        "train_batch_size": "groups",
+        "max_prompt_length": "max_token_len, of prompt and response together",
+        "max_response_length": "max_token_len, of prompt and response together",
+        "micro_batch_size": "micro_tokens, a number of tokens",
+        "micro_batch_size_per_gpu": "micro_tokens, a number of tokens",
+        "seed": "seed",
+    },
+}
+
+
+def _pasted_keys(document: Mapping[str, Any]) -> list[str]:
+    """Returns one line per key of a section of verl's, with the learner's option that does the same."""
+    found = []
+    for section, meant in _OF_VERL.items():
+        given = document.get(section)
+        keys = list(given) if isinstance(given, Mapping) and given else [""]
+        for key in keys if section in document else ():
+            here = f"{_OF_THE_LEARNER}{meant[key]}" if key in meant else ""
+            if section == "data" and not here:
+                here = _OF_ENVIRONMENTS
+            where = f"{section}.{key}" if key else section
+            found.append(f"{where} is a key of verl's, and {here or 'nothing here'}")
+    return found
+
+
 def _wrong_value(message: str, document: object) -> BadConfig:
     """Returns the error for msgspec's message, with values as the file has them."""
     if choice := re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message):
@@ -269,7 +328,7 @@ def _kind(value: object) -> str:
 # --- checks beyond types ----------------------------------------------------------------------------------
 
 _ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-SECTIONS = ("policy_server", "vllm", "learner", "gateway")
+SECTIONS = ("policy_server", "vllm", "learner", "gateway", "trainer")
 
 
 def _check(config: Config) -> None:
@@ -281,9 +340,19 @@ def _check(config: Config) -> None:
         raise BadConfig(
             "policy_server and vllm are both given", hint="keep the one that environments are to ask"
         )
-    if bool(config.learner) == bool(config.gateway):
-        how = "learner and gateway are both given" if config.learner else "there is no learner and no gateway"
+    hubs = [
+        name
+        for name, given in (
+            ("learner", config.learner),
+            ("gateway", config.gateway),
+            ("trainer.command", config.trainer.command is not None),
+        )
+        if given
+    ]
+    if len(hubs) != 1:
+        how = f"{' and '.join(hubs)} are given" if hubs else "no learner, gateway or trainer.command is given"
         raise BadConfig(f"a bridge has one hub, and {how}", hint="give exactly one of them")
+    _check_trainer(config.trainer)
     sections = {name: getattr(config, name) for name in SECTIONS}
     sections |= {f"environments[{index}]": each for index, each in enumerate(config.environments)}
     for path, section in sections.items():
@@ -319,6 +388,50 @@ def _check_vllm(vllm: Vllm) -> None:
             )
 
 
+def _check_trainer(trainer: Trainer) -> None:
+    if trainer.command is None:
+        for name in ("again", "python", "cwd", "env"):
+            if getattr(trainer, name):
+                raise BadConfig(f"trainer.{name} is given without trainer.command", hint="give the command")
+        return
+    if trainer.atropos is not None:
+        raise BadConfig(
+            "trainer.atropos is given beside trainer.command",
+            hint="give these keys to the trainer: in its own configuration, or as words of the command",
+        )
+    if trainer.python and not os.path.isfile(trainer.python):
+        raise BadConfig(
+            f"trainer.python: there is no file {trainer.python}",
+            hint="paths count from where the command runs",
+        )
+    _check_folder("trainer.cwd", trainer.cwd)
+    words = as_words("trainer.command", trainer.command)
+    as_words("trainer.again", trainer.again)
+    if not words:
+        raise BadConfig("trainer.command has no words", hint="write the words that start the trainer")
+    if not trainer.python and shutil.which(words[0], path=trainer.env.get("PATH")) is None:
+        raise BadConfig(
+            f"trainer.command: there is no program {words[0]}",
+            hint="give its path, counted from where the command runs; or trainer.python, an interpreter, "
+            "and words such as -m verl.trainer.main_ppo",
+        )
+
+
+def as_words(path: str, command: list[str] | str) -> list[str]:
+    """Returns the words of a command; a text is split as a shell does. Raises BadConfig: an open quote."""
+    try:
+        return shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        raise BadConfig(f"{path}: {error}", hint="close the quote, or write a list of words") from error
+
+
+def _check_folder(path: str, folder: str) -> None:
+    if folder and not os.path.isdir(folder):
+        raise BadConfig(
+            f"{path}: there is no folder {folder}", hint="paths count from where the command runs"
+        )
+
+
 def _check_environment(environment: Environment, path: str, names: set[str]) -> None:
     environment.name = environment.name or Path(environment.script).stem
     if not _ENV_NAME.fullmatch(environment.name):
@@ -337,11 +450,7 @@ def _check_environment(environment: Environment, path: str, names: set[str]) -> 
             f"{path}.script: there is no file {environment.script}",
             hint="paths count from where the command runs",
         )
-    if environment.cwd and not os.path.isdir(environment.cwd):
-        raise BadConfig(
-            f"{path}.cwd: there is no folder {environment.cwd}",
-            hint="paths count from where the command runs",
-        )
+    _check_folder(f"{path}.cwd", environment.cwd)
     _check_size(f"{path}.lane_bytes", environment.lane_bytes, 1)
 
 

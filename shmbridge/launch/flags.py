@@ -15,7 +15,7 @@ from shmbridge.wrong_value import Written, listed, plain
 Variables = dict[str, str]
 Option = str | list[str] | dict[str, str]
 Options = dict[str, Option]
-_HANDED_ON = ("env", "args", "options", "lane_bytes", "log_bytes")
+_HANDED_ON = ("env", "args", "command", "again", "options", "lane_bytes", "log_bytes")
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 

@@ -22,7 +22,9 @@ from shmbridge.launch.config import (
     Gateway,
     Learner,
     PolicyServer,
+    Trainer,
     Vllm,
+    as_words,
     instances,
 )
 from shmbridge.launch.flags import Options, Variables, check_values, dotted_flags, flags, option_flags
@@ -48,6 +50,8 @@ def plan(config: Config, gateway_parser: Parser) -> Plan:
         stages.append([_learner(config, config.learner, run_dir, notes)])
     if config.gateway:
         stages.append([_gateway(config, config.gateway, gateway_parser, notes)])
+    if config.trainer.command is not None:
+        stages.append([_trainer(config.trainer, config.trainer.command, words)])
     environments = [
         _environment(config, environment, f"environments[{place}]", name, words | {"index": str(index)})
         for place, environment in enumerate(config.environments)
@@ -184,6 +188,29 @@ def _gateway(config: Config, gateway: Gateway, parser: Parser, notes: list[str])
             token=gateway.token,
         ),
         stop_grace_s=gateway.stop_grace,
+    )
+
+
+def _trainer(trainer: Trainer, command: list[str] | str, words: dict[str, str]) -> Service:
+    program, *given = (
+        [trainer.python, *as_words("trainer.command", command)]
+        if trainer.python
+        else as_words("trainer.command", command)
+    )
+    if "/" in program:
+        program = str(Path(program).absolute())  # not resolved, see _vllm; it may run in another folder
+    again = as_words("trainer.again", trainer.again)
+    return Service(
+        name="trainer",
+        role="hub",
+        key="trainer",
+        command=[program, *(_filled(each, "trainer.command", words) for each in given)],
+        folder=trainer.cwd,
+        env=_variables(trainer.env),
+        check=Check(kind="hub", within_s=trainer.ready_timeout),
+        stop_grace_s=trainer.stop_grace,
+        restart=trainer.restart,
+        again=[_filled(each, "trainer.again", words) for each in again],
     )
 
 

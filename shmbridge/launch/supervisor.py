@@ -1,4 +1,4 @@
-"""Starts the services of a plan in order, watches them, restarts environments, stops all in reverse order.
+"""Starts the services of a plan in order, watches them, restarts those that die, stops all in reverse order.
 
     python -m shmbridge.launch.supervisor PLAN LOCK_FD text|json
 
@@ -309,12 +309,13 @@ class Supervisor:
 
 
 def _comes_again(hub: Process, status: int) -> bool:
-    """Returns whether a hub with a rule for restarts was killed after it had come up.
-
-    One that was asked to stop, or ended by itself with an error, does not come again.
+    """Returns whether a hub that ended after it had come up starts again: by its rule if it was killed, or,
+    if that says always, by itself with an error. One that was asked to stop does not.
     """
-    rule, killed = hub.service.restart, status > 128 and status - 128 not in _STOP_SIGNALS
-    return rule is not None and rule.when != "never" and killed and hub.came_up
+    rule = hub.service.restart
+    if rule is None or rule.when == "never" or not hub.came_up or status - 128 in _STOP_SIGNALS:
+        return False
+    return status > 128 or (rule.when == "always" and status != _REFUSED)
 
 
 def _failed(process: Process, what: str) -> LaunchFailed:

@@ -21,8 +21,8 @@ GROUP = {
 SURFACE = {
     shmbridge.Consumer: """announce_run batches close current_step drain draining end_run get get_async
         hub_epoch note_training_version one_wait pause paused policy_version poll publish_policy_version
-        put_back queue resume run screen serve_ranks stats step_done take_back_dropped take_groups
-        training_version""",
+        put_back queue resume run screen serve_ranks stats step_done take_back_dropped take_evaluations
+        take_groups training_version""",
     shmbridge.Producer: """begin_group begin_group_async claim close close_origin count_lost free_bytes held
         leave_receipt paused
         policy_version producer_id put put_async put_many removed stats""",

@@ -15,6 +15,7 @@ from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, pati
 from shmbridge.consumers.learner.stopping import StopSignals
 from shmbridge.consumers.learner.types import Refusal
 from shmbridge.consumers.learner.world import device_kind, say
+from shmbridge.control.messages import Evaluated
 from shmbridge.shown import counted
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class HubSource:
     def publish_version(self, version: int) -> None:
         """Announces new weights. Never blocks."""
         self._consumer.publish_policy_version(version)
+
+    def take_evaluations(self) -> list[Evaluated]:
+        """As of the feed."""
+        return self._feed.take_evaluations()
 
     def stats(self) -> dict[str, float]:
         """Counters of the bridge, and of the feed."""

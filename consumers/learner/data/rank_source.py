@@ -20,6 +20,7 @@ from shmbridge.consumers.learner.data.batch_source import HubSource, feed_of, ma
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.world import PeerFailed, World, say
+from shmbridge.control.messages import Evaluated
 from shmbridge.rank import RankShare
 
 _TICK_S = 1.0  # a rank's wait for its share between two exchanges of status
@@ -90,6 +91,10 @@ class RankSource:
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.broadcast(version)
+
+    def take_evaluations(self) -> list[Evaluated]:
+        """As of the feed, which rank 0 has; none on other ranks."""
+        return [] if self._feed is None else self._feed.take_evaluations()
 
     def trained(self, batches: Iterable[shmbridge.Batch]) -> None:
         """Ends a step: rank 0's feed releases its groups once all ranks did this, or holds them for a

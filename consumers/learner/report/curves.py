@@ -14,6 +14,7 @@ from shmbridge.consumers.learner.report.run_report import RunMetrics, thinned
 Chart = dict[str, Any]
 _ENVIRONMENT = re.compile(r"^atropos/(.+)/mean_score$")
 _MOST_ENVIRONMENTS = 7  # lines that can be told apart
+_MOST_EVALUATIONS = 8  # charts of them
 _REASON = re.compile(r"^bridge/(drops|discards)_(\w+)_total$")
 
 
@@ -21,6 +22,7 @@ def curves(runs: Sequence[RunMetrics]) -> list[Chart]:
     """Returns the charts of learning: title, unit and series each, the values of every run thinned."""
     return [
         _chart("Reward", "mean score of a batch", _rewards(runs), smooth=True),
+        *_evaluations(runs),
         _chart("Loss", "", _of(runs, ("loss", "")), smooth=True),
         _chart(
             "Staleness",
@@ -117,6 +119,24 @@ def _rewards(runs: Sequence[RunMetrics]) -> list[Chart]:
             for name in names[:_MOST_ENVIRONMENTS]
         ]
     return found
+
+
+def _evaluations(runs: Sequence[RunMetrics]) -> list[Chart]:
+    """Returns a chart for each name that environments measured in evaluations of their own."""
+    by_name: dict[str, list[Chart]] = {}
+    for run in runs:
+        for (env, name), (steps, values) in run.evaluations.items():
+            several = sum(name == other for _, other in run.evaluations) > 1
+            series = {
+                "name": _name(runs, run, env if several else ""),
+                "x": _numbers(thinned(steps)),
+                "y": _numbers(thinned(values)),
+            }
+            by_name.setdefault(name, []).append(series)
+    return [
+        _chart(f"Evaluation: {name}", "of environments, by themselves", series)
+        for name, series in list(by_name.items())[:_MOST_EVALUATIONS]
+    ]
 
 
 def _time(runs: Sequence[RunMetrics]) -> Chart:

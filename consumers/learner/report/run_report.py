@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import numpy.typing as npt
 METRICS_FILE = "metrics.jsonl"
 # Phases of a step in order; runs of older releases have fewer.
 PHASES = ("wait", "copy", "forward", "backward", "forward_backward", "sync", "update", "publish")
+_EVALUATED = re.compile(r"eval/([^/]+)/(.+)")
+# What comes with them, and what is of evaluation groups of that environment.
+_ABOUT_EVALUATIONS = ("at_step", "at_version", "evaluations", "mean_score", "std_score")
 MOST_POINTS = 600  # of a drawn line; more cannot be seen and make files large
 
 
@@ -59,6 +63,19 @@ class RunMetrics:
         if {"forward", "backward"} & known.keys():
             known.pop("forward_backward", None)
         return {phase: np.nan_to_num(self.columns[name]) for phase, name in known.items()}
+
+    @property
+    def evaluations(self) -> dict[tuple[str, str], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
+        """Returns (environment, name) -> the steps at which it evaluated, and what it measured."""
+        found = {}
+        for column, values in self.columns.items():
+            match = _EVALUATED.match(column)
+            if match is None or match[2] in _ABOUT_EVALUATIONS:
+                continue
+            known = np.isfinite(values) & (self.column(f"eval/{match[1]}/evaluations") > 0)
+            if known.any():
+                found[match[1], match[2]] = self.column(f"eval/{match[1]}/at_step")[known], values[known]
+        return found
 
     @property
     def running_phases(self) -> dict[str, float]:

@@ -36,6 +36,7 @@ def summary(run: RunMetrics) -> dict[str, Any]:
         "reward_best_step": None if best is None else int(run.steps[best]),
         "loss_last": _mean(loss[-few:]),
         "eval_last": _last(run.column("eval/mean_score")),
+        "evaluations": _evaluations(run),
         "staleness_mean": _mean(staleness),
         "staleness_max": _plain(np.nanmax(run.column("staleness_max"), initial=-math.inf)),
         "tokens": int(np.nansum(run.column("tokens"))),
@@ -79,6 +80,11 @@ def as_text(found: dict[str, Any]) -> str:
     ]
     if found["eval_last"] is not None:
         lines.append(f"  evaluation {_say(found['eval_last'])} at the last")
+    lines += [
+        f"  evaluation {name} {_say(each['last'])} at step {each['last_step']}, {_say(each['first'])} at the "
+        "first"
+        for name, each in found["evaluations"].items()
+    ]
     spent = sum(found["time_s"].values())
     if spent:
         parts = ", ".join(f"{name} {seconds / spent:.0%}" for name, seconds in found["time_s"].items())
@@ -101,6 +107,15 @@ def as_text(found: dict[str, Any]) -> str:
         f"  {'so' if not place else '  '}         {text}" for place, text in enumerate(found["conclusions"])
     ]
     return "\n".join([*lines, *(["  besides    " + ", ".join(lost)] if lost else [])])
+
+
+def _evaluations(run: RunMetrics) -> dict[str, dict[str, Any]]:
+    """Returns the first and the last value of what each environment measured in evaluations of its own."""
+    found = {}
+    for (env, name), (steps, values) in run.evaluations.items():
+        ends = {"first": float(values[0]), "last": float(values[-1]), "last_step": int(steps[-1])}
+        found[f"{env}/{name}"] = ends
+    return found
 
 
 def _by_environment(run: RunMetrics, name: str) -> dict[str, int]:

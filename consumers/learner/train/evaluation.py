@@ -7,13 +7,15 @@ import importlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from shmbridge.consumers.evaluations import evaluation_metrics
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
 from shmbridge.consumers.learner.types import Metrics, Refusal
+from shmbridge.control.messages import Evaluated
 from shmbridge.metrics import rollout_metrics
 
 EVAL = "eval"
@@ -28,9 +30,13 @@ class TrainingScreen:
     """The `Consumer.screen` callback: scores evaluation groups, keeps out those that the checkpoint contains.
 
     Called in the thread that forms batches; `metrics` is for the training thread.
+
+    Attributes:
+        reported: returns what environments have measured in evaluations of their own, each once.
     """
 
     def __init__(self, consumed: Consumed) -> None:
+        self.reported: Callable[[], Sequence[Evaluated]] = tuple
         self._consumed = consumed
         self._lock = threading.Lock()
         # (environment, group, score) since the last call of `metrics`
@@ -64,18 +70,19 @@ class TrainingScreen:
                 "resume/known_groups_total": self._known_total,
             }
         if not groups:
-            return totals
+            return totals | evaluation_metrics(self.reported(), totals)
         found = rollout_metrics(
             [env for env, _, _ in scores], [n for _, n, _ in scores], [s for _, _, s in scores]
         )
         for name, value in found.items():
             if name.count("/") == 2:  # of one environment
                 totals[name.replace("atropos/", "eval/", 1)] = value
-        return totals | {
+        totals |= {
             "eval/mean_score": found["atropos/mean_score"],
             "eval/groups": groups,
             "eval/trajectories": len(scores),
         }
+        return totals | evaluation_metrics(self.reported(), totals)
 
 
 class EvalHook:

@@ -8,6 +8,8 @@ import itertools
 import json
 import re
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,12 @@ import shmbridge
 from shmbridge.consumers import grpo
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.report.run_report import read_run
+from shmbridge.consumers.learner.report.summary import as_text, summary
 from shmbridge.consumers.learner.train.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
+from shmbridge.control.client import ControlClient
+from shmbridge.control.messages import Evaluated
+from shmbridge.metrics import environment_label
 
 START = Progress(step=0, policy_version=-1)
 
@@ -134,5 +141,71 @@ def test_a_learner_scores_evaluation_groups_under_the_names_of_the_page_and_trai
     page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
     section = page.split("\n## Evaluation\n")[1].split("\n## ")[0]
     on_the_page = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
-    assert found == on_the_page - {"eval/{name}", "eval/hook_failures_total"} | {"eval/groups_total"}
+    reported = {
+        f"eval/{{env_name}}/{name}" for name in ("{measured}", "at_step", "at_version", "evaluations")
+    }
+    assert found == on_the_page - reported - {"eval/{name}", "eval/hook_failures_total"} | {
+        "eval/groups_total"
+    }
     assert {line["eval/mean_score"] for line in lines if "eval/mean_score" in line} == {4.5}
+
+
+def test_what_environments_measured_is_in_the_metrics_with_its_step_and_version(bridge):
+    screen = TrainingScreen(Consumed(START))
+    said = [
+        Evaluated("a", "own/sums", 1, {"eval/percent_correct": 0.25, "length": 7.0}, 3, 20),
+        Evaluated("b", "own/sums", 1, {"eval/percent_correct": 0.75}, 5, 22),
+        Evaluated("c", "letters", 1, {"eval/mean_score": 0.5}, 5, 22),
+    ]
+    screen.reported = lambda: said
+    found = screen.metrics()
+    label = environment_label("own/sums")
+    assert found[f"eval/{label}/percent_correct"] == 0.5
+    assert found[f"eval/{label}/length"] == 7.0
+    assert (found[f"eval/{label}/at_step"], found[f"eval/{label}/at_version"]) == (21, 4)
+    assert (found[f"eval/{label}/evaluations"], found["eval/letters/evaluations"]) == (2, 1)
+    assert found["eval/letters/mean_score"] == 0.5
+
+    with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, env_name="letters") as producer:
+        consumer.screen(screen)
+        producer.put({"tokens": [[1, 2]], "score": [4.0]}, split="eval")
+        consumer.drain()
+        assert list(consumer.batches(groups=1)) == []
+    found = screen.metrics()
+    assert (found["eval/letters/mean_score"], found["eval/letters/mean_score_reported"]) == (4.0, 0.5)
+
+
+def test_a_learner_writes_what_environments_measured_into_its_metrics(bridge, tiny_model, tmp_path):
+    tiny_model(5).save_pretrained(tmp_path / "model")
+    arguments = ["--bridge", bridge, "--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run")]
+    arguments += ["--device", "cpu", "--threads", "1", "--steps", "2", "--groups", "1", "--group-size", "2"]
+
+    with shmbridge.Producer(bridge, env_name="sums", lane_bytes="1M") as producer:
+
+        def report() -> None:
+            with ControlClient(bridge, role="env", name="sums") as client:
+                for number, share in ((1, 0.25), (2, 0.5)):
+                    client.request(Evaluated("a", "sums", number, {"eval/correct": share}, -1, number), 60)
+                    rows = {"tokens": [[1, 2, 3], [1, 2, 4]], "loss_mask": [[0, 1, 1]] * 2}
+                    producer.put(rows | {"score": [0.0, 1.0]})
+                    deadline = time.monotonic() + 60
+                    path = tmp_path / "run" / "metrics.jsonl"
+                    while not path.exists() or path.read_text().count("\n") < number:
+                        assert time.monotonic() < deadline
+                        time.sleep(0.02)
+
+        thread = threading.Thread(target=report)
+        thread.start()
+        assert grpo.main(arguments) == 0
+        thread.join()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval/sums/correct"] for line in lines] == [0.25, 0.5]
+    assert [line["eval/sums/at_step"] for line in lines] == [1, 2]
+    kept = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["env_name"], line["step"], line["metrics"]) for line in kept] == [
+        ("sums", 1, {"eval/correct": 0.25}),
+        ("sums", 2, {"eval/correct": 0.5}),
+    ]
+    found = summary(read_run(tmp_path / "run"))
+    assert found["evaluations"] == {"sums/correct": {"first": 0.25, "last": 0.5, "last_step": 2}}
+    assert "evaluation sums/correct 0.500 at step 2, 0.250 at the first" in as_text(found)

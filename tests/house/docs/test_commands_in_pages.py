@@ -10,6 +10,7 @@ import pytest
 
 from shmbridge.cli.commands import COMMANDS, parser_of
 from shmbridge.launch import config as launch_config
+from shmbridge.launch import services
 from shmbridge.parser import Parser
 from shmbridge.wrong_value import read_yaml
 
@@ -111,7 +112,7 @@ def yaml_blocks(page: str) -> list[dict[str, object]]:
 
 
 def test_the_launch_files_of_the_page_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, vllm = yaml_blocks("docs/how-to/launch.md")
+    whole, vllm, trainer = yaml_blocks("docs/how-to/launch.md")
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".venvs/vllm/bin").mkdir(parents=True)
     for named in ("gsm8k_server.py", ".venvs/vllm/bin/python"):
@@ -119,6 +120,28 @@ def test_the_launch_files_of_the_page_are_some(tmp_path: Path, monkeypatch: pyte
     assert launch_config.parse(whole).bridge == "run1"
     del whole["policy_server"]
     assert launch_config.parse(whole | vllm).vllm is not None
+    del whole["learner"]
+    (tmp_path / ".venvs/trl/bin").mkdir(parents=True)
+    (tmp_path / ".venvs/trl/bin/python").touch()
+    assert launch_config.parse(whole | vllm | trainer).trainer.command is not None
+
+
+@pytest.mark.parametrize("page", ["verl", "trl", "skyrl", "roll"])
+def test_the_launch_file_of_a_trainers_page_is_one(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (given,) = [each for each in yaml_blocks(f"docs/how-to/{page}.md") if "bridge" in each]
+    monkeypatch.chdir(tmp_path)
+    for named in ("gsm8k_server.py", ".venvs/vllm/bin/python", f".venvs/{page}/bin/python"):
+        (tmp_path / named).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / named).touch()
+    plan = services.plan(launch_config.parse(given), Parser("shmbridge gateway", description=""))
+    assert [service.name for service in plan.services][:2] == ["vllm", "trainer"]
+    words = plan.services[1].command
+    assert str(tmp_path / f".venvs/{page}/bin/python") == words[0]
+    assert any("run1" in each for each in words)
+    files = [each for each in words[1:] if each.startswith("examples/")]
+    assert all((ROOT / each).is_file() for each in files)
 
 
 def test_the_learners_file_of_the_page_is_one(tmp_path: Path) -> None:

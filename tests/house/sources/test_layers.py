@@ -28,7 +28,7 @@ ORDER = {
         __main__
     """,
     "consumers": """
-        advantages engines gateway held_records pinned
+        advantages engines evaluations gateway held_records pinned
         device_batch losses policy_server_parts pretrained
         tested_versions trained_bridge trajectories
         trainer_settings

@@ -30,6 +30,7 @@ REQUESTS = [
     messages.Resume(),
     messages.Drain(),
     messages.Goodbye(env_id=3),
+    messages.Evaluated("a1", "gsm8k", 2, {"eval/percent_correct": 0.5}, policy_version=7, step=25),
 ]
 ANSWERS = [
     messages.Welcome(hub_pid=1, hub_epoch=2, policy_version=-1, run=RUN),

@@ -78,7 +78,7 @@ def command(plan, name):
             RIGHT + "trainer: {atropos: {retry_delays: 1}}",
             "trainer.atropos.retry_delays: did you mean retry_delay?",
         ),
-        (RIGHT + "trainer: {total_epochs: 3}", "trainer.total_epochs is not known; known are atropos"),
+        (RIGHT + "trainer: {total_epochs: 3}", "trainer.total_epochs is not known; known are again, atropos"),
         (env("restart: {max_delays: 3}"), "environments[0].restart.max_delays: did you mean max_delay?"),
         (RIGHT.replace("script: SCRIPT", "scripts: SCRIPT"), "environments[0].scripts: did you mean script?"),
         (
@@ -151,8 +151,9 @@ def test_a_wrong_value_is_named_by_path_and_by_what_is_expected(text, said):
             "bridge: run1\nlearner: {model: tiny, steps: 1}\nenvironments: [{name: x}]",
             "environments[0].script is missing",
         ),
-        ("bridge: run1", "one hub, and there is no learner and no gateway -> "),
-        (RIGHT + "gateway: {}", "one hub, and learner and gateway are both given -> "),
+        ("bridge: run1", "one hub, and no learner, gateway or trainer.command is given -> "),
+        (RIGHT + "gateway: {}", "one hub, and learner and gateway are given -> "),
+        (RIGHT + "trainer: {command: python}", "one hub, and learner and trainer.command are given -> "),
         (RIGHT + "vllm: {model: tiny}", "policy_server and vllm are both given"),
         (RIGHT.replace("run1", "run/1"), "bridge: bridge name 'run/1' is not 1 to 48"),
         (RIGHT.replace("SCRIPT", "nowhere.py"), "environments[0].script: there is no file nowhere.py"),
@@ -615,6 +616,94 @@ def test_a_gateway_instead_of_the_learner():
 )
 def test_the_gateways_options_are_checked(options, said):
     assert said in wrong(GATEWAY.replace("compat", f"options: {{{options}}}, compat"))
+
+
+TRAINER = RIGHT.replace("learner: {model: tiny, steps: 10}", "trainer: {command: KEYS}")
+
+
+def trainer(keys):
+    return TRAINER.replace("{command: KEYS}", keys)
+
+
+def test_a_trainer_of_another_project_instead_of_the_learner(tmp_path, monkeypatch):
+    """Its words are split as a shell does, then placeholders are filled: a folder may have a space."""
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    keys = """{python: bin/python, command: "-m mine --bridge={bridge} 'two words' --out {run_dir} {other}",
+      again: [--resume, "{bridge}", 010], env: {A: 1}, cwd: bin, restart: {when: always}}"""
+    plan = planned(trainer(keys).replace("bridge: run1", "bridge: run1\nrun_dir: a b"))
+    assert [[service.name for service in stage] for stage in plan.stages] == [
+        ["policy_server"],
+        ["trainer"],
+        ["larger_digit_env"],
+    ]
+    service = plan.services[1]
+    out = str(tmp_path / "a b")
+    words = ["-m", "mine", "--bridge=run1", "two words", "--out", out, "{other}"]
+    assert service.command == [str(python), *words]
+    assert service.again == ["--resume", "run1", "010"]
+    assert (service.role, service.folder, service.env["A"]) == ("hub", "bin", "1")
+    assert (service.check.kind, service.check.within_s, service.stop_grace_s) == ("hub", 600.0, 60.0)
+    assert service.restart == Restart(when="always")
+
+
+def test_the_first_word_of_a_trainer_without_python_is_its_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "train"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o700)
+    assert planned(trainer("{command: [./train, a b], cwd: /}")).services[1].command == [str(program), "a b"]
+    assert planned(trainer("{command: sh -c true}")).services[1].command == ["sh", "-c", "true"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("{command: no-such-program x}", "trainer.command: there is no program no-such-program -> give its"),
+        ("{command: ''}", "trainer.command has no words"),
+        ('{command: "a \'b"}', "trainer.command: No closing quotation -> close the quote"),
+        ("{command: [sh, [a]]}", "trainer.command[1] is a list, and not a text or number"),
+        ("{command: {a: b}}", "trainer.command: {'a': 'b'} is not text or a list"),
+        ("{command: train.py, python: nowhere}", "trainer.python: there is no file nowhere"),
+        ("{command: sh, cwd: /no/where}", "trainer.cwd: there is no folder /no/where"),
+        ("{command: 'sh {polcy_url}'}", "trainer.command: {polcy_url}: did you mean {policy_url}?"),
+        ("{command: sh, atropos: {timeout: 3}}", "trainer.atropos is given beside trainer.command"),
+        ("{command: sh, env: {A=B: c}}", "trainer.env: 'A=B' cannot name a variable"),
+        ("{command: sh, comand: x}", "trainer.comand: did you mean command?"),
+    ],
+)
+def test_a_wrong_trainer_is_named_by_its_key(keys, said):
+    assert said in wrong(trainer(keys))
+
+
+def test_keys_of_a_trainer_without_its_command_are_refused():
+    assert "trainer.python is given without trainer.command" in wrong(
+        RIGHT + f"trainer: {{python: {SCRIPT}}}"
+    )
+
+
+def test_pasted_sections_of_the_recipe_name_our_options():
+    said = wrong(
+        RIGHT
+        + """
+algorithm: {adv_estimator: grpo_atropos, use_kl_in_reward: false, lam: 1}
+data: {train_batch_size: 64, max_response_length: 512, train_files: x.parquet}
+"""
+    )
+    for each in (
+        "algorithm.adv_estimator is a key of verl's, and learner.options.advantages (",
+        "algorithm.use_kl_in_reward is a key of verl's, and learner.options.kl_coef, of a loss",
+        "algorithm.lam is a key of verl's, and nothing here",
+        "data.train_batch_size is a key of verl's, and learner.options.groups",
+        "data.max_response_length is a key of verl's, and learner.options.max_token_len",
+        "data.train_files is a key of verl's, and nothing here: environments choose their prompts",
+        "-> give the learner its own options; another trainer has its file, named in trainer.command",
+    ):
+        assert each in said
+    for option in ("advantages", "kl_coef", "kl_estimator", "groups", "max_token_len", "micro_tokens"):
+        assert option in OPTIONS
 
 
 def test_the_recipes_url_is_where_the_gateway_listens():

@@ -166,6 +166,20 @@ def test_a_learner_that_was_not_killed_or_has_no_rule_ends_the_run(launch, flags
     assert launch.noted("start").count("hub") == 1
 
 
+@pytest.mark.parametrize(("status", "starts"), [(5, 2), (2, 1), (143, 1)])
+def test_a_hub_with_restart_always_comes_again_after_an_error_of_its_own(launch, status, starts):
+    """A trainer whose hub is a process of Ray's ends with an error if that is killed."""
+    rule = Restart(first_delay=0.05, when="always")
+    hub = learner_of(launch, "--live", 1, "--status", status, restart=rule)
+    hub.again = ["--live", "60", "--status", "0", *hub.again]
+    launch.start([hub], [launch.service("env")]).until_up()
+    if starts == 2:
+        launch.until(lambda: len(launch.said("up", "hub")) == 2)
+        (launch.folder / "enough").touch()
+    assert launch.wait() == (0 if starts == 2 else 1)
+    assert launch.noted("start").count("hub") == starts
+
+
 def test_a_learner_that_is_killed_before_it_is_up_ends_the_run(launch):
     hub = learner_of(launch, "--answer-after", 30, restart=Restart())
     launch.start([hub])
