@@ -20,6 +20,7 @@ from shmbridge.producers.gem.action import Action, Answer, answer_of
 from shmbridge.producers.gem.environment_class import environment_class
 from shmbridge.producers.gem.errors import EnvFailed, GroupNotAlike, NotSuspendable
 from shmbridge.producers.gem.mailbox import Ended, Outcome
+from shmbridge.producers.gem.own_process import RemoteAtropos, why_own_process
 from shmbridge.producers.gem.replayed import ReplayedEpisode
 from shmbridge.producers.gem.request import Request, quotes, turn_of
 from shmbridge.producers.gem.runtime import Runtime, leave, runtime_of
@@ -59,6 +60,8 @@ class AtroposGemEnv(gem.Env):
             in their name, and an answer that is quoted in another conversation is NotSuspendable; (): all are
             turns.
         replay: run an environment that cannot stand still again for every turn; `info["replays"]` counts it.
+        process: run the environment in a process of its own, whose main thread it has, as signals need; None:
+            if its script, or a module beside it, imports `math_verify` or uses signals itself.
         timeout_s: longest time in seconds between an action and the next request; None: any.
         items: take the environment's first so many items only, and item `seed % items` for a seed: in every
             process the same one, if the environment draws its items in the same order in each. None: all.
@@ -84,6 +87,7 @@ class AtroposGemEnv(gem.Env):
         judge: Mapping[str, Any] | None = None,
         judge_calls: Sequence[str] | None = None,
         replay: bool = False,
+        process: bool | None = None,
         timeout_s: float | None = 600.0,
         items: int | None = None,
         seed: int | None = None,
@@ -102,6 +106,7 @@ class AtroposGemEnv(gem.Env):
             "replay": replay,
             "timeout_s": timeout_s,
             "items": items,
+            "process": process,
         }
         if group_size < 1 or (group_size > 1 and (replay or reward_of is not None)):
             raise BadArgument(
@@ -109,6 +114,13 @@ class AtroposGemEnv(gem.Env):
                 hint="siblings are played without replay and reward_of; group_size=1 plays each alone",
             )
         self._timeout_s, self._seed, self._replay = timeout_s, seed, replay
+        self.observation = ""
+        self._remote: RemoteAtropos | None = None
+        if process or (process is None and why_own_process(environment)):
+            there = {**self._arguments}
+            del there["environment"], there["process"]
+            self._remote = RemoteAtropos(environment, there)
+            return
         self._tells_judges = judge_calls is None
         self._runtime: Runtime | None = runtime_of(
             environment_class(environment),
@@ -123,7 +135,6 @@ class AtroposGemEnv(gem.Env):
         self._rules = Rules(reward_of, _reward_bridge(reward_config, self._runtime.tokenizer), left_out)
         self._running = _Running(self._runtime.loop)
         self._request: Request | None = None
-        self.observation = ""
         weakref.finalize(self, _Running.end, self._running)
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -146,8 +157,11 @@ class AtroposGemEnv(gem.Env):
             NotSuspendable: it asks for completions in a way that has no turns, or for none.
             Closed: the environment was closed.
         """
-        self._running.end()
         seed, self._seed = (self._seed if seed is None else seed), None
+        if self._remote is not None:
+            self.observation, info = self._remote.reset(seed)
+            return self.observation, info
+        self._running.end()
         return self._begin(seed)
 
     def step(self, action: str | Action) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -169,6 +183,10 @@ class AtroposGemEnv(gem.Env):
                 has none: nothing has changed.
             EnvFailed, NotSuspendable, Closed: as in `reset`; the episode is over, and has no reward.
         """
+        if self._remote is not None:
+            said = self._remote.step(action)
+            self.observation = said[0]
+            return said
         runtime, episode = self._open(), self._running.episode
         if episode is None:
             raise BadArgument("there is no episode", hint="call reset() first, and after an error or the end")
@@ -191,33 +209,53 @@ class AtroposGemEnv(gem.Env):
             BadArgument: `same_state` in the middle of an episode, which cannot be copied.
             GroupNotAlike: the same item made another first observation.
         """
-        episode = self._running.episode
-        if same_state and (episode is None or episode.answers):
-            raise BadArgument(
-                "an episode is copied before its first answer, not later", hint="spawn right after reset()"
-            )
         other = AtroposGemEnv(**{**self._arguments, **kwargs})
-        if same_state and episode is not None:
+        if same_state:
             try:
-                observation, _ = other._begin(None, episode.item)
-                if observation != self.observation:
-                    raise GroupNotAlike(
-                        f"one item began as {self.observation!r:.200} and {observation!r:.200}"
-                    )
+                other.begin_beside(self)
             except BaseException:
                 other.close()
                 raise
         return other
 
+    def begin_beside(self, first: AtroposGemEnv) -> tuple[str, dict[str, Any]]:
+        """Begins an episode, as `reset`, with the item of another one that was not answered yet.
+
+        Raises:
+            BadArgument: that one is in the middle of an episode.
+            GroupNotAlike: the same item made another first observation.
+        """
+        if self._remote is not None and first._remote is not None:
+            self.observation, info = self._remote.begin_beside(first._remote)
+            return self.observation, info
+        episode = first._running.episode
+        if episode is None or episode.answers:
+            raise BadArgument(
+                "an episode is copied before its first answer, not later", hint="spawn right after reset()"
+            )
+        self._running.end()
+        observation, info = self._begin(None, episode.item)
+        if observation != first.observation:
+            raise GroupNotAlike(
+                f"one item began as {first.observation!r:.200} and {observation!r:.200}",
+                hint="the environment must begin alike for the same item",
+            )
+        return observation, info
+
     def sample_random_action(self) -> str:
         """Returns the text of eight random tokens."""
+        if self._remote is not None:
+            return self._remote.sample_random_action()
         tokenizer = self._open().tokenizer
         return str(
             tokenizer.decode([random.randrange(len(tokenizer)) for _ in range(8)], skip_special_tokens=True)
         )
 
     def close(self) -> None:
-        """Ends the episode, and the thread if no other environment uses it. Blocks for seconds at most."""
+        """Ends the episode, and the thread or process if no other uses it. Blocks for seconds at most."""
+        if self._remote is not None:
+            self._remote.close()
+            return
         self._running.end()
         runtime, self._runtime = self._runtime, None
         if runtime is not None:

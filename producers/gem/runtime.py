@@ -14,7 +14,7 @@ from typing import Any
 from shmbridge.errors import BadArgument
 from shmbridge.producers.atropos.upstream_workarounds import PlainTokens
 from shmbridge.producers.gem.errors import EnvFailed, NotSuspendable
-from shmbridge.producers.gem.event_loop import EventLoopThread, stop
+from shmbridge.producers.gem.event_loop import EventLoopThread, is_main, stop
 from shmbridge.producers.gem.judge import Judge, tell_apart
 from shmbridge.producers.gem.replayed import ReplayedEpisode
 from shmbridge.producers.gem.suspended import SuspendedEpisode, SuspendedGroup
@@ -197,7 +197,7 @@ def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
             if each is runtime:
                 del _shared[key]
     runtime.stopping()
-    if runtime.thread is not threading.current_thread():
+    if runtime.thread is not threading.current_thread() and not is_main(runtime.thread):
         runtime.thread.join(timeout_s)
 
 

@@ -50,7 +50,7 @@ ORDER = {
     """,
     "producers": """
         __init__
-        replay rollout
+        env_process replay rollout
         rewards
         atropos
         gem skyrl_gym
