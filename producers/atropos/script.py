@@ -1,9 +1,11 @@
-"""What an environment's script says of itself, read and not run: `imports_of`, `wants_main_thread`."""
+"""What an environment's script says of itself, read and not run: `wants_main_thread`."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,12 @@ _ALARMS = frozenset({"alarm", "setitimer", "signal", "set_wakeup_fd", "add_signa
 _ALARMING = frozenset({"math_verify"})
 _DEPTH = 4  # from a script to what its helpers import
 
+_parsing = threading.Lock()  # Python 3.11 raises SystemError where two threads make trees at once
 
+
+@functools.lru_cache(256)
 def wants_main_thread(script: Path) -> str:
-    """Returns why an environment has to run in a main thread; "" where nothing says so. Reads files.
+    """Returns why an environment has to run in a main thread; "" where nothing says so. Reads files, once.
 
     Signals and alarms work there alone: `math_verify` sets an alarm for each answer. The script is looked at,
     and those modules beside it, and of atroposlib, that it imports.
@@ -32,19 +37,14 @@ def wants_main_thread(script: Path) -> str:
     return ""
 
 
-def imports_of(script: Path) -> set[str]:
-    """Returns the top-level packages that a script imports anywhere. Reads the file."""
-    tree = ast.parse(script.read_bytes())
-    return {name.partition(".")[0] for node in ast.walk(tree) for name in _imported(node) if name}
-
-
 def _reached(script: Path, seen: set[Path], depth: int) -> Iterator[tuple[Path, ast.Module]]:
     script = script.resolve()
     if script in seen or depth < 0:
         return
     seen.add(script)
     try:
-        tree = ast.parse(script.read_bytes())
+        with _parsing:
+            tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
     yield script, tree

@@ -123,5 +123,6 @@ def test_what_wants_the_main_thread_is_told_from_its_script(tmp_path):
     (tmp_path / "grading/latex.py").write_text("from math_verify import parse\n")
     (tmp_path / "script.py").write_text("import asyncio\nfrom grading.latex import grade\n")
     assert wants_main_thread(tmp_path / "script.py") == "latex.py imports math_verify"
+    wants_main_thread.cache_clear()
     (tmp_path / "script.py").write_text("import grading\nsignal = 1\nprint(timer.signal(3))\n")
     assert wants_main_thread(tmp_path / "script.py") == ""
