@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import re
 import runpy
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shmbridge import ShmBridgeError
 from shmbridge.extras import install, is_of, refuse_missing
+from shmbridge.log_format import logs_json
 from shmbridge.producers.atropos import attach, detach, upstream_workarounds
 from shmbridge.producers.atropos.attribute_swaps import Changes
+from shmbridge.producers.atropos.check import checked
 from shmbridge.producers.atropos.options import parse
 from shmbridge.producers.rollout.stop import EXIT_CODE, orderly_sigterm
 from shmbridge.program import refuse, run_program
@@ -27,7 +31,7 @@ _PROGRAM = "shmbridge.producers.atropos"
 
 def main(argv: list[str] | None = None) -> int:
     """Runs an environment script on a bridge; returns the exit code: 2 if it could not start or was refused,
-    143 after SIGTERM.
+    143 after SIGTERM. With --check: 1 if the environment cannot be attached.
     """
     options = parse(argv)
     script = Path(options.script)
@@ -35,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(
             f"there is no environment script {options.script}", "give the path of the env's .py file"
         )
+    if options.check:
+        return _check(script)
     with orderly_sigterm() as stopped:
         try:
             return _serve(options, script)
@@ -42,6 +48,18 @@ def main(argv: list[str] | None = None) -> int:
             if not stopped.by_sigterm:
                 raise
             return EXIT_CODE
+
+
+def _check(script: Path) -> int:
+    try:
+        import atroposlib.envs.base  # noqa: F401
+    except ModuleNotFoundError as missing:
+        refuse_missing(_PROGRAM, missing, "atropos")
+        return 2
+    said = checked(script)
+    text = json.dumps(asdict(said), indent=2) if logs_json() else str(said)
+    print(text, file=sys.__stdout__, flush=True)  # it is no log
+    return 0 if said.attached.can else 1
 
 
 def _serve(options: argparse.Namespace, script: Path) -> int:

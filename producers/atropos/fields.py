@@ -31,6 +31,9 @@ WIRE = frozenset(
     }
 )
 
+# A group's key, of an environment of ours: the names of its other keys that are our columns, as they are.
+OWN_COLUMNS = "shmbridge_columns"
+
 _LARGEST = 3.4e38  # of float32, about
 
 
@@ -57,8 +60,13 @@ def carried(
     key that has no JSON is left out, as upstream would. With `step_rewards`, the columns step_rewards and
     step_ends are filled where the group has them. `token_versions`, in a form that a lane takes, is a column;
     if the group itself has them, they are in `extra`, too, and come back with its other keys. `columns` are
-    those that rewards made; step rewards among them replace the group's own.
+    those that rewards made; step rewards among them replace the group's own. What `OWN_COLUMNS` of the group
+    names is a column, and in `extra`, too.
     """
+    if OWN_COLUMNS in group:
+        own = {name: group[name] for name in group[OWN_COLUMNS] if name in group}
+        columns = {**own, **(columns or {})}
+        group = {key: value for key, value in group.items() if key != OWN_COLUMNS}
     made = {**(columns or {}), **({} if token_versions is None else {"token_versions": token_versions})}
     step_rewards = step_rewards and "step_rewards" not in made
     if WIRE.issuperset(group) and not step_rewards:

@@ -12,6 +12,7 @@ _EXAMPLES = """\
 examples:
   %(prog)s --bridge run1 gsm8k_server.py serve --env.group_size 8
   %(prog)s --bridge run1 --lane-bytes 256M env.py serve --config env.yaml
+  %(prog)s --check gsm8k_server.py
 
 The environment waits until a consumer has announced its run:
   shmbridge.Consumer("run1", run=shmbridge.Run(batch_size=64, num_steps=100))
@@ -26,12 +27,15 @@ second one ends it at once.
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns our options, the script, and the script's own `arguments`. Exits the process on an error.
 
-    What stands behind the script is the script's. Only if --bridge does not stand before the script, our
-    flags are taken from behind it, up to a `--`.
+    What stands behind the script is the script's. Only if --bridge does not stand before the script, or with
+    --check, our flags are taken from behind it, up to a `--`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     known = parser()
-    return known.parse_args(_ours_first(words, known))
+    options = known.parse_args(_ours_first(words, known))
+    if options.bridge is None and not options.check:
+        known.error("the following arguments are required: --bridge")
+    return options
 
 
 def _ours_first(words: list[str], known: Parser) -> list[str]:
@@ -42,7 +46,7 @@ def _ours_first(words: list[str], known: Parser) -> list[str]:
         at += 2 if _has_its_value_behind(words[at], flags) else 1
     before, script, behind = words[:at], words[at : at + 1], words[at + 1 :]
     end = behind.index("--") if "--" in behind else len(behind)
-    if _names_the_bridge(before) or not _names_the_bridge(behind[:end]):
+    if _names_the_bridge(before) or not (_names_the_bridge(behind[:end]) or "--check" in [*before, *behind]):
         return words
     ours: list[str] = []
     theirs: list[str] = []
@@ -72,7 +76,13 @@ def parser(prog: str = "python -m shmbridge.producers.atropos") -> Parser:
     )
     parser.add_json_log()
     parser.add_argument(
-        "--bridge", required=True, type=bridge_name, metavar="NAME", help="the same as the consumer's"
+        "--bridge", type=bridge_name, metavar="NAME", help="the same as the consumer's; needed but to --check"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="say whether the environment can be attached, stepped by gem and evaluated, and why not; "
+        "with --json as JSON",
     )
     parser.add_argument(
         "--lane-bytes", type=size, default="64M", metavar="SIZE", help="size of the lane [64M]"

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import random
 import weakref
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -15,15 +16,16 @@ from gem.utils.constants import TERMINAL_STATE
 
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.producers import rewards
-from shmbridge.producers.gem.action import Action, answer_of
+from shmbridge.producers.gem.action import Action, Answer, answer_of
 from shmbridge.producers.gem.environment_class import environment_class
 from shmbridge.producers.gem.errors import EnvFailed, GroupNotAlike, NotSuspendable
 from shmbridge.producers.gem.mailbox import Ended, Outcome
+from shmbridge.producers.gem.own_process import RemoteAtropos, why_own_process
 from shmbridge.producers.gem.replayed import ReplayedEpisode
-from shmbridge.producers.gem.request import Request, turn_of
+from shmbridge.producers.gem.request import Request, quotes, turn_of
 from shmbridge.producers.gem.runtime import Runtime, leave, runtime_of
-from shmbridge.producers.gem.suspended import SuspendedEpisode
-from shmbridge.producers.gem.trajectory import RewardBridge, RewardOf, Score, collect
+from shmbridge.producers.gem.suspended import Said, SuspendedEpisode, SuspendedGroup
+from shmbridge.producers.gem.trajectory import RewardBridge, RewardOf, Rules, Score, collect
 
 _ENDS_S = 5.0  # for the thread of an environment to end in close()
 
@@ -33,29 +35,40 @@ Episode = SuspendedEpisode | ReplayedEpisode
 class AtroposGemEnv(gem.Env):
     """Plays an Atropos environment turn by turn: what it asks the policy is the observation, `step` answers.
 
-    The environment's `collect_trajectory` (or `collect_trajectories`, with a group of one) runs once per
-    episode, in an event loop of a thread of its own, and stands still between the turns. Environments of an
-    equal class and config share that loop and the environment object, which is set up once per process.
+    The environment's `collect_trajectory` (or `collect_trajectories`, once for all siblings of a group) runs
+    once per episode, in an event loop of a thread of its own, and stands still between the turns.
+    Environments of an equal class and config share that loop and the environment object, which is set up once
+    per process.
 
-    For one thread at a time, any thread: `reset` and `step` block until the environment asks again or ends. A
-    context manager.
+    For one thread at a time, any thread: `reset` and `step` block until the environment asks again or ends;
+    with siblings, until those have answered, too, so that each needs a thread of its own. A context manager.
 
     Args:
         environment: a subclass of atroposlib's `BaseEnv`, "package.module:Class", or "path/to/file.py:Class".
-        config: fields of its config, or a whole one; `group_size` is always 1.
+        config: fields of its config, or a whole one; its `group_size` is this one's.
         tokenizer: name or folder of the policy's tokenizer, in place of the config's.
         reward_config: changes the reward: what `shmbridge.producers.rewards.RewardBridge` takes, such as a
             mapping, or an object that is awaited with each group and returns it with other scores. None: the
             environment's own score.
         reward_of: what an episode is worth that gave more than one row, or none: a function of its groups.
+        group_size: so many environments that are reset with one seed in this process are siblings, whose
+            answers the environment scores as one group; 1: each episode is a group.
+        left_out: what an answer is worth that the environment leaves out of its group; None: EnvFailed.
+        judge: who answers a judge's completions, fields of atroposlib's `APIServerConfig`; None: nobody, they
+            are NotSuspendable.
+        judge_calls: coroutine methods whose completions are a judge's; None: `score`, and those with "judge"
+            in their name, and an answer that is quoted in another conversation is NotSuspendable; (): all are
+            turns.
         replay: run an environment that cannot stand still again for every turn; `info["replays"]` counts it.
+        process: run the environment in a process of its own, whose main thread it has, as signals need; None:
+            if its script, or a module beside it, imports `math_verify` or uses signals itself.
         timeout_s: longest time in seconds between an action and the next request; None: any.
         items: take the environment's first so many items only, and item `seed % items` for a seed: in every
             process the same one, if the environment draws its items in the same order in each. None: all.
         seed: of the first `reset` without one.
 
     Raises:
-        BadArgument: no such environment, or no such field of its config.
+        BadArgument: no such environment, or field of its config, or arguments that exclude each other.
     """
 
     takes_actions: ClassVar[bool] = True  # `step` takes an `Action`
@@ -69,7 +82,12 @@ class AtroposGemEnv(gem.Env):
         tokenizer: str | None = None,
         reward_config: Any = None,
         reward_of: RewardOf | None = None,
+        group_size: int = 1,
+        left_out: float | None = None,
+        judge: Mapping[str, Any] | None = None,
+        judge_calls: Sequence[str] | None = None,
         replay: bool = False,
+        process: bool | None = None,
         timeout_s: float | None = 600.0,
         items: int | None = None,
         seed: int | None = None,
@@ -81,26 +99,49 @@ class AtroposGemEnv(gem.Env):
             "tokenizer": tokenizer,
             "reward_config": reward_config,
             "reward_of": reward_of,
+            "group_size": group_size,
+            "left_out": left_out,
+            "judge": judge,
+            "judge_calls": judge_calls,
             "replay": replay,
             "timeout_s": timeout_s,
             "items": items,
+            "process": process,
         }
-        self._reward_of, self._timeout_s, self._seed = reward_of, timeout_s, seed
-        self._kind: type[SuspendedEpisode] | type[ReplayedEpisode] = (
-            ReplayedEpisode if replay else SuspendedEpisode
-        )
-        self._runtime: Runtime | None = runtime_of(
-            environment_class(environment), config, tokenizer, items, self
-        )
-        self._bridge = _reward_bridge(reward_config, self._runtime.tokenizer)
-        self._running = _Running(self._runtime.loop)
-        self._item: Any = None
-        self._request: Request | None = None
+        if group_size < 1 or (group_size > 1 and (replay or reward_of is not None)):
+            raise BadArgument(
+                f"group_size={group_size} with replay={replay}, reward_of={reward_of}",
+                hint="siblings are played without replay and reward_of; group_size=1 plays each alone",
+            )
+        self._timeout_s, self._seed, self._replay = timeout_s, seed, replay
         self.observation = ""
+        self._remote: RemoteAtropos | None = None
+        if process or (process is None and why_own_process(environment)):
+            there = {**self._arguments}
+            del there["environment"], there["process"]
+            self._remote = RemoteAtropos(environment, there)
+            return
+        self._tells_judges = judge_calls is None
+        self._runtime: Runtime | None = runtime_of(
+            environment_class(environment),
+            config,
+            tokenizer=tokenizer,
+            items=items,
+            group_size=group_size,
+            judge=judge,
+            judge_calls=judge_calls,
+            user=self,
+        )
+        self._rules = Rules(reward_of, _reward_bridge(reward_config, self._runtime.tokenizer), left_out)
+        self._running = _Running(self._runtime.loop)
+        self._request: Request | None = None
         weakref.finalize(self, _Running.end, self._running)
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begins an episode; returns the first observation, and what was asked. Blocks; ends the one before.
+
+        Siblings of a group have one seed. One that is reset again before the group's end has answered nothing
+        for the others: an empty answer, cut.
 
         Args:
             seed: the same seed gives the same item as long as an environment of this class and config lives
@@ -116,11 +157,12 @@ class AtroposGemEnv(gem.Env):
             NotSuspendable: it asks for completions in a way that has no turns, or for none.
             Closed: the environment was closed.
         """
-        self._running.end()
-        runtime = self._open()
         seed, self._seed = (self._seed if seed is None else seed), None
-        self._item = self._waited(runtime.loop, runtime.item(seed))
-        return self._begin()
+        if self._remote is not None:
+            self.observation, info = self._remote.reset(seed)
+            return self.observation, info
+        self._running.end()
+        return self._begin(seed)
 
     def step(self, action: str | Action) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answers what the environment asked. Blocks until it asks again or ends.
@@ -131,15 +173,20 @@ class AtroposGemEnv(gem.Env):
         Returns:
             Observation, reward, terminated, truncated (always False), info. The reward is 0.0 until the
             environment ends. Then it is the score, and info has its `groups` (each an Atropos
-            ScoredDataGroup), the last as `group`, `raw_score`, and `retokenised`, whether tokens were made
-            from text. If an action of the episode had no log-probabilities, groups have no
-            `inference_logprobs`.
+            ScoredDataGroup, of siblings the one's own row), the last as `group` (None of an answer left out),
+            `raw_score`, `sibling_scores`, `filtered`, whether the environment dropped its group after it was
+            scored, and `retokenised`, whether tokens were made from text. If an action of the episode had no
+            log-probabilities, groups have no `inference_logprobs`.
 
         Raises:
             BadArgument: no episode was begun, or the environment asks for log-probabilities and the action
                 has none: nothing has changed.
             EnvFailed, NotSuspendable, Closed: as in `reset`; the episode is over, and has no reward.
         """
+        if self._remote is not None:
+            said = self._remote.step(action)
+            self.observation = said[0]
+            return said
         runtime, episode = self._open(), self._running.episode
         if episode is None:
             raise BadArgument("there is no episode", hint="call reset() first, and after an error or the end")
@@ -162,33 +209,53 @@ class AtroposGemEnv(gem.Env):
             BadArgument: `same_state` in the middle of an episode, which cannot be copied.
             GroupNotAlike: the same item made another first observation.
         """
-        if same_state and (self._running.episode is None or self._running.episode.answers):
-            raise BadArgument(
-                "an episode is copied before its first answer, not later", hint="spawn right after reset()"
-            )
         other = AtroposGemEnv(**{**self._arguments, **kwargs})
         if same_state:
-            other._item = copy.deepcopy(self._item)
             try:
-                observation, _ = other._begin()
-                if observation != self.observation:
-                    raise GroupNotAlike(
-                        f"one item began as {self.observation!r:.200} and {observation!r:.200}"
-                    )
+                other.begin_beside(self)
             except BaseException:
                 other.close()
                 raise
         return other
 
+    def begin_beside(self, first: AtroposGemEnv) -> tuple[str, dict[str, Any]]:
+        """Begins an episode, as `reset`, with the item of another one that was not answered yet.
+
+        Raises:
+            BadArgument: that one is in the middle of an episode.
+            GroupNotAlike: the same item made another first observation.
+        """
+        if self._remote is not None and first._remote is not None:
+            self.observation, info = self._remote.begin_beside(first._remote)
+            return self.observation, info
+        episode = first._running.episode
+        if episode is None or episode.answers:
+            raise BadArgument(
+                "an episode is copied before its first answer, not later", hint="spawn right after reset()"
+            )
+        self._running.end()
+        observation, info = self._begin(None, episode.item)
+        if observation != first.observation:
+            raise GroupNotAlike(
+                f"one item began as {first.observation!r:.200} and {observation!r:.200}",
+                hint="the environment must begin alike for the same item",
+            )
+        return observation, info
+
     def sample_random_action(self) -> str:
         """Returns the text of eight random tokens."""
+        if self._remote is not None:
+            return self._remote.sample_random_action()
         tokenizer = self._open().tokenizer
         return str(
             tokenizer.decode([random.randrange(len(tokenizer)) for _ in range(8)], skip_special_tokens=True)
         )
 
     def close(self) -> None:
-        """Ends the episode, and the thread if no other environment uses it. Blocks for seconds at most."""
+        """Ends the episode, and the thread or process if no other uses it. Blocks for seconds at most."""
+        if self._remote is not None:
+            self._remote.close()
+            return
         self._running.end()
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
@@ -205,17 +272,9 @@ class AtroposGemEnv(gem.Env):
             raise Closed("the environment is closed", hint="make another")
         return self._runtime
 
-    def _begin(self) -> tuple[str, dict[str, Any]]:
+    def _begin(self, seed: int | None, item: Any = None) -> tuple[str, dict[str, Any]]:
         runtime = self._open()
-        env, item, reward_of, bridge = runtime.env, self._item, self._reward_of, self._bridge
-        tokenizer = runtime.tokenizer
-        episode = self._kind(
-            runtime.loop,
-            lambda: collect(env, copy.deepcopy(item), reward_of, bridge),
-            lambda action, request: answer_of(action, request, tokenizer),
-        )
-        self._running.episode = episode
-        runtime.loop.call_soon_threadsafe(runtime.episodes.add, episode)
+        episode = self._running.episode = self._waited(runtime.loop, self._episode(runtime, seed, item))
         self._request = None
         reader: Future[Outcome] = Future()
         runtime.loop.call_soon_threadsafe(episode.begin, reader)
@@ -225,8 +284,31 @@ class AtroposGemEnv(gem.Env):
             raise NotSuspendable("the environment ended without asking for a completion")
         return self._turn(outcome, "")
 
+    async def _episode(self, runtime: Runtime, seed: int | None, item: Any) -> Episode:
+        env, rules, tokenizer, loop = runtime.env, self._rules, runtime.tokenizer, runtime.loop
+
+        def body(item: Any, said: Said) -> Any:
+            return collect(env, copy.deepcopy(item), rules, said)
+
+        def answer(action: str | Action, request: Request) -> Answer:
+            return answer_of(action, request, tokenizer)
+
+        if self._replay:
+            episode = ReplayedEpisode(loop, item or await runtime.item(seed), body, answer)
+            runtime.episodes.add(episode)
+            return episode
+        return await runtime.join(
+            seed, lambda item, size: SuspendedGroup(loop, item, body, answer, size), item
+        )
+
     def _turn(self, request: Request, answer: str) -> tuple[str, dict[str, Any]]:
         turn = turn_of(request, self._request, answer)
+        if self._tells_judges and turn.rewritten and quotes(request, self._request, answer):
+            self._running.end()
+            raise NotSuspendable(
+                "the environment quotes the answer in another conversation: a judge's, or the policy's own",
+                hint="judge_calls=(method names) are a judge's; judge_calls=() makes all turns",
+            )
         self._request, self.observation = request, turn.observation
         said = {
             "conversation": request.messages,
@@ -249,8 +331,10 @@ class AtroposGemEnv(gem.Env):
             groups = [{k: v for k, v in group.items() if k != "inference_logprobs"} for group in groups]
         info = {
             "groups": groups,
-            "group": groups[-1],
+            "group": groups[-1] if groups else None,
             "raw_score": score.raw,
+            "sibling_scores": list(score.siblings),
+            "filtered": score.filtered,
             "retokenised": any(answer.retokenised for answer in episode.answers),
             "replays": episode.replays,
         }
@@ -268,9 +352,10 @@ class AtroposGemEnv(gem.Env):
         except BadArgument:
             raise
         except TimeoutError as late:
+            lacking = "" if self._running.episode is None else self._running.episode.lacking()
             self._running.end()
             raise EnvFailed(
-                f"the environment did nothing for {self._timeout_s:g} s",
+                f"the environment did nothing for {self._timeout_s:g} s{lacking}",
                 hint="is it stuck? timeout_s=None waits",
             ) from late
         except BaseException:

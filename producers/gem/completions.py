@@ -22,6 +22,7 @@ from openai.types.completion_choice import CompletionChoice, Logprobs
 
 from shmbridge.producers.gem.action import Answer
 from shmbridge.producers.gem.errors import NotSuspendable
+from shmbridge.producers.gem.judge import HINT, JUDGING, Judge
 from shmbridge.producers.gem.request import Request
 from shmbridge.producers.gem.suspended import EPISODE
 from shmbridge.producers.rollout import Message
@@ -41,6 +42,7 @@ class AskingServer:
         model_name: as the environment may look it up in `server.servers[0].config`.
         outside: told of a completion that is asked for outside of any episode.
         tool_parser: name of vLLM's parser of tool calls for managed servers.
+        judge: who answers what a judge is asked; None: nobody.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class AskingServer:
         model_name: str,
         outside: Callable[[BaseException], None],
         tool_parser: str | None = None,
+        judge: Judge | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._judge = tokenizer, judge
         self.tool_parser = tool_parser
         self._outside = outside
         self.config = SimpleNamespace(model_name=model_name, base_url=None, server_type="vllm")
@@ -59,6 +62,9 @@ class AskingServer:
 
     async def chat_completion(self, **asked: Any) -> ChatCompletion:
         """Returns the answer to `messages`."""
+        if (judge := self._of_a_judge()) is not None:
+            judged: ChatCompletion = await judge.chat_completion(**asked)
+            return judged
         wants_logprobs = bool(asked.get("logprobs"))
         request = Request(
             messages=list(asked.pop("messages")),
@@ -78,6 +84,9 @@ class AskingServer:
 
     async def completion(self, **asked: Any) -> Completion:
         """Returns what follows `prompt`."""
+        if (judge := self._of_a_judge()) is not None:
+            judged: Completion = await judge.completion(**asked)
+            return judged
         wants_logprobs = asked.get("logprobs") not in (None, False)
         request = Request(
             prompt=self._text(asked.pop("prompt")),
@@ -101,6 +110,9 @@ class AskingServer:
 
     async def tokens(self, asked: dict[str, Any], wants_logprobs: bool) -> Tokens:
         """The same, with NO_LOGPROB for an action without log-probabilities if they are not insisted on."""
+        if (judge := self._of_a_judge()) is not None:
+            judged: Tokens = await judge.tokens_and_logprobs_completion(**asked)
+            return judged
         prompt, ids = asked.pop("prompt", None), asked.pop("input_ids", None)
         text = None if prompt is None else self._text(prompt)
         ids = self._prompt_ids(text if ids is None else list(ids))
@@ -167,6 +179,17 @@ class AskingServer:
             self._outside(error)
             raise error
         return await episode.ask(request, int(asked.get("n") or 1))
+
+    def _of_a_judge(self) -> Any:
+        """Returns who answers a judge's completion; None: it is the policy's turn. Raises NotSuspendable."""
+        name = JUDGING.get()
+        if name is None:
+            return None
+        if self._judge is None:
+            error = NotSuspendable(f"the environment asks a judge, in {name}", hint=HINT)
+            self._fail(error)
+            raise error
+        return self._judge.server
 
     def _fail(self, error: BaseException) -> None:
         episode = EPISODE.get(None)

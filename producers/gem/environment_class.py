@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 from pathlib import Path
@@ -33,6 +34,24 @@ def environment_class(environment: Any) -> type[Any]:
             f"{environment!r} is no Atropos environment", hint="give a subclass of BaseEnv, or path.py:Class"
         )
     return found
+
+
+def file_of(environment: Any) -> Path | None:
+    """Returns the file of an environment that `environment_class` would find, without importing it.
+
+    None where it is not known. The packages that a dotted name stands in are imported.
+    """
+    if not isinstance(environment, str):
+        source = inspect.getsourcefile(environment) if isinstance(environment, type) else None
+        return None if source is None else Path(source)
+    place = environment.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place)
+    try:
+        spec = importlib.util.find_spec(place) if place else None
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _named(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: `EventLoopThread`."""
+"""An event loop in a thread of its own, or in the main thread of a process: `event_loop`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ _LAST_S = 5.0  # for tasks that do not end when they are cancelled
 class EventLoopThread:
     """Runs an event loop until it is stopped. Any thread may make and use it; it installs no signal handlers.
 
-    The thread is a daemon: what an environment never finishes does not keep the interpreter.
+    The thread is a daemon: what an environment never finishes does not keep the interpreter. Where a process
+    is an environment's own, it is the main thread's loop instead.
     """
 
     def __init__(self, name: str) -> None:
+        if MAIN.loop is not None:
+            self.loop, self.thread = MAIN.loop, MAIN.thread
+            return
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=_run, args=(self.loop,), name=name, daemon=True)
         self.thread.start()
@@ -30,8 +34,35 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
 
+class MainThread:
+    """The main thread's event loop, where a process is one environment's own; for all its environments."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread = threading.main_thread()
+
+    def take(self) -> None:
+        """Has all environments of this process run in the main thread, from now on."""
+        self.loop = asyncio.new_event_loop()
+
+    def run(self) -> None:
+        """Runs the loop without end. Main thread only."""
+        assert self.loop is not None
+        _run(self.loop)
+
+
+MAIN = MainThread()
+
+
+def is_main(thread: threading.Thread) -> bool:
+    """Returns whether a loop's thread is the main thread, which goes on when an environment ends."""
+    return MAIN.loop is not None and thread is MAIN.thread
+
+
 def stop(loop: asyncio.AbstractEventLoop) -> None:
-    """Tells a loop to cancel its tasks and to end. Never blocks; any thread, and again."""
+    """Tells a loop to cancel its tasks and to end, but the main thread's. Never blocks; any thread, again."""
+    if loop is MAIN.loop:
+        return
     with suppress(RuntimeError):  # it is closed
         loop.call_soon_threadsafe(loop.stop)
 

@@ -10,9 +10,9 @@ from typing import Any
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.producers.gem.action import Action, Answer
 from shmbridge.producers.gem.errors import NotSuspendable
-from shmbridge.producers.gem.mailbox import Mailbox, Outcome
+from shmbridge.producers.gem.mailbox import Ended, Mailbox, Outcome
 from shmbridge.producers.gem.request import Request
-from shmbridge.producers.gem.suspended import Body, MakeAnswer, outcome_of, start
+from shmbridge.producers.gem.suspended import Body, GroupBody, MakeAnswer, outcome_of, start
 
 
 class ReplayedEpisode:
@@ -28,8 +28,11 @@ class ReplayedEpisode:
         replays: how often the body was run again.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, body: Body, answer: MakeAnswer) -> None:
-        self.loop, self._body, self._make_answer = loop, body, answer
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, item: Any, body: GroupBody, answer: MakeAnswer
+    ) -> None:
+        self.loop, self.item, self._make_answer = loop, item, answer
+        self._body: Body = lambda: body(item, lambda: [self.answers])
         self._mailbox = Mailbox()
         self._run: _Run | None = None
         self._error: BaseException | None = None
@@ -37,6 +40,10 @@ class ReplayedEpisode:
         self.requests: list[Request] = []  # of each answer
         self._request: Request | None = None
         self.replays = 0
+
+    def lacking(self) -> str:
+        """Nobody: it is played alone."""
+        return ""
 
     def begin(self, reader: Future[Outcome]) -> None:
         """Starts the body."""
@@ -80,7 +87,7 @@ class ReplayedEpisode:
 
     def ended(self, run: _Run, task: asyncio.Task[Any]) -> None:
         """A run has ended; one that was left before does not count."""
-        outcome = outcome_of(task)
+        outcome = _alone(outcome_of(task))
         if run is self._run and self._error is None:
             self._error = Closed("the episode is over", hint="reset() begins another")
             self._mailbox.put(outcome)
@@ -132,3 +139,11 @@ class _Run:
             task.cancelled() or task.exception()  # left, however it ends
         else:
             self._episode.ended(self, task)
+
+
+def _alone(outcome: Outcome | BaseException) -> Outcome | BaseException:
+    """What the only sibling gets."""
+    if not isinstance(outcome, Ended):
+        return outcome
+    (result,) = outcome.result
+    return result if isinstance(result, BaseException) else Ended(result)

@@ -72,6 +72,48 @@ def _chat_turn(messages: Sequence[Message], asked: Sequence[Message] | None, ans
     return Turn(new[1:], rewritten=new[0].get("content") != answer) if said else Turn(new)
 
 
+def continues(request: Request, before: Request | None, said: Sequence[str]) -> bool:
+    """Returns whether a request goes on with the conversation `before`, with all that was said in it.
+
+    An environment may trim an answer, add to it, or leave its thoughts out.
+    """
+    if before is None:
+        return False
+    text, asked = _whole(request), _whole(before)
+    if request.messages is not None and before.messages:
+        if list(request.messages[:1]) != list(before.messages[:1]):
+            return False
+    elif before.prompt and text[:32] != asked[:32]:
+        return False
+    at = 0
+    for answer in said:
+        answer = answer.rpartition("</think>")[2].strip() or answer.strip()
+        found = text.find(answer, at)
+        if found < 0:
+            return False
+        at = found + len(answer)
+    return True
+
+
+def quotes(request: Request, before: Request | None, answer: str) -> bool:
+    """Returns whether a request shows an answer as somebody else's words, in another conversation.
+
+    So a judge is asked, and a model that gets a summary.
+    """
+    answer = answer.strip()
+    if not answer or before is None or before.messages is None or request.messages is None:
+        return False
+    if list(request.messages[: len(before.messages)]) == list(before.messages):
+        return False
+    return any(each.get("role") != "assistant" and answer in _text(each) for each in request.messages)
+
+
+def _whole(request: Request) -> str:
+    if request.messages is not None:
+        return "\n".join(_text(message) for message in request.messages)
+    return request.prompt or ""
+
+
 def _as_user(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 

@@ -8,15 +8,17 @@ import inspect
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shmbridge.errors import BadArgument
 from shmbridge.producers.atropos.upstream_workarounds import PlainTokens
 from shmbridge.producers.gem.errors import EnvFailed, NotSuspendable
-from shmbridge.producers.gem.event_loop import EventLoopThread, stop
+from shmbridge.producers.gem.event_loop import EventLoopThread, is_main, stop
+from shmbridge.producers.gem.judge import Judge, tell_apart
 from shmbridge.producers.gem.replayed import ReplayedEpisode
-from shmbridge.producers.gem.suspended import SuspendedEpisode
+from shmbridge.producers.gem.suspended import SuspendedEpisode, SuspendedGroup
+from shmbridge.producers.gem.trajectory import collects_alone, watch
 
 _SEEDS = 4096  # items that are remembered by seed
 
@@ -34,9 +36,19 @@ class Runtime:
         config: its config, ready.
         server_configs: as its class gives them; no server is asked.
         items: of its items, the first so many are taken, in turn; None: all, once.
+        judge: who answers what a judge is asked; None: nobody.
+        judge_calls: methods in which a judge is asked; None: those that look like it.
     """
 
-    def __init__(self, kind: type[Any], config: Any, server_configs: Any, items: int | None) -> None:
+    def __init__(
+        self,
+        kind: type[Any],
+        config: Any,
+        server_configs: Any,
+        items: int | None,
+        judge: Mapping[str, Any] | None,
+        judge_calls: Sequence[str] | None,
+    ) -> None:
         self._thread = EventLoopThread(f"shmbridge-gem-{kind.__name__}")
         self.loop, self.thread = self._thread.loop, self._thread.thread
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -45,9 +57,15 @@ class Runtime:
         self._first, self._turn, self._count = list[Any](), 0, items
         self._items: OrderedDict[int, Any] = OrderedDict()
         self._asking, self._is_set_up = asyncio.Lock(), False
+        self._joining = asyncio.Lock()
+        self._forming: dict[int | None, SuspendedGroup] = {}  # groups of siblings that are not all there
+        self.size = 1 if collects_alone(kind) else int(config.group_size)
         self.stopping = weakref.finalize(self, stop, self.loop)
         try:
-            self.env = self._thread.submit(_made(kind, config, server_configs, self.episodes)).result()
+            made = _made(kind, config, server_configs, self.episodes, None if judge is None else Judge(judge))
+            self.env = self._thread.submit(made).result()
+            tell_apart(self.env, judge_calls)
+            watch(kind)
         except BaseException:
             self.stopping()
             raise
@@ -56,6 +74,30 @@ class Runtime:
     def tokenizer(self) -> Any:
         """The environment's."""
         return self.env.tokenizer
+
+    async def join(
+        self, seed: int | None, begin: Callable[[Any, int], SuspendedGroup], item: Any = None
+    ) -> SuspendedEpisode:
+        """Returns a place in the group of a seed that is not full, else in a new one.
+
+        Args:
+            seed: siblings have the same.
+            begin: makes a group of an item and so many siblings.
+            item: what it plays; None: the seed's.
+
+        Raises:
+            EnvFailed, NotSuspendable: as `item`.
+        """
+        async with self._joining:
+            group = self._forming.get(seed)
+            if group is None or group.error is not None or (item is not None and group.item is not item):
+                group = begin(await self.item(seed) if item is None else item, self.size)
+                self._forming[seed] = group
+            member = group.join()
+            self.episodes.add(member)
+            if group.is_full:
+                self._forming.pop(seed)
+            return member
 
     async def item(self, seed: int | None) -> Any:
         """Returns a copy of the environment's next item; the same one for the same seed. Sets it up first.
@@ -107,7 +149,15 @@ class Runtime:
 
 
 def runtime_of(
-    kind: type[Any], config: Any, tokenizer: str | None, items: int | None, user: object
+    kind: type[Any],
+    config: Any,
+    *,
+    tokenizer: str | None,
+    items: int | None,
+    group_size: int,
+    judge: Mapping[str, Any] | None,
+    judge_calls: Sequence[str] | None,
+    user: object,
 ) -> Runtime:
     """Returns the runtime of a class and config; an equal one that is in use is shared, and set up once.
 
@@ -115,23 +165,24 @@ def runtime_of(
 
     Args:
         kind: the class.
-        config: fields that differ from the class's own config, or a whole config; its group size becomes 1.
+        config: fields that differ from the class's own config, or a whole config, but for its group size.
         tokenizer: name or folder, in place of the config's.
-        items: as of `Runtime`.
+        items, judge, judge_calls: as of `Runtime`.
+        group_size: so many siblings play a group.
         user: who uses it, until it leaves or is collected.
 
     Raises:
         BadArgument: the config has no such field, or a value of another type.
         Exception: whatever the environment's constructor raises.
     """
-    whole, server_configs = _config_of(kind, config or {}, tokenizer)
+    whole, server_configs = _config_of(kind, config or {}, tokenizer, group_size)
     if items is not None and items < 1:
         raise BadArgument(f"items={items} is less than 1", hint="items=None takes all")
-    key = (kind, f"{items} {whole!r}")
+    key = (kind, f"{items} {whole!r} {judge!r} {judge_calls!r}")
     with _sharing:
         runtime = _shared.get(key)
         if runtime is None:
-            runtime = _shared[key] = Runtime(kind, whole, server_configs, items)
+            runtime = _shared[key] = Runtime(kind, whole, server_configs, items, judge, judge_calls)
         runtime.users.add(user)
         return runtime
 
@@ -146,13 +197,13 @@ def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
             if each is runtime:
                 del _shared[key]
     runtime.stopping()
-    if runtime.thread is not threading.current_thread():
+    if runtime.thread is not threading.current_thread() and not is_main(runtime.thread):
         runtime.thread.join(timeout_s)
 
 
-def _config_of(kind: type[Any], config: Any, tokenizer: str | None) -> tuple[Any, Any]:
+def _config_of(kind: type[Any], config: Any, tokenizer: str | None, group_size: int) -> tuple[Any, Any]:
     default, server_configs = kind.config_init()
-    changes = {"group_size": 1, **({} if tokenizer is None else {"tokenizer_name": tokenizer})}
+    changes = {"group_size": group_size, **({} if tokenizer is None else {"tokenizer_name": tokenizer})}
     if isinstance(config, Mapping):
         unknown = sorted(set(config) - set(type(default).model_fields))
         if unknown:
@@ -171,7 +222,9 @@ def _config_of(kind: type[Any], config: Any, tokenizer: str | None) -> tuple[Any
         ) from wrong
 
 
-async def _made(kind: type[Any], config: Any, server_configs: Any, episodes: weakref.WeakSet[Any]) -> Any:
+async def _made(
+    kind: type[Any], config: Any, server_configs: Any, episodes: weakref.WeakSet[Any], judge: Judge | None
+) -> Any:
     """The environment with a policy in place of its server; made in its event loop, where it will run."""
     from shmbridge.producers.gem.completions import AskingServer
 
@@ -190,5 +243,6 @@ async def _made(kind: type[Any], config: Any, server_configs: Any, episodes: wea
 
     first = server_configs[0] if isinstance(server_configs, list) and server_configs else server_configs
     model_name = getattr(first, "model_name", "policy")
-    env.server = AskingServer(env.tokenizer, model_name, outside, getattr(env.server, "tool_parser", None))
+    parser = getattr(env.server, "tool_parser", None)
+    env.server = AskingServer(env.tokenizer, model_name, outside, parser, judge)
     return env

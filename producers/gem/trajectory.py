@@ -1,12 +1,15 @@
-"""Collects one trajectory of an Atropos environment as its worker would: `collect`, and its `Score`."""
+"""Collects one trajectory of an Atropos environment, or one group of siblings: `collect`, and its `Score`."""
 
 from __future__ import annotations
 
+import contextvars
 import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shmbridge.producers.gem.action import Answer
 from shmbridge.producers.gem.errors import EnvFailed
 
 Group = dict[str, Any]
@@ -14,6 +17,25 @@ RewardBridge = Callable[[Group], Awaitable[Mapping[str, Any]]]
 RewardOf = Callable[[Sequence[Group]], float]
 
 _OF_THE_GROUP = ("group_overrides", "generation_params")  # not one value per row
+_MASKED = -100
+
+# The ScoredDataGroups that the environment has made in this episode, in its order.
+_made: contextvars.ContextVar[list[Group]] = contextvars.ContextVar("shmbridge_gem_groups")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an episode is worth beside the environment's own score.
+
+    Attributes:
+        reward_of: of its groups; None: they have one row for each sibling.
+        bridge: gives groups other scores.
+        left_out: of an answer that the environment leaves out of its group; None: it is an error.
+    """
+
+    reward_of: RewardOf | None = None
+    bridge: RewardBridge | None = None
+    left_out: float | None = None
 
 
 @dataclass(frozen=True)
@@ -21,32 +43,64 @@ class Score:
     """What an episode gave.
 
     Attributes:
-        groups: the environment's own, usually one with one row.
+        groups: the environment's own, one with the sibling's row as a rule; none of an answer left out.
         reward: what the episode is worth.
         raw: the environment's score, where a reward bridge changed it.
+        filtered: the environment dropped its group after it was scored.
+        siblings: scores of all rows of the group, in its order, as the environment gave them.
     """
 
     groups: list[Group]
     reward: float
     raw: float
+    filtered: bool = False
+    siblings: tuple[float, ...] = ()
 
 
-async def collect(env: Any, item: Any, reward_of: RewardOf | None, bridge: RewardBridge | None) -> Score:
-    """Returns the score of a trajectory. Awaits the environment's completions.
+async def collect(
+    env: Any, item: Any, rules: Rules, said: Callable[[], Sequence[Sequence[Answer]]]
+) -> list[Score | EnvFailed]:
+    """Returns the score of each sibling. Awaits the environment's completions.
 
     The environment's own `postprocess_histories` is applied, and its backlog grows, as with Atropos' workers.
+    A group that the environment scores and then drops, as when all scores are equal, is taken as it was.
+
+    Args:
+        env: the environment.
+        item: what it plays.
+        rules: see there.
+        said: returns the answers of each sibling, once the environment has ended.
 
     Raises:
         EnvFailed: it gave no trajectory, or none with one finite score.
         Exception: whatever the environment raises.
     """
-    groups = await _groups(env, item)
-    score = reward_of or the_score
-    raw = _finite(score(groups))
-    if bridge is None:
-        return Score(groups, raw, raw)
-    changed = [{**group, **await bridge(group)} for group in groups]
-    return Score(changed, _finite(score(changed)), raw)
+    made: list[Group] = []
+    _made.set(made)
+    groups, filtered = await _groups(env, item), False
+    answers = said()
+    if not groups:
+        groups = [each for each in made if each.get("scores") and len(each["scores"]) == len(each["tokens"])]
+        groups, filtered = groups[-1:], True
+    if not groups:
+        if rules.left_out is None:
+            raise EnvFailed(
+                "the environment gave no trajectory, and scored none in a ScoredDataGroup",
+                hint="it may have rejected it: see its log; left_out=NUMBER is then what an answer is worth",
+            )
+        return [Score([], rules.left_out, rules.left_out, True) for _ in answers]
+    changed = groups if rules.bridge is None else [{**group, **await rules.bridge(group)} for group in groups]
+    if len(answers) == 1:
+        raw = _finite((rules.reward_of or the_score)(groups))
+        reward = _finite((rules.reward_of or the_score)(changed))
+        return [Score(changed, reward, raw, filtered, (raw,))]
+    if len(groups) > 1:
+        raise EnvFailed(
+            f"the environment gave {len(groups)} groups for {len(answers)} siblings",
+            hint="group_size=1 plays it",
+        )
+    rows = rows_of(groups[0], answers, env.tokenizer)
+    return [_of_a_sibling(groups[0], changed[0], row, filtered, rules.left_out) for row in rows]
 
 
 def the_score(groups: Sequence[Group]) -> float:
@@ -60,10 +114,56 @@ def the_score(groups: Sequence[Group]) -> float:
     return rows[0]
 
 
-async def _groups(env: Any, item: Any) -> list[Group]:
-    from atroposlib.envs.base import BaseEnv
+def rows_of(group: Group, siblings: Sequence[Sequence[Answer]], tokenizer: Any) -> list[int | None]:
+    """Returns each sibling's row of a group in any order; None: it has none. Never blocks.
 
-    if type(env).collect_trajectories is BaseEnv.collect_trajectories:
+    A row is the sibling's whose answers are its trained tokens, else its trained text, else stand in its text
+    one after another.
+    """
+    rows: list[int | None] = [None] * len(siblings)
+    free = dict(
+        enumerate(_row(*each, tokenizer) for each in zip(group["tokens"], group["masks"], strict=True))
+    )
+    # Long answers first: a short one may be a part of a long one.
+    order = sorted(range(len(siblings)), key=lambda at: -sum(len(each.text) for each in siblings[at]))
+    for is_its in (_same_tokens, _same_text, _in_trained_text, _in_whole_text):
+        for at in (each for each in order if siblings[each] and rows[each] is None):
+            row = next((number for number, each in free.items() if is_its(siblings[at], each)), None)
+            if row is not None:
+                rows[at] = row
+                del free[row]
+    return rows
+
+
+def watch(kind: type[Any]) -> None:
+    """Has the ScoredDataGroups that a class makes noted, so that what it scores and then drops is known.
+
+    In the modules of the class and its bases, `ScoredDataGroup` is then a name that makes the same dicts.
+    """
+    from atroposlib.envs.base import BaseEnv, ScoredDataGroup
+
+    for each in kind.__mro__:
+        if each in BaseEnv.__mro__:
+            continue
+        module = sys.modules[each.__module__]
+        for name, value in list(vars(module).items()):
+            if value is ScoredDataGroup or ScoredDataGroup in getattr(value, "__orig_bases__", ()):
+                setattr(module, name, _Noted)
+
+
+class _Noted(dict[str, Any]):
+    """Makes plain dicts, as a TypedDict does, and notes each."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        group: Group = dict(*args, **kwargs)
+        made = _made.get(None)
+        if made is not None:
+            made.append(group)
+        return group
+
+
+async def _groups(env: Any, item: Any) -> list[Group]:
+    if collects_alone(type(env)):
         row, backlog = await env.collect_trajectory(item)
         result: Any = None if row is None else _group_of(row)
     else:
@@ -71,16 +171,86 @@ async def _groups(env: Any, item: Any) -> list[Group]:
     env.backlog.extend(backlog)
     if result:
         result = await env.postprocess_histories(result)
-    groups = [each for each in (result if isinstance(result, list) else [result]) if each]
-    if not groups:
-        raise EnvFailed("the environment gave no trajectory", hint="it may have rejected it: see its log")
-    return groups
+    return [each for each in (result if isinstance(result, list) else [result]) if each]
+
+
+def collects_alone(kind: type[Any]) -> bool:
+    """Returns whether a class plays each trajectory by itself: siblings then have nothing in common."""
+    from atroposlib.envs.base import BaseEnv
+
+    return kind.collect_trajectories is BaseEnv.collect_trajectories
 
 
 def _group_of(row: Any) -> Group:
     if not isinstance(row, Mapping):
         raise EnvFailed(f"collect_trajectory returned a {type(row).__name__}, not a ScoredDataItem")
     return {name: value if name in _OF_THE_GROUP or value is None else [value] for name, value in row.items()}
+
+
+def _of_a_sibling(
+    group: Group, changed: Group, row: int | None, filtered: bool, left_out: float | None
+) -> Score | EnvFailed:
+    siblings = tuple(float(each) for each in group["scores"])
+    if row is None:
+        if left_out is None:
+            return EnvFailed(
+                f"the environment left this answer out of its group, which has {len(siblings)} rows",
+                hint="left_out=NUMBER is what such an answer is worth",
+            )
+        return Score([], left_out, left_out, True, siblings)
+    try:
+        raw, reward = _finite(siblings[row]), _finite(float(changed["scores"][row]))
+    except EnvFailed as wrong:
+        return wrong
+    rows = len(siblings)
+    own = {
+        name: [value[row]]
+        if name not in _OF_THE_GROUP and isinstance(value, (list, tuple)) and len(value) == rows
+        else value
+        for name, value in changed.items()
+    }
+    return Score([own], reward, raw, filtered, siblings)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of a group, as a sibling is told by it."""
+
+    trained: list[int]
+    trained_text: str
+    text: str
+
+
+def _row(tokens: Sequence[int], masks: Sequence[int], tokenizer: Any) -> _Row:
+    trained = [token for token, mask in zip(tokens, masks, strict=False) if mask != _MASKED]
+    text = tokenizer.decode(trained, skip_special_tokens=True)
+    return _Row(trained, text, tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _same_tokens(answers: Sequence[Answer], row: _Row) -> bool:
+    return [token for answer in answers for token in answer.token_ids or ()] == row.trained
+
+
+def _same_text(answers: Sequence[Answer], row: _Row) -> bool:
+    return "".join("".join(each.text for each in answers).split()) == "".join(row.trained_text.split())
+
+
+def _in_trained_text(answers: Sequence[Answer], row: _Row) -> bool:
+    return _in(answers, row.trained_text)
+
+
+def _in_whole_text(answers: Sequence[Answer], row: _Row) -> bool:
+    return _in(answers, row.text)
+
+
+def _in(answers: Sequence[Answer], text: str) -> bool:
+    at = 0
+    for answer in answers:
+        found = text.find(answer.text.strip(), at)
+        if found < 0:
+            return False
+        at = found + len(answer.text.strip())
+    return True
 
 
 def _finite(score: float) -> float:

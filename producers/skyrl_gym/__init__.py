@@ -8,8 +8,9 @@ model reasoned. `env_process.py` has environments in a process of their own. `ad
 Atropos environment; it imports atroposlib, so it is imported by its own path.
 """
 
+from shmbridge.producers.env_process import EnvProcessEnded
 from shmbridge.producers.skyrl_gym.env_process import EnvProcess, server_command
-from shmbridge.producers.skyrl_gym.errors import BadTask, EnvironmentFailed, EnvProcessEnded
+from shmbridge.producers.skyrl_gym.errors import BadTask, EnvironmentFailed
 from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
 from shmbridge.producers.skyrl_gym.play import SkyRLPlay
 from shmbridge.producers.skyrl_gym.remote_env import RemoteEnv

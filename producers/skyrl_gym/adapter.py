@@ -78,8 +78,9 @@ class SkyRLConfig(BaseEnvConfig):
 class SkyRLAdapter(BaseEnv):
     """Plays SkyRL-Gym episodes as groups of Atropos, with exact tokens, rewards of steps, and traces.
 
-    `step_rewards` and `env_metrics` are no fields of Atropos: its own rollout server drops them, a bridge
-    carries them. Runs in one event loop, as every BaseEnv, and blocks it only to start a process of its own.
+    `step_rewards`, `env_metrics`, and the columns of identity, turns and traces are no fields of Atropos: its
+    own rollout server drops them, a bridge carries them. Runs in one event loop, as every BaseEnv, and blocks
+    it only to start a process of its own.
     """
 
     name = "skyrl"

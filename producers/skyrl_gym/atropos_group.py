@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shmbridge.producers.atropos.fields import OWN_COLUMNS
 from shmbridge.producers.rollout import Episode, group_of
 from shmbridge.schema import ATROPOS_NO_LOGPROB
 
 _MASKED = -100  # of `masks`
 
-# What Atropos has no field for; on a bridge they arrive in columns, or in `extra`.
-_BESIDE = ("step_rewards", "step_ends", "trace_spans", "instance_id", "repetition_id")
+# What Atropos has no field for: its own rollout server drops them. On a bridge they are columns, rewards of
+# steps with --step-rewards, as those of every environment.
+_STEPS = ("step_rewards", "step_ends")
+_BESIDE = ("trace_spans", "instance_id", "repetition_id", "turn_ends", "finish_reason")
 
 
 def scored_group(episodes: Sequence[Episode], env_metrics: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +35,8 @@ def scored_group(episodes: Sequence[Episode], env_metrics: dict[str, Any]) -> di
         "messages": [[dict(message) for message in row] for row in columns["messages"]],
         "generation_params": {"temperature": episodes[0].sampling.temperature},
         "env_metrics": env_metrics,
-        **{name: columns[name] for name in _BESIDE if name in columns},
+        **{name: columns[name] for name in (*_STEPS, *_BESIDE) if name in columns},
+        OWN_COLUMNS: list(_BESIDE),
     }
     if "inference_logprobs" in columns:
         group["inference_logprobs"] = [

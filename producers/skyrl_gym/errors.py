@@ -1,4 +1,4 @@
-"""What can go wrong with SkyRL-Gym: a data set, an environment, an environment's own process."""
+"""What can go wrong with SkyRL-Gym: a data set, an environment."""
 
 from __future__ import annotations
 
@@ -15,9 +15,3 @@ class EnvironmentFailed(ShmBridgeError, RuntimeError):
     """A SkyRL-Gym environment raised, or returned what no environment returns; its episode is no row."""
 
     code = "SB513"
-
-
-class EnvProcessEnded(ShmBridgeError, RuntimeError):
-    """The process that environments run in did not start, or has ended; the message has its log's end."""
-
-    code = "SB514"

@@ -235,7 +235,7 @@ def test_atropos_env_ends_without_a_reward_are_errors(make_env, envs, monkeypatc
     env.reset()
     assert env.step("x")[1] == 11.0, "its loop goes on; Atropos' postprocess_histories is applied"
     env.reset()
-    assert env._item == {"start": 77}, "the backlog comes first"
+    assert env._running.episode.item == {"start": 77}, "the backlog comes first"
 
 
 def test_atropos_env_that_asks_nothing_is_refused(make_env, envs, monkeypatch):
@@ -280,7 +280,7 @@ def test_atropos_env_rows_that_are_not_one_need_a_rule(make_env):
 
 
 def test_atropos_env_says_when_the_conversation_is_another(make_env):
-    env = make_env("RewrittenEnv")
+    env = make_env("RewrittenEnv", options={"judge_calls": ()})
     env.reset()
     observation, *_, info = env.step("hello")
     assert observation == "so far: hello"

@@ -18,6 +18,7 @@ from skyrl_rows import task
 from skyrl_scripted import Scripted
 
 import shmbridge
+from shmbridge.schema import FINISH_REASONS
 from shmbridge.testing import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -130,6 +131,7 @@ def test_groups_arrive_whole(
 def check(record: Any, group: dict[str, Any], row: int, noted: list[dict[str, Any]]) -> None:
     """One row against what its environment noted, and against itself."""
     uid = group["instance_id"][row]
+    assert (record["instance_id"][row], record["repetition_id"][row]) == (uid, row)
     answers = [each["content"] for each in group["messages"][row] if each["role"] == "assistant"]
     rewards = record["step_rewards"][row].tolist()
     assert any(
@@ -150,7 +152,12 @@ def check(record: Any, group: dict[str, Any], row: int, noted: list[dict[str, An
     ends = [
         at + 1 for at, each in enumerate(trained) if each and (at + 1 == len(trained) or not trained[at + 1])
     ]
-    assert record["step_ends"][row].tolist() == ends
+    assert record["step_ends"][row].tolist() == record["turn_ends"][row].tolist() == ends
+    assert FINISH_REASONS[record["finish_reason"][row]] in ("stop", "length")
+    spans = record["trace_spans"][row].tolist() if "trace_spans" in record else []
+    said = record.json("extra")["env_metrics"]["reasoning_traces"][row] is not None
+    assert bool(spans) == said
+    assert spans == group.get("trace_spans", [[]] * 4)[row]
     assert len(tokens) < RUN.max_token_len
     assert (record["token_versions"][row] >= 0).tolist() == trained  # stamped from the server's responses
 

@@ -50,7 +50,7 @@ ORDER = {
     """,
     "producers": """
         __init__
-        nemo_gym replay rollout
+        env_process nemo_gym replay rollout
         rewards
         atropos
         gem openenv skyrl_gym verifiers

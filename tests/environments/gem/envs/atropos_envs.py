@@ -6,7 +6,9 @@ Each counts its runs and the completions it asked for, in lists of its own objec
 import asyncio
 import contextlib
 import itertools
+import random
 import threading
+from typing import ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
@@ -268,3 +270,127 @@ class RewrittenEnv(ChatEnv):
         said = await self.ask([{"role": "user", "content": "first"}])
         await self.ask([{"role": "user", "content": f"so far: {said}"}])
         return ScoredDataItem(tokens=[1], masks=[1], scores=1.0), []
+
+
+class FilteredEnv(ChatEnv):
+    """As most of upstream's: a group at a time, shuffled, no short answers, none if all scores are equal.
+
+    A right answer is "right", and some more; if all are right, long ones are worth less.
+    """
+
+    name = "filtered"
+    scored: ClassVar[list[dict[str, float]]] = []
+
+    async def collect_trajectories(self, item):
+        self.runs.append(item["start"])
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            completion = await managed.chat_completion(
+                messages=[{"role": "user", "content": f"item {item['start']}"}],
+                n=self.config.group_size,
+                max_tokens=64,
+            )
+            nodes = managed.get_state()["nodes"]
+        answers = [
+            {"text": choice.message.content, "cut": choice.finish_reason == "length", "node": node}
+            for choice, node in zip(completion.choices, nodes, strict=True)
+        ]
+        return await self.score(answers), []
+
+    async def score(self, answers):
+        random.shuffle(answers)
+        group = ScoredDataGroup()
+        group["tokens"], group["masks"], group["scores"], group["inference_logprobs"] = [], [], [], []
+        for answer in answers:
+            node = answer["node"]
+            if len([mask for mask in node.masked_tokens if mask != -100]) < 3:
+                continue
+            group["tokens"].append(node.tokens)
+            group["masks"].append(node.masked_tokens)
+            group["inference_logprobs"].append(node.logprobs)
+            group["scores"].append(1.0 if answer["text"].startswith("right") else -1.0)
+        if all(score == 1.0 for score in group["scores"]):
+            group["scores"] = [1.0 - len(tokens) / 1024 for tokens in group["tokens"]]
+        self.scored.append({a["text"]: s for a, s in zip(answers, group["scores"], strict=False)})
+        if all(score == group["scores"][0] for score in group["scores"]):
+            return None
+        return group
+
+
+class RoundsEnv(ChatEnv):
+    """The first turn of all siblings is one request; later ones are a request for each, at the same time."""
+
+    name = "rounds"
+
+    async def collect_trajectories(self, item):
+        self.runs.append(item["start"])
+        chats = [[{"role": "user", "content": "begin"}] for _ in range(self.config.group_size)]
+        first = await self.server.chat_completion(messages=chats[0], n=self.config.group_size, max_tokens=9)
+        said = [choice.message.content for choice in first.choices]
+        for _ in range(self.config.turns - 1):
+            for chat, text in zip(chats, said, strict=True):
+                chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+            later = await asyncio.gather(
+                *(self.server.chat_completion(messages=chat, n=1, max_tokens=9) for chat in chats)
+            )
+            said = [each.choices[0].message.content for each in later]
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[])
+        for chat, text in zip(chats, said, strict=True):
+            row = tokenize_for_trainer(self.tokenizer, [*chat, {"role": "assistant", "content": text}])
+            group["tokens"].append(row["tokens"])
+            group["masks"].append(row["masks"])
+            group["scores"].append(float(len(text)))
+        order = list(range(len(chats)))
+        random.shuffle(order)
+        return {name: [rows[at] for at in order] for name, rows in group.items()}, []
+
+
+class TasksEnv(ChatEnv):
+    """A task for each sibling, all at once, each with turns of its own number."""
+
+    name = "tasks"
+
+    async def collect_trajectories(self, item):
+        async def one(number):
+            chat = [{"role": "user", "content": "begin"}]
+            for _ in range(self.config.turns):
+                completion = await self.server.chat_completion(messages=chat, n=1, max_tokens=9)
+                text = completion.choices[0].message.content
+                chat += [{"role": "assistant", "content": text}]
+                if text.startswith("stop"):
+                    break
+                chat += [{"role": "user", "content": "more"}]
+            return tokenize_for_trainer(self.tokenizer, chat, train_on_all_assistant_turns=True), len(chat)
+
+        rows = await asyncio.gather(*(one(number) for number in range(self.config.group_size)))
+        return ScoredDataGroup(
+            tokens=[row["tokens"] for row, _ in rows],
+            masks=[row["masks"] for row, _ in rows],
+            scores=[float(length) for _, length in rows],
+        ), []
+
+
+class JudgedEnv(ChatEnv):
+    """Asks a judge about the answer: in `score`, or in a method of another name."""
+
+    name = "judged"
+    where = "score"
+
+    async def collect_trajectories(self, item):
+        chat = [{"role": "user", "content": "joke"}]
+        completion = await self.server.chat_completion(messages=chat, n=self.config.group_size, max_tokens=9)
+        texts = [choice.message.content for choice in completion.choices]
+        return await (self.score if self.where == "score" else self.weigh)(texts), []
+
+    async def score(self, texts):
+        return await self.weigh(texts)
+
+    async def weigh(self, texts):
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[])
+        for text in texts:
+            asked = [{"role": "user", "content": f"How good is this, from 0 to 9? {text}"}]
+            judged = await self.server.chat_completion(messages=asked, n=1, max_tokens=2)
+            tokens = self.tokenizer.encode(text)
+            group["tokens"].append(tokens)
+            group["masks"].append(tokens)
+            group["scores"].append(float(judged.choices[0].message.content))
+        return group

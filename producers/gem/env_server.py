@@ -1,0 +1,105 @@
+"""Serves one Atropos environment, which has the main thread of this process: `python -m ...gem.env_server`.
+
+`OwnProcess` starts it. Its event loop runs in the main thread, so that the environment may use signals; calls
+come in threads of an HTTP server, a connection for each `AtroposGemEnv` of the other process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from types import UnionType
+from typing import ClassVar
+
+from shmbridge.producers.env_process.server import BOUNDS, Json, add_server_flags, end_with, serve
+from shmbridge.producers.gem.action import Action
+from shmbridge.producers.gem.atropos_env import AtroposGemEnv
+from shmbridge.producers.gem.environment_class import environment_class
+from shmbridge.producers.gem.event_loop import MAIN
+
+
+class Envs:
+    """The environments of this process, by number. Any thread; calls of one in turn."""
+
+    CALLS: ClassVar[Mapping[str, Mapping[str, type | UnionType]]] = {
+        "make": {"arguments": dict},
+        "reset": {"episode": int, "seed": int | None},
+        "step": {"episode": int, "action": dict},
+        "beside": {"episode": int, "other": int},
+        "random": {"episode": int},
+        "close": {"episode": int},
+    }
+
+    def __init__(self, environment: str) -> None:
+        self._environment = environment
+        self._envs: dict[int, AtroposGemEnv] = {}
+        self._numbers = itertools.count()
+
+    def has(self, number: int) -> bool:
+        """Returns whether there is this one."""
+        return number in self._envs
+
+    def make(self, asked: Json) -> Json:
+        """Makes one."""
+        env = AtroposGemEnv(self._environment, process=False, **asked["arguments"])
+        number = next(self._numbers)
+        self._envs[number] = env
+        return {"episode": number}
+
+    def reset(self, asked: Json) -> Json:
+        """Begins an episode."""
+        observation, info = self._envs[asked["episode"]].reset(asked["seed"])
+        return {"observation": observation, "info": info}
+
+    def step(self, asked: Json) -> Json:
+        """Answers."""
+        action = asked["action"]
+        said = self._envs[asked["episode"]].step(
+            Action(**action) if "token_ids" in action else action["text"]
+        )
+        return {"said": said}
+
+    def beside(self, asked: Json) -> Json:
+        """Begins an episode as a sibling of another one's, which was not answered yet."""
+        observation, info = self._envs[asked["episode"]].begin_beside(self._envs[asked["other"]])
+        return {"observation": observation, "info": info}
+
+    def random(self, asked: Json) -> Json:
+        """Returns an action."""
+        return {"action": self._envs[asked["episode"]].sample_random_action()}
+
+    def close(self, asked: Json) -> Json:
+        """Closes one; twice is allowed."""
+        env = self._envs.pop(asked["episode"], None)
+        if env is not None:
+            env.close()
+        return {}
+
+
+def main() -> None:
+    """Serves until it is told to end."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--environment", required=True, help='"package.module:Class" or "path/to/file.py:Class"'
+    )
+    parser.add_argument("--path", default="", help="folders of imports beside this process's own")
+    add_server_flags(parser)
+    options = parser.parse_args()
+    if options.parent is not None:
+        end_with(options.parent)
+    sys.path += [each for each in options.path.split(os.pathsep) if each and each not in sys.path]
+    environment_class(options.environment)  # here: what it does with signals as it is imported
+    MAIN.take()
+    serving = (Envs(options.environment), options.port, options.ready_fd, BOUNDS)
+    threading.Thread(target=serve, args=serving, name="shmbridge-gem-calls", daemon=True).start()
+    MAIN.run()
+
+
+if __name__ == "__main__":
+    main()

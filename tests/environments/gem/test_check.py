@@ -1,0 +1,143 @@
+"""`shmbridge env --check`: what it says of scripts, against what happens with them."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shmbridge.producers.atropos.check import checked
+from shmbridge.producers.gem import AtroposGemEnv, EnvFailed, NotSuspendable
+
+ENVS = Path(__file__).parent / "envs"
+ROOT = Path(__file__).parents[3]
+
+HEAD = """
+import asyncio
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+
+class Env(BaseEnv):
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(group_size=8, use_wandb=False), [APIServerConfig(model_name="policy")]
+
+    async def setup(self):
+        pass
+
+    async def get_next_item(self):
+        return {"number": 1}
+
+    async def asked(self, n):
+        chat = [{"role": "user", "content": "say"}]
+        return await self.server.chat_completion(messages=chat, n=n, max_tokens=9)
+
+    def group(self, completion):
+        tokens = [self.tokenizer.encode(each.message.content) for each in completion.choices]
+        return ScoredDataGroup(tokens=tokens, masks=tokens, scores=[float(len(each)) for each in tokens])
+"""
+CLI = '\n\nif __name__ == "__main__":\n    Env.cli()\n'
+PLAIN = """
+    async def collect_trajectories(self, item):
+        return self.group(await self.asked(self.config.group_size)), []
+
+    async def evaluate(self, *args, **kwargs):
+        await self.asked(1)
+"""
+ENDED = "importing it ended the process, exit status -9: "
+# Script -> what is said of attaching, stepping, evaluating; of one that cannot be imported, why.
+SCRIPTS = {
+    "plain": (HEAD + PLAIN + CLI, "yes", "yes", "yes"),
+    "silent": (
+        HEAD + "\n    async def collect_trajectories(self, item):\n        return None, []\n"
+        "\n    async def evaluate(self):\n        await self.asked(1)\n" + CLI,
+        "no: it collects no trajectories; its evaluate is run with: python SCRIPT evaluate",
+        "no: it asks for no completion where it collects a trajectory",
+        "yes",
+    ),
+    "four": (
+        HEAD.replace("n=n", "n=4") + PLAIN + CLI,
+        "yes",
+        "yes: asked asks for n=4 completions of one prompt: replay=True",
+        "yes",
+    ),
+    "no_cli": (HEAD + PLAIN, "no: it begins nothing: end it with Env.cli()", "yes", "yes"),
+    "no_evaluate": (
+        HEAD + PLAIN.partition("    async def evaluate")[0] + CLI, "yes", "yes", "no: it has no evaluate"
+    ),
+    "missing": ("import not_there_at_all\n", "it needs not_there_at_all, which is not installed"),
+    "exits": ("import sys\nsys.exit(3)\n", "importing it raises SystemExit: 3"),
+    "killed": ("import os\nos.kill(os.getpid(), 9)\n", ENDED),
+    "none": ("x = 1\n", "it has no subclass of BaseEnv that collects trajectories"),
+    "broken": ("def (:\n", "it cannot be read: invalid syntax (<unknown>, line 1)"),
+}  # fmt: skip
+
+
+def command(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shmbridge.producers.atropos", *map(str, words)],
+        capture_output=True, text=True, cwd=ROOT, timeout=100,
+    )  # fmt: skip
+
+
+def test_check_says_what_a_script_can(tmp_path):
+    for name, (text, *_) in SCRIPTS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    with ThreadPoolExecutor(2) as threads:
+        said = dict(
+            zip(SCRIPTS, threads.map(checked, [tmp_path / f"{name}.py" for name in SCRIPTS]), strict=True)
+        )
+    for name, (_, *verdicts) in SCRIPTS.items():
+        expected = verdicts if len(verdicts) == 3 else [f"no: {verdicts[0]}"] * 3
+        given = said[name]
+        assert [str(each) for each in (given.attached, given.stepped, given.evaluated)] == expected, name
+
+
+def test_check_of_the_command_line(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(SCRIPTS["plain"][0])
+    done = command("--check", script)
+    assert done.returncode == 0
+    assert done.stdout == f"{script}, Env\n  attached:  yes\n  stepped:   yes\n  evaluated: yes\n"
+    script.write_text(SCRIPTS["missing"][0])
+    done = command(script, "--check", "--json")
+    assert done.returncode == 1, "it cannot be attached"
+    said = json.loads(done.stdout)
+    assert (said["script"], said["environment"], said["attached"]["can"]) == (str(script), "", False)
+    assert command("--check", tmp_path / "nowhere.py").returncode == 2
+    done = command(script)
+    assert done.returncode == 2
+    assert "missing: --bridge" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["plain", "four", "silent"])
+def test_what_check_says_is_what_happens(tmp_path, policy_tokenizer, name):
+    script = tmp_path / f"{name}.py"
+    script.write_text(SCRIPTS[name][0])
+    stepped = checked(script).stepped
+    replay = any("replay=True" in why for why in stepped.why)
+    try:
+        arguments = {"tokenizer": policy_tokenizer, "timeout_s": 20.0}
+        with AtroposGemEnv(f"{script}:Env", replay=replay, reward_of=lambda _: 1.0, **arguments) as env:
+            env.reset()
+            while not (played := env.step("hello"))[2]:
+                pass
+        assert stepped.can
+        assert played[1] == 1.0
+    except (NotSuspendable, EnvFailed):
+        assert not stepped.can
+    if replay:
+        with (
+            AtroposGemEnv(f"{script}:Env", **arguments) as env,
+            pytest.raises(NotSuspendable, match="4 completions"),
+        ):
+            env.reset()
+
+
+def test_check_names_judges_and_processes():
+    alarm = checked(ENVS / "alarm_env.py")
+    assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 56"
+    assert "begins nothing" in str(alarm.attached)
+    judged = str(checked(ENVS / "judged_env.py").stepped)
+    assert judged == "yes: it asks a judge in score: judge={...}"

@@ -1,0 +1,234 @@
+"""AtroposGemEnv: siblings of one group are one group of the environment; judges are no turns."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from shmbridge.errors import BadArgument
+from shmbridge.producers.gem import Action, EnvFailed, NotSuspendable
+from tests.environments.byte_tokenizer import byte_tokenizer
+
+
+def action(text: str) -> Action:
+    """An answer as a model samples it, end token included."""
+    tokens = [*byte_tokenizer().encode(text, add_special_tokens=False), byte_tokenizer().eos_token_id]
+    return Action(text, tokens, [-0.25] * len(tokens))
+
+
+def play(env, answers, seed=1, after=lambda observation: None):
+    """Plays an episode with these answers; returns what the last step gave."""
+    after(env.reset(seed=seed)[0])
+    for text in answers:
+        last = env.step(text if isinstance(text, Action) else action(text))
+    return last
+
+
+def together(envs, answers, seed=1):
+    """Plays siblings, each in a thread of its own, as ROLL does; results, or the exceptions."""
+
+    def one(env, said):
+        try:
+            return play(env, said, seed)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(envs)) as threads:
+        return list(threads.map(one, envs, answers))
+
+
+@pytest.mark.parametrize(("said", "score"), [("right", None), ("wrong", -1.0), ("rightly so", None)])
+def test_an_equal_score_filter_does_not_hide_the_score(make_env, envs, said, score):
+    """A group of one has equal scores: the environment drops it, and its own score is what counts."""
+    env = make_env("FilteredEnv")
+    _, reward, terminated, _, info = play(env, [said])
+    own = envs.FilteredEnv.scored[-1][said]
+    assert (reward, info["raw_score"], terminated, info["filtered"]) == (own, own, True, True)
+    assert score in (None, own)
+    (tokens,) = info["group"]["tokens"]
+    assert byte_tokenizer().decode(tokens).endswith(f"{said}<|end|>")
+    assert info["group"]["inference_logprobs"][0][-1] == -0.25
+
+
+def test_siblings_are_scored_as_one_group(make_env, envs):
+    """The environment shuffles its rows; each sibling gets its own. All right: the long one is worth less."""
+    siblings = [make_env("FilteredEnv", options={"group_size": 4}) for _ in range(4)]
+    said = ["right", "right, and long", "wrong one", "wrong too"]
+    for seed in range(20):
+        results = together(siblings, [[each] for each in said], seed)
+        assert [result[1] for result in results] == [1.0, 1.0, -1.0, -1.0]
+        for text, (*_, info) in zip(said, results, strict=True):
+            assert sorted(info["sibling_scores"]) == [-1.0, -1.0, 1.0, 1.0]
+            assert not info["filtered"]
+            (tokens,) = info["group"]["tokens"]
+            assert byte_tokenizer().decode(tokens).endswith(f"{text}<|end|>")
+    assert siblings[0]._runtime.env.runs == list(range(1, 21)), "one body for all four"
+    results = together(siblings, [["right"], ["right on"], ["right again"], ["rightly"]], 99)
+    scored = envs.FilteredEnv.scored[-1]
+    assert [result[1] for result in results] == [
+        scored[text] for text in ("right", "right on", "right again", "rightly")
+    ]
+    assert len({result[1] for result in results}) == 4
+
+
+def test_siblings_whose_group_is_dropped_have_its_scores(make_env):
+    siblings = [make_env("FilteredEnv", options={"group_size": 3}) for _ in range(3)]
+    results = together(siblings, [["wrong"], ["wrong"], ["wrong indeed"]])
+    assert [result[1] for result in results] == [-1.0] * 3
+    assert all(result[4]["filtered"] for result in results)
+    assert len({id(result[4]["group"]["tokens"][0]) for result in results}) == 3, (
+        "equal answers: a row for each"
+    )
+
+
+def test_an_answer_that_is_left_out_is_an_error_or_what_the_caller_says(make_env):
+    siblings = [make_env("FilteredEnv", options={"group_size": 3}) for _ in range(3)]
+    first, second, third = together(siblings, [["right"], ["wrong"], ["x"]])
+    assert (first[1], second[1]) == (1.0, -1.0)
+    assert isinstance(third, EnvFailed)
+    assert "left this answer out" in str(third)
+    siblings = [make_env("FilteredEnv", options={"group_size": 3, "left_out": -2.0}) for _ in range(3)]
+    *_, third = together(siblings, [["right"], ["wrong"], ["x"]])
+    assert (third[1], third[4]["group"]) == (-2.0, None)
+
+
+@pytest.mark.parametrize("leaves", ["reset", "close"])
+def test_a_sibling_that_leaves_has_answered_nothing(make_env, leaves):
+    """As ROLL's, when a conversation is too long: the others are scored, as beside an answer that was cut."""
+    siblings = [make_env("FilteredEnv", options={"group_size": 3}) for _ in range(3)]
+    for env in siblings:
+        env.reset(seed=1)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(siblings[0].step, action("right"))
+        second = threads.submit(siblings[1].step, action("wrong"))
+        siblings[2].close() if leaves == "close" else siblings[2].reset(seed=2)
+        assert (first.result(20)[1], second.result(20)[1]) == (1.0, -1.0)
+    assert len(first.result()[4]["sibling_scores"]) == 2, "the empty answer is too short for this environment"
+
+
+def test_a_place_that_was_left_before_the_group_was_full_is_free_again(make_env):
+    siblings = [make_env("FilteredEnv", options={"group_size": 2}) for _ in range(3)]
+    siblings[0].reset(seed=5)
+    siblings[0].close()
+    results = together(siblings[1:], [["right"], ["wrong"]], 5)
+    assert [result[1] for result in results] == [1.0, -1.0]
+
+
+def test_siblings_that_do_not_come_are_named(make_env):
+    env = make_env("FilteredEnv", options={"group_size": 3, "timeout_s": 0.3})
+    env.reset(seed=1)
+    with pytest.raises(EnvFailed, match="of its 3 siblings 2 have not begun, 0 have not answered"):
+        env.step(action("right"))
+
+
+@pytest.mark.parametrize("name", ["RoundsEnv", "TasksEnv"])
+def test_siblings_keep_their_own_conversations(make_env, name):
+    siblings = [make_env(name, turns=3, options={"group_size": 3}) for _ in range(3)]
+    said = [["a", "bb", "c"], ["dd", "e", "ffff"], ["g", "hh", "iii"]]
+    for _ in range(5):
+        results = together(siblings, said)
+        for texts, (_, reward, terminated, _, info) in zip(said, results, strict=True):
+            assert terminated
+            assert reward == (len(texts[-1]) if name == "RoundsEnv" else 7.0)
+            text = byte_tokenizer().decode(info["group"]["tokens"][0])
+            assert [text.find(each) >= 0 for each in texts] == [True] * 3
+
+
+def test_siblings_of_different_lengths(make_env):
+    siblings = [make_env("TasksEnv", turns=3, options={"group_size": 3}) for _ in range(3)]
+    results = together(siblings, [["a", "b", "c"], ["stop"], ["d", "stop"]])
+    assert [result[1] for result in results] == [7.0, 2.0, 4.0]
+
+
+def test_trajectories_that_are_played_alone_stay_alone(make_env):
+    """BaseEnv's collect_trajectories only puts rows side by side: nobody waits for siblings."""
+    env = make_env("ChatEnv", turns=1, options={"group_size": 4})
+    assert play(env, ["x"])[1] == 1.0
+
+
+def test_siblings_exclude_what_has_no_rows(make_env):
+    for other in ({"replay": True}, {"reward_of": len}):
+        with pytest.raises(BadArgument, match="group_size=2 with"):
+            make_env("FilteredEnv", options={"group_size": 2, **other})
+
+
+def test_siblings_are_spawned(make_env):
+    first = make_env("FilteredEnv", options={"group_size": 2})
+    first.reset()
+    with first.spawn(same_state=True) as second, ThreadPoolExecutor(2) as threads:
+        results = list(
+            threads.map(lambda pair: pair[0].step(action(pair[1])), [(first, "right"), (second, "no!")])
+        )
+    assert [result[1] for result in results] == [1.0, -1.0]
+
+
+@pytest.fixture
+def judge() -> Iterator[tuple[str, list[str]]]:
+    """An OpenAI server that gives the number of letters "a" in what it is asked about; its questions."""
+    asked: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body["messages"][-1]["content"])
+            said = str(asked[-1].rpartition("?")[2].count("a"))
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+            answer = {"id": "1", "created": 1, "model": "judge", "object": "chat.completion"}
+            answer["choices"] = [choice]
+            text = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *said: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_judge_is_no_turn(make_env, judge):
+    url, asked = judge
+    env = make_env("JudgedEnv", options={"judge": {"base_url": url, "model_name": "judge"}})
+    _, reward, terminated, _, _ = play(env, ["banana"])
+    assert (reward, terminated) == (3.0, True)
+    assert asked == ["How good is this, from 0 to 9? banana"]
+    siblings = [
+        make_env("JudgedEnv", options={"group_size": 2, "judge": {"base_url": url, "model_name": "judge"}})
+        for _ in range(2)
+    ]
+    assert [each[1] for each in together(siblings, [["banana"], ["papaya a"]])] == [3.0, 4.0]
+
+
+def test_a_judge_that_nobody_is_refused(make_env):
+    with pytest.raises(NotSuspendable, match="asks a judge, in score") as refused:
+        play(make_env("JudgedEnv"), ["banana"])
+    assert "judge={'base_url'" in str(refused.value)
+
+
+def test_a_judge_in_a_method_of_another_name_is_refused_or_named(make_env, envs, judge, monkeypatch):
+    monkeypatch.setattr(envs.JudgedEnv, "where", "weigh")
+    with pytest.raises(NotSuspendable, match="quotes the answer in another conversation"):
+        play(make_env("JudgedEnv"), ["banana"])
+    named = {"judge": {"base_url": judge[0], "model_name": "judge"}, "judge_calls": ["weigh"]}
+    assert play(make_env("JudgedEnv", options=named), ["banana"])[1] == 3.0
+    with pytest.raises(BadArgument, match="no coroutine method wiegh"):
+        make_env("JudgedEnv", options={**named, "judge_calls": ["wiegh"]})
+    with pytest.raises(BadArgument, match="is no server"):
+        make_env("JudgedEnv", options={"judge": {"url": judge[0]}})
+    env = make_env("JudgedEnv", options={"judge_calls": ()})
+    env.reset()
+    observation, *_, info = env.step("banana")
+    assert observation.startswith("How good"), "all are turns, by choice"
+    assert info["rewritten"]
+    assert env.step("7")[1] == 7.0
