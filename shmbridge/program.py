@@ -28,11 +28,12 @@ def run_program(role: str, main: Callable[[], int], *, log_others: bool = True) 
     """Runs `main` as this process' program; returns its exit code. For the `__main__` of a program.
 
     What is logged goes to standard error. If the output is a log file, every line in it gets time, level and
-    role. A Ctrl-C that ends the program shows no traceback; its exit status is as ever.
+    role, but for a help. A Ctrl-C that ends the program shows no traceback; its exit status is as ever.
 
     `log_others`: see `log_format.log_to_stderr`.
     """
-    log_format.stamp_files(role)
+    if not {"-h", "--help"} & {*sys.argv[1:]}:  # a help is no log, wherever it goes
+        log_format.stamp_files(role)
     log_format.log_to_stderr(role, others=log_others)
     sys.excepthook = _without_interrupts
     try:

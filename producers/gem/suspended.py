@@ -219,7 +219,8 @@ class SuspendedEpisode:
         """Answers the request that was handed out. An action that cannot be used changes nothing."""
         request, unread = self.request, self._mailbox.take_unread()
         self._mailbox.expect(reader)
-        if request is None or self._waiting is None or unread not in (None, request):
+        is_over = self._waiting is None or self._waiting.done()  # done: cancelled, and not woken yet
+        if request is None or is_over or unread not in (None, request):
             self._gone(unread)
             return
         try:
@@ -228,6 +229,7 @@ class SuspendedEpisode:
             self._mailbox.put(wrong)
             return
         waiting, self._waiting = self._waiting, None
+        assert waiting is not None
         self.answers.append(answer)
         waiting.set_result(answer)
 

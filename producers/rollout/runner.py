@@ -181,6 +181,22 @@ class Runner(ABC, Generic[E]):
         Raises:
             TooManyFailures: see `stop_after_failures`. NothingCame: see `stop_after_idle_s`.
         """
+        # In a task of its own: Ctrl-C cancels the program's task from a signal handler, between any two lines
+        # of asyncio, also between a look at a future and its result (InvalidStateError).
+        running = asyncio.create_task(self._run(tasks, play, max_groups))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+
+    async def _run(
+        self,
+        tasks: Iterable[Task[T]] | AsyncIterable[Task[T]],
+        play: Callable[[E, T], Awaitable[None]],
+        max_groups: int | None,
+    ) -> int:
         before, more = self.groups_put, True
         self._last_group = asyncio.get_running_loop().time()
         making: set[asyncio.Task[None]] = set()

@@ -105,6 +105,16 @@ def run(then: str, one_file: bool, tmp_path, **env: str) -> tuple[int, str, str]
         return code, log.read(), ""
 
 
+def test_a_help_in_a_file_is_as_on_a_terminal(tmp_path) -> None:
+    with (tmp_path / "help").open("w+") as file:
+        words = [sys.executable, "-m", "shmbridge.producers.skyrl_gym", "--help"]
+        assert subprocess.run(words, stdout=file, stderr=file).returncode == 0
+        file.seek(0)
+        text = file.read()
+    assert text.startswith("usage: python -m shmbridge.producers.skyrl_gym ")
+    assert not [line for line in text.splitlines() if stamp_of(line)]
+
+
 def test_a_log_file_has_nothing_else(tmp_path) -> None:
     code, log, _ = run('refuse("prog", "wrong", "right")', True, tmp_path, SHMBRIDGE_LOG_NAME="mine")
     assert code == 3

@@ -1,8 +1,10 @@
 """Sick environments: an episode that fails, hangs, is aborted or comes too late costs its own row."""
 
 import asyncio
+import linecache
 import logging
 import random
+import sys
 
 import pytest
 
@@ -58,6 +60,7 @@ async def test_failing_episodes_cost_their_rows_only(bridge, make_consumer):
         assert await rollout.run(tasks(100), play) == 100
         lost = rollout.losses.episodes["RuntimeError"]
     rows = rows_of(consumer, 100)
+    # of the lanes that the consumer has seen: it looks for new ones when it takes, or twice a second
     assert consumer.stats()["episodes_lost_total{failed}"] == lost
     assert sum(map(len, rows)) == begun - lost == 800 - lost
     assert (begun - lost) / begun >= 0.94
@@ -244,3 +247,34 @@ async def test_a_restarted_rollout_neither_skips_nor_repeats(bridge, make_consum
         if done:
             break
     assert sorted(found) == sorted(f"task-{number}" for number in range(60))
+
+
+async def test_a_cancellation_between_two_lines_of_asyncio_costs_nothing(bridge, make_consumer):
+    """Ctrl-C cancels from a signal handler: here, where asyncio has looked at a future and sets it next."""
+    make_consumer()
+    said, hits = [], 0
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+
+    def line(frame, event, _):
+        nonlocal hits
+        if event == "line" and "waiter.set_result" in linecache.getline(
+            frame.f_code.co_filename, frame.f_lineno
+        ):
+            hits += running.cancel()
+            sys.settrace(None)
+        return line
+
+    async def play(episode, data):
+        await answer(episode, data)
+
+    async with rollout_on(bridge) as rollout:
+        running = asyncio.create_task(rollout.run(tasks(100), play))
+        before = sys.gettrace()
+        sys.settrace(lambda frame, *_: line if frame.f_code.co_name == "_on_completion" else None)
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        finally:
+            sys.settrace(before)
+    assert hits == 1
+    assert said == []
