@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from shmbridge.producers.verifiers import VerifiersRollout
 
@@ -101,3 +102,10 @@ def serve(program: Callable[..., Any], tiny: Path, bridge: str) -> Callable[...,
         return "http://" + line.split("http://")[1].split()[0], process
 
     return start
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One event loop for all tests: verifiers' renderers have a lock that belongs to the first that waits."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
