@@ -20,7 +20,8 @@ from shmbridge.producers.verifiers import VerifiersRollout
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-sys.path.insert(0, str(HERE / "envs"))
+ENVS = [str(HERE / "envs"), str(ROOT / "examples/verifiers")]
+sys.path[:0] = ENVS
 
 HERE_ALONE = {"runtime": {"type": "subprocess"}}  # no sandbox of a provider
 
@@ -55,7 +56,7 @@ def tiny(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def child_environment() -> dict[str, str]:
     """Variables of a child that finds this checkout and the environments of envs/."""
-    path = os.pathsep.join([str(ROOT), str(HERE / "envs"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), *ENVS, os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from shmbridge.producers.rollout import Limits
 from shmbridge.producers.verifiers import EpisodeFailed, NoTokenRoute, VerifiersRollout
 from shmbridge.producers.verifiers.rollout import _schema
 from shmbridge.producers.verifiers.rows import Run, group_of
-from tests.environments.verifiers.conftest import HERE_ALONE
+from tests.environments.verifiers.conftest import HERE_ALONE, ROOT
 
 PLAYER = {**HERE_ALONE, "harness": {"id": "pairs"}}
 
@@ -233,3 +234,15 @@ async def test_evaluation_is_kept_out_of_training(
     assert environment.poll() is None
     assert names["eval"] == [">1:", ">2:"] * 2  # tasks 100 and 101
     assert len(names["train"]) > 4
+
+
+async def test_the_pages_example_runs(
+    bridge: str, consumer: shmbridge.Consumer, tiny: Path, policy_server: str
+) -> None:
+    page = ROOT / "docs/how-to/verifiers.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(block, str(page), "exec"), scope)
+    assert await scope["main"](bridge, policy_server, str(tiny)) == (8, {})
+    with consumer.get(5) as record:
+        assert len(record) == 4
