@@ -1,4 +1,4 @@
-"""verifiers' own `bash` agent, a program that it starts with uv: its tool calls run, and its turns are one row.
+"""verifiers' own `bash` agent, a program that it starts with uv: its tool calls run, its turns are one row.
 
 A scripted server stands for the model alone, whose weights cannot be had: it answers token ids on the real
 route. The rest is real: verifiers, its program and its interception, the shell, the bridge.
@@ -24,7 +24,8 @@ TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
     "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + (call['function'] | tojson) }}"
-    "{{ '</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ '</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 CALL = {"name": "bash", "arguments": {"command": "printf bridge > answer.txt"}}
 
