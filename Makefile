@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venvs/vllm
 ENVS   ?= .venvs/environments
+VFS    ?= .venvs/verifiers
 RAY    ?= .venvs/ray
 BIN    := $(VENV)/bin
 ,      := ,
@@ -78,7 +79,7 @@ $(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ex
 
 build: $(VENV)/.ready ## .venv and the extensions, built in place
 
-environments: $(VLLM)/.installed build/peers/.installed $(ENVS)/.installed $(RAY)/.installed $(TRAINERS:%=.venvs/%/.installed) ## what the tests of vLLM, of environments, of the relay and of trainers need
+environments: $(VLLM)/.installed build/peers/.installed $(ENVS)/.installed $(VFS)/.installed $(RAY)/.installed $(TRAINERS:%=.venvs/%/.installed) ## what the tests of vLLM, of environments, of the relay and of trainers need
 
 demo: $(VENV)/.built $(if $(filter vllm,$(ENGINE)),$(VLLM)/.installed) ## train a small model through shared memory: policy server or vLLM, two Atropos environments, learner
 	$(RUN) -m shmbridge demo $(if $(ENGINE),--engine $(ENGINE) --engine-python $(VLLM)/bin/python) $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
@@ -96,7 +97,8 @@ test: $(VENV)/.ready lint types faults ## everything but the learner, Atropos en
 
 test-long: $(VENV)/.ready build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## the tests marked `long`: more random examples, more seeds, whole demos
 	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore=tests/environments --ignore=tests/ray --ignore=tests/trainers --ignore=tests/house/site --ignore-glob='*agree*'
-	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -m long tests/environments
+	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -m long --ignore=tests/environments/verifiers tests/environments
+	OMP_NUM_THREADS=1 $(VFS)/bin/python -m pytest -m long tests/environments/verifiers
 	for each in $(TRAINERS); do OMP_NUM_THREADS=1 .venvs/$$each/bin/python -m pytest -m long tests/trainers/$$each || [ $$? = 5 ] || exit 1; done
 
 test-learner: $(VENV)/.ready build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
@@ -112,8 +114,9 @@ build/peers/.installed: $(VENV)/.installed tests/adapters/agreement/peers.txt te
 test-vllm: $(VLLM)/.installed ## a live vLLM takes weights from a learner; its environment, .venvs/vllm, is made first: minutes
 	export SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=.; $(call LOOK,$(VLLM)/bin/python -m pytest tests/adapters/vllm_live,$(TWO))
 
-test-environments: $(ENVS)/.installed ## SkyRL-Gym, gem under Ray and plain Python environments, with their own packages
-	export OMP_NUM_THREADS=1; $(call LOOK,$(ENVS)/bin/python -m pytest -m 'not long' tests/environments,$(TWO))
+test-environments: $(ENVS)/.installed $(VFS)/.installed ## SkyRL-Gym, gem under Ray, verifiers and plain Python environments, with their own packages
+	export OMP_NUM_THREADS=1; $(call LOOK,$(ENVS)/bin/python -m pytest -m 'not long' --ignore=tests/environments/verifiers tests/environments,$(TWO))
+	export OMP_NUM_THREADS=1; $(call LOOK,$(VFS)/bin/python -m pytest -m 'not long' tests/environments/verifiers,$(TWO))
 
 # An environment on top of .venv, whose torch and Atropos it uses: $(1) its folder, $(2) the list of what it has of its own. egg_info is for the
 # entry points by which a trainer finds its adapter.
@@ -128,6 +131,9 @@ endef
 
 $(ENVS)/.installed: tests/environments/packages.txt | $(VENV)/.ready
 	$(call ON_TOP,$(ENVS),$<)
+
+$(VFS)/.installed: tests/environments/verifiers/packages.txt | $(VENV)/.ready
+	$(call ON_TOP,$(VFS),$<)
 
 test-ray: $(RAY)/.installed ## the relay on a Ray cluster of three nodes; relays, environments and a raylet are killed
 	$(call LOOK,$(RAY)/bin/python -m pytest tests/ray)

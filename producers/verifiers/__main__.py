@@ -21,7 +21,7 @@ from shmbridge.producers.rollout import (
     orderly_sigterm,
     runner_settings,
 )
-from shmbridge.producers.verifiers.options import config_of, parse
+from shmbridge.producers.verifiers.options import config_of, parse, settings
 from shmbridge.producers.verifiers.rollout import VerifiersRollout
 from shmbridge.program import refuse, run_program
 
@@ -63,7 +63,7 @@ async def _run(options: argparse.Namespace) -> int:
         config_of(name, env_id, options.env_config),
         evaluation=evaluation,
         model=options.model,
-        renderer=options.renderer,
+        renderer=settings(options.renderer[1:], {"name": options.renderer[0]}) if options.renderer else None,
         sampling=sampling,
         **runner_settings(options),
     )

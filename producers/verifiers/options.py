@@ -55,7 +55,8 @@ def parser(prog: str = "python -m shmbridge.producers.verifiers") -> Parser:
     add("--env-id", metavar="NAME", help="verifiers' environment around the taskset [the taskset's own]")
     add("--env-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="settings of verifiers' environment, such as agent.runtime.type=subprocess")  # fmt: skip
-    add("--renderer", metavar="NAME", help="verifiers' renderer of the model [that of its family]")
+    add("--renderer", nargs="+", default=[], metavar=("NAME", "KEY=VALUE"),
+        help="verifiers' renderer of the model, and its settings [that of its family]")  # fmt: skip
     add("--epochs", type=whole(1), metavar="N", help="end after the tasks were played N times [no end]")
     add("--shuffle", type=whole(0), metavar="SEED", help="another order in each epoch [verifiers' order]")
     add("--eval-every", type=whole(1), metavar="N",
@@ -79,6 +80,14 @@ def config_of(name: str, env_id: str | None, words: Sequence[str]) -> dict[str, 
     config: dict[str, Any] = {"taskset": {"id": name}}
     if env_id:
         config["id"] = env_id
+    return settings(words, config)
+
+
+def settings(words: Sequence[str], config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `config` with the settings that the words name. Never blocks.
+
+    Raises BadArgument: a word is something else.
+    """
     for word in words:
         key, equals, said = word.partition("=")
         *path, last = key.split(".")

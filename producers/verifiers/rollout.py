@@ -34,8 +34,8 @@ class VerifiersRollout(Runner[Run]):
         config: verifiers' `EnvConfig`, or a mapping that `vf.resolve_env_config` takes.
         evaluation: the same of the environment that evaluates; None: nothing is evaluated.
         model: its name in requests; None: the first that the server lists.
-        renderer: verifiers' renderer of the model, a name such as "qwen3"; None: that of the model's family,
-            else its chat template.
+        renderer: fields of verifiers' `RendererConfig`, such as {"name": "qwen3"}; None: the renderer of the
+            model's family, else its chat template, which knows no tools.
         sampling: fields of verifiers' `SamplingConfig`.
         how: group_size, concurrency, limits and all else that a `Runner` takes.
     """
@@ -49,7 +49,7 @@ class VerifiersRollout(Runner[Run]):
         *,
         evaluation: Any = None,
         model: str | None = None,
-        renderer: str | None = None,
+        renderer: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         **how: Unpack[RunOptions],
     ) -> None:
@@ -81,7 +81,7 @@ class VerifiersRollout(Runner[Run]):
                 "base_url": self._door.url,
                 "api_key_var": "SHMBRIDGE_NO_KEY",  # the door wants none, and none of the user's gets here
                 "renderer_model_name": self._tokenizer,
-                **({} if self._renderer is None else {"renderer": {"name": self._renderer}}),
+                **({} if self._renderer is None else {"renderer": dict(self._renderer)}),
             }
             self._context = vf.ModelContext(
                 model=model, client=vf.TrainClientConfig(**client), sampling=self._sampling

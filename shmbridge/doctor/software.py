@@ -16,7 +16,7 @@ from shmbridge.doctor.check import Check
 # The least releases of pyproject.toml.
 NEEDED = {"numpy": "1.26", "pyarrow": "15", "pyzmq": "26", "posix_ipc": "1.1", "msgspec": "0.18"}
 # Where installed: what the adapters were written for. atroposlib is exactly this one.
-WELCOME = {"torch": "2.4", "vllm": "0.29", "atroposlib": "0.4.0", "verifiers": "0.4.0"}
+WELCOME = {"torch": "2.4", "vllm": "0.29", "atroposlib": "0.4.0", "verifiers": "0.4"}
 _EXACT = ("atroposlib",)
 _CUDA = "nvidia-cublas", "nvidia-cublas-cu12"  # what torch brings if it is built for CUDA 13 or 12
 

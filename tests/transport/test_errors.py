@@ -66,7 +66,7 @@ def test_the_documents_table_has_every_class() -> None:
     import shmbridge.control.client
     import shmbridge.control.messages
     import shmbridge.producers.atropos.lane
-    from shmbridge.producers import gem, rewards, rollout, skyrl_gym
+    from shmbridge.producers import gem, rewards, rollout, skyrl_gym, verifiers
 
     elsewhere = [
         shmbridge.control.messages.BadMessage,
@@ -75,6 +75,7 @@ def test_the_documents_table_has_every_class() -> None:
         *(gem.NotSuspendable, gem.EnvFailed, gem.GroupNotAlike, rewards.RewardsFailed),
         *(rollout.ServerFailed, rollout.NoTokens, rollout.ContextFull, rollout.EpisodeUnfinished),
         *(rollout.TooManyFailures, rollout.EpisodesLost, rollout.NothingCame),
+        *(verifiers.NoTokenRoute, verifiers.EpisodeFailed),
         *(skyrl_gym.BadTask, skyrl_gym.EnvironmentFailed, skyrl_gym.EnvProcessEnded),
         shmbridge.consumers.engines.engine.EngineFailed,
     ]

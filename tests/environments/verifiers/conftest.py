@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from shmbridge.producers.verifiers import VerifiersRollout
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-sys.path.insert(0, str(HERE / "envs"))
+ENVS = [str(HERE / "envs"), str(ROOT / "examples/verifiers")]
+sys.path[:0] = ENVS
 
 HERE_ALONE = {"runtime": {"type": "subprocess"}}  # no sandbox of a provider
 
@@ -54,7 +56,7 @@ def tiny(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def child_environment() -> dict[str, str]:
     """Variables of a child that finds this checkout and the environments of envs/."""
-    path = os.pathsep.join([str(ROOT), str(HERE / "envs"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), *ENVS, os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -101,3 +103,10 @@ def serve(program: Callable[..., Any], tiny: Path, bridge: str) -> Callable[...,
         return "http://" + line.split("http://")[1].split()[0], process
 
     return start
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One event loop for all tests: verifiers' renderers have a lock that belongs to the first that waits."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)

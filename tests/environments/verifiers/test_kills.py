@@ -22,7 +22,7 @@ from shmbridge import ConsumerEmpty
 
 pytestmark = pytest.mark.timeout(300)
 
-TASKS, GROUP = 24, 4
+TASKS, GROUP = 18, 4
 CONSUMER = """
 import sys, time
 import shmbridge
@@ -91,16 +91,16 @@ def test_the_environment_is_killed(
     bridge: str,
     consumer: shmbridge.Consumer,
     tiny: Path,
-    serve: Callable[..., Any],
+    policy_server: str,
     program: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    url, _ = serve()
     reading = Reading(consumer)
     try:
-        for kill_at in (9, None):
+        for kill_at in (6, None):
             process = program(
-                "shmbridge.producers.verifiers", *words(bridge, url, tiny, "--resume", tmp_path / "position")
+                "shmbridge.producers.verifiers",
+                *words(bridge, policy_server, tiny, "--resume", tmp_path / "position"),
             )
             if kill_at is None:
                 assert process.wait(90) == 0
@@ -126,7 +126,7 @@ def test_the_server_is_killed(
     reading = Reading(consumer)
     try:
         process = program("shmbridge.producers.verifiers", *words(bridge, url, tiny))
-        until(lambda: reading.groups >= 10, process)
+        until(lambda: reading.groups >= 5, process)
         server.kill()
         server.wait(30)
         serve(int(url.rsplit(":", 1)[1]))
@@ -139,14 +139,13 @@ def test_the_server_is_killed(
 
 
 async def test_the_consumer_is_killed(
-    bridge: str, tiny: Path, serve: Callable[..., Any], program: Callable[..., Any], tmp_path: Path
+    bridge: str, tiny: Path, policy_server: str, program: Callable[..., Any], tmp_path: Path
 ) -> None:
     """What it held comes again to the next one, and says so."""
     script = tmp_path / "consuming.py"
     script.write_text(CONSUMER)
-    url, _ = await asyncio.to_thread(serve)
     got: list[tuple[str, str, str]] = []
-    process = program("shmbridge.producers.verifiers", *words(bridge, url, tiny))
+    process = program("shmbridge.producers.verifiers", *words(bridge, policy_server, tiny))
     rows = TASKS * GROUP
     for kill_at in (30, None):
         consuming = await asyncio.create_subprocess_exec(

@@ -32,6 +32,7 @@ RUN_BY = {
     "docs/how-to/skyrl.md": "tests/trainers/skyrl/test_page.py",
     "docs/how-to/transferqueue.md": "tests/trainers/transferqueue/test_docs.py",
     "docs/how-to/trl.md": "tests/trainers/trl/test_page.py",
+    "docs/how-to/verifiers.md": "tests/environments/verifiers/test_rows.py",
     "docs/how-to/write-and-read.md": "tests/house/docs/test_readme.py",
     "docs/reference/advantages.md": "tests/house/docs/test_advantages_page.py",
     "docs/reference/sizing.md": "tests/house/docs/test_code_blocks.py",

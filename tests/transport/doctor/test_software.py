@@ -17,7 +17,7 @@ def test_the_least_releases_are_those_of_the_project() -> None:
     assert [f"{name}>={least}" for name, least in software.NEEDED.items()] == PROJECT["dependencies"]
     extras = [each for group in PROJECT["optional-dependencies"].values() for each in group]
     for name, least in software.WELCOME.items():
-        asked = {each for each in extras if each.startswith((f"{name}>", f"{name}="))}
+        asked = {each.split(",")[0] for each in extras if each.startswith((f"{name}>", f"{name}="))}
         assert asked == {f"{name}{'==' if name == 'atroposlib' else '>='}{least}"}
 
 
@@ -48,10 +48,15 @@ def test_optional_packages_are_not_imported() -> None:
 @pytest.mark.parametrize(
     ("there", "state", "text", "fix"),
     [
-        ({}, "ok", "without torch and vllm and atroposlib", ""),
-        ({"torch": "2.4.1+cpu"}, "ok", "torch 2.4.1+cpu, without vllm and atroposlib", ""),
-        ({"atroposlib": "0.4"}, "ok", "atroposlib 0.4, without torch and vllm", ""),
-        ({"torch": "2.3"}, "warn", "torch 2.3, without vllm and atroposlib", "pip install 'torch>=2.4'"),
+        ({}, "ok", "without torch and vllm and atroposlib and verifiers", ""),
+        ({"torch": "2.4.1+cpu"}, "ok", "torch 2.4.1+cpu, without vllm and atroposlib and verifiers", ""),
+        ({"atroposlib": "0.4"}, "ok", "atroposlib 0.4, without torch and vllm and verifiers", ""),
+        (
+            {"torch": "2.3"},
+            "warn",
+            "torch 2.3, without vllm and atroposlib and verifiers",
+            "pip install 'torch>=2.4'",
+        ),
         ({"atroposlib": "0.5"}, "warn", "atroposlib 0.5", "pip install 'atroposlib==0.4.0'"),
     ],
 )

@@ -1,0 +1,248 @@
+"""Which rows become of verifiers' episodes: branches, several players, sick ones, and columns few have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge.producers.rollout import Limits
+from shmbridge.producers.verifiers import EpisodeFailed, NoTokenRoute, VerifiersRollout
+from shmbridge.producers.verifiers.rollout import _schema
+from shmbridge.producers.verifiers.rows import Run, group_of
+from tests.environments.verifiers.conftest import HERE_ALONE, ROOT
+
+PLAYER = {**HERE_ALONE, "harness": {"id": "pairs"}}
+
+
+def pairs(*fails: str) -> dict[str, Any]:
+    seats = dict.fromkeys(("first", "second", "judge"), PLAYER)
+    return {"taskset": {"id": "pairs", "fails": list(fails)}, **seats}
+
+
+async def played(bridge: str, url: str, tiny: Path, *fails: str, **how: Any) -> tuple[int, VerifiersRollout]:
+    sampling = {"max_tokens": 3}
+    rollout = VerifiersRollout(
+        bridge, url, str(tiny), pairs(*fails), group_size=4, lane_bytes="4M", sampling=sampling, **how
+    )
+    async with rollout:
+        return await rollout.run(rollout.tasks(epochs=1), rollout.play), rollout
+
+
+async def test_a_row_for_each_player_that_trains(
+    bridge: str, consumer: shmbridge.Consumer, tiny: Path, policy_server: str
+) -> None:
+    put, rollout = await played(bridge, policy_server, tiny, "")
+    assert (put, rollout.losses.episodes) == (1, {})
+    with consumer.get(5) as record:
+        about = record.json("extra")["rows"]
+        assert [each["agent"] for each in about] == ["first", "second"] * 4
+        assert record["repetition_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert record["row_index"].tolist() == [0, 1] * 4
+        assert record["is_last"].tolist() == [False, True] * 4
+        assert set(record["score"].tolist()) == {3.0}
+        assert dict(record["reward_components"][0]) == {"one": 1.0, "together": 2.0}
+        assert record.meta.group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind", "rows", "lost"),
+    [
+        ("harness", "HarnessError", 6, 2),
+        ("player", "HarnessError", 4, 4),
+        ("reward", "TaskError", 6, 2),
+        ("finalize", "EnvError", 4, 2),
+        ("hang", "late", 4, 2),
+    ],
+)
+async def test_what_fails_leaves_and_is_counted(
+    bridge: str,
+    consumer: shmbridge.Consumer,
+    tiny: Path,
+    policy_server: str,
+    fails: str,
+    kind: str,
+    rows: int,
+    lost: int,
+) -> None:
+    """A trace that fails leaves alone; an environment's own hook or our deadline costs the whole episode."""
+    limits = Limits(episode_s=10 if fails == "hang" else 60)
+    put, rollout = await played(bridge, policy_server, tiny, fails, limits=limits)
+    assert put == 1
+    assert rollout.losses.episodes == {kind: lost}
+    with consumer.get(5) as record:
+        assert len(record) == rows
+        found = consumer.stats()
+        assert found[f"episodes_lost_total{{{'late' if kind == 'late' else 'failed'}}}"] == lost
+    assert not rollout._door.heard
+
+
+async def test_a_server_without_the_route_is_named(
+    bridge: str, tiny: Path, child_environment: dict[str, str]
+) -> None:
+    from aiohttp import web
+
+    async def models(request: Any) -> Any:
+        return web.json_response({"data": [{"id": "some"}]})
+
+    application = web.Application()
+    application.router.add_get("/v1/models", models)
+    runner = web.AppRunner(application, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        with pytest.raises(NoTokenRoute, match="no /inference/v1/generate"):
+            await played(bridge, "http://{}:{}".format(*runner.addresses[0]), tiny, "")
+    finally:
+        await runner.cleanup()
+
+
+def node(ids: list[int], sampled: int, parent: int | None, **columns: Any) -> Any:
+    from verifiers.v1.graph import MessageNode
+    from verifiers.v1.types import AssistantMessage, UserMessage
+
+    message = AssistantMessage(content="a") if sampled else UserMessage(content="u")
+    mask = [False] * (len(ids) - sampled) + [True] * sampled
+    return MessageNode(
+        parent=parent, message=message, sampled=bool(sampled), token_ids=ids, mask=mask, **columns
+    )
+
+
+def trace_of(nodes: list[Any]) -> Any:
+    import verifiers.v1 as vf
+    from verifiers.v1.trace import AgentInfo, TraceTask
+
+    task = TraceTask(type="Task", data=vf.TaskData(prompt="u"), key="k")
+    trace = vf.Trace(task=task, agent=AgentInfo(config=vf.AgentConfig()), nodes=nodes, ok=True)
+    trace.record_reward("right", 1.0, 0.5)
+    return trace
+
+
+def test_every_column_of_a_branch(bridge: str, consumer: shmbridge.Consumer) -> None:
+    """Two branches of one trace: routes, masks, advantages and reference, and a log-probability that is not
+    there."""
+    from verifiers.v1.types import SamplingMask
+
+    def routes(tokens: int) -> Any:
+        return np.arange(tokens * 6, dtype=np.uint8).reshape(tokens, 2, 3)
+
+    kept = SamplingMask(ids=np.int32([4, 5, 6]), counts=np.int32([2, 1]))
+    columns = {"advantages": [0.5, -0.5], "reference_logprobs": [-1.0, -2.0], "sampling_mask": kept}
+    trace = trace_of(
+        [
+            node([1, 2], 0, None, routed_experts=routes(2)),
+            node([3, 4, 5], 2, 0, logprobs=[-0.25, -0.5], routed_experts=routes(3), **columns),
+            node([3, 6, 7], 2, 0, routed_experts=routes(3), **columns),
+        ]
+    )
+    run = Run("k", 0, 0.7, [trace])
+    run.require_finished()
+    with shmbridge.Producer(bridge, schema=_schema()) as producer:
+        producer.put(group_of([run]))
+    with consumer.get(5) as record:
+        assert [each.tolist() for each in record["tokens"]] == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]
+        assert [each.tolist() for each in record["loss_mask"]] == [[0, 0, 0, 1, 1]] * 2
+        first, second = (each.tolist() for each in record["inference_logprobs"])
+        assert first == [0, 0, 0, -0.25, -0.5]
+        assert np.isnan(second[3:]).all()
+        assert [each.tolist() for each in record["advantages"]] == [[0, 0, 0, 0.5, -0.5]] * 2
+        assert record["ref_logprobs"][0].tolist() == [0, 0, 0, -1.0, -2.0]
+        assert [each.tolist() for each in record["token_versions"]] == [[-1] * 5] * 2
+        assert record["score"].tolist() == [0.5, 0.5]
+        assert record["prompt_length"].tolist() == [3, 3]
+        branch = trace.branches[0]
+        assert record["routed_experts"][0] == branch.routed_experts.tobytes()
+        assert record.json("extra")["rows"][0]["routed_experts"] == [5, 2, 3]
+        mask = np.frombuffer(record["sampling_mask"][0], np.int32)
+        assert mask[:5].tolist() == [0, 0, 0, 2, 1]
+        assert mask[5:].tolist() == [4, 5, 6]
+
+
+def test_an_episode_without_sampled_tokens_is_refused() -> None:
+    run = Run("k", 3, 1.0, [trace_of([node([1, 2], 0, None)])])
+    with pytest.raises(EpisodeFailed, match="episode 3 of task 'k' has no trainable branch"):
+        run.require_finished()
+
+
+async def test_an_answer_that_was_aborted_is_asked_for_again(
+    bridge: str, consumer: shmbridge.Consumer, tiny: Path
+) -> None:
+    """Before its first token; the versions are those of the answer that came."""
+    from aiohttp import web
+
+    asked = 0
+
+    async def models(request: Any) -> Any:
+        return web.json_response({"data": [{"id": "some", "max_model_len": 64}]})
+
+    async def generate(request: Any) -> Any:
+        nonlocal asked
+        body = await request.json()
+        if "token_ids" not in body:
+            return web.json_response({}, status=400)
+        asked += 1
+        ids, reason = ([], "abort") if asked % 2 else ([7, 8], "stop")
+        content = [{"token": f"token_id:{each}", "logprob": -1.0} for each in ids]
+        spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+        choice = {"token_ids": ids, "finish_reason": reason, "logprobs": {"content": content}}
+        return web.json_response({"choices": [choice | ({"weight_versions": spans} if ids else {})]})
+
+    application = web.Application()
+    application.router.add_get("/v1/models", models)
+    application.router.add_post("/inference/v1/generate", generate)
+    runner = web.AppRunner(application, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = "http://{}:{}".format(*runner.addresses[0])
+        put, rollout = await played(bridge, url, tiny, "", concurrency=1)
+    finally:
+        await runner.cleanup()
+    assert (put, rollout.losses.episodes) == (1, {})
+    assert asked == 24  # by three players of four episodes
+    assert 0 < rollout.losses.asked_again <= 12
+    with consumer.get(5) as record:
+        for row in range(8):
+            assert record["token_versions"][row].tolist()[-2:] == [3, 4]
+
+
+async def test_evaluation_is_kept_out_of_training(
+    bridge: str, consumer: shmbridge.Consumer, tiny: Path, policy_server: str, program: Callable[..., Any]
+) -> None:
+    """At the start and after each two versions, of another taskset configuration."""
+    environment = program(
+        "shmbridge",
+        *("env", "--verifiers", "larger_digit", "--bridge", bridge, "--server", policy_server),
+        *("--tokenizer", tiny, "--env-config", "agent.runtime.type=subprocess", "taskset.tasks=5"),
+        *("--group-size", 2, "--max-tokens", 3, "--lane-bytes", "1M", "--concurrency", 2),
+        *("--eval-every", 2, "--eval-tasks", 2, "--eval-config", "taskset.first=100"),
+    )
+    consumer.publish_policy_version(5)
+    names: dict[str, list[str]] = {"train": [], "eval": []}
+    while len(names["eval"]) < 4:
+        with await asyncio.to_thread(consumer.get, 60) as record:
+            names[record.meta.split].append(json.loads(json.dumps(record.json("messages")[0][0]["content"])))
+        if len(names["eval"]) == 2:
+            consumer.publish_policy_version(7)
+    assert environment.poll() is None
+    assert names["eval"] == [">1:", ">2:"] * 2  # tasks 100 and 101
+    assert len(names["train"]) > 4
+
+
+async def test_the_pages_example_runs(
+    bridge: str, consumer: shmbridge.Consumer, tiny: Path, policy_server: str
+) -> None:
+    page = ROOT / "docs/how-to/verifiers.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(block, str(page), "exec"), scope)
+    assert await scope["main"](bridge, policy_server, str(tiny)) == (8, {})
+    with consumer.get(5) as record:
+        assert len(record) == 4
