@@ -94,7 +94,7 @@ def test_upstreams_script_alone_and_as_a_group(make, name):
         said, expected = (script.right(shown), right) if seed % 2 else (script.wrong, wrong)
         _, reward, terminated, truncated, info = env.step(action(said))
         assert (reward, terminated, truncated) == (expected, True, False), (shown, said)
-        assert info["filtered"], "a group of one has equal scores"
+        assert info["filtered"] or not script.drops, "a group of one has equal scores"
         assert len(info["group"]["tokens"]) == 1
     siblings = [make(name, GROUP) for _ in range(GROUP)]
 

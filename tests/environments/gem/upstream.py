@@ -1,4 +1,4 @@
-"""Data sets and answers for upstream's own scripts, which tests play unedited; what they would download is here."""
+"""Data sets and answers for upstream's own scripts, which tests play unedited: written here, no download."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Script:
         scores: of a wrong and a right answer of one group.
         config: fields of its config.
         wrong: an answer that is wrong.
+        drops: whether a group of one is dropped, since its scores are equal.
     """
 
     path: str
@@ -29,6 +30,7 @@ class Script:
     scores: tuple[float, float] = (-1.0, 1.0)
     config: dict[str, Any] = field(default_factory=dict)
     wrong: str = "<think>It is hard</think> I do not know any answer at all."
+    drops: bool = True
 
 
 def _sum(shown: str) -> int:
@@ -47,11 +49,13 @@ def _zero(shown: str) -> str:
 
 def _letters(shown: str) -> str:
     """Counts the letters that it is asked about, in what it is asked about."""
-    text = re.findall(r"['\"]([a-z]{3,})['\"]", shown)[-1]
-    letters = list(dict.fromkeys(re.findall(r"['\"]([a-z])['\"]", shown.rpartition("<answer>")[0])))
-    counts = {each: text.count(each) for each in letters}
-    said = counts[letters[0]] if len(letters) == 1 else json.dumps(counts)
-    return f"<think>counted</think><answer>{said}</answer>"
+    one = re.search(r"How many (.)s are in the string (.*)\?\n\nProvide", shown, re.DOTALL)
+    if one:
+        return f"<think>counted</think><answer>{one[2].lower().count(one[1])}</answer>"
+    asked = re.search(r"the letters (.*?) in the string (.*)\n\nProvide", shown, re.DOTALL)
+    assert asked is not None
+    counts = {each: asked[2].lower().count(each) for each in re.findall(r"'(.)'", asked[1])}
+    return f"<think>counted</think><answer>{json.dumps(counts)}</answer>"
 
 
 def _reversed(shown: str) -> str:
@@ -83,7 +87,7 @@ def call_of(number: int) -> dict[str, Any]:
 
 
 def _word(shown: str) -> str:
-    return f"This answer has {re.findall(r'the word (word[0-9]+)', shown)[-1]} in it, as it should have."
+    return f"<think>easy</think> It has {re.findall(r'the word (word[0-9]+)', shown)[-1]} in it, as it should have."
 
 
 def _choice(shown: str) -> str:
@@ -112,11 +116,14 @@ SCRIPTS = {
         "text_reversal_environment.py:TextReversalEnv",
         _reversed,
         (0.0, 1.0),
-        {"train_dataset": "reversal.jsonl", "eval_dataset": "reversal.jsonl", "eval_split": None},
+        {"train_dataset": "reversal.jsonl", "eval_dataset": "reversal.jsonl", "eval_split": "train"},
     ),
     "tool_calling": Script("tool_calling_server.py:SingleToolCallingEnv", _call),
     "instruction_following": Script(
-        "instruction_following_algorithm_environment.py:InstructionFollowingEnv", _word, (0.0, 1.0)
+        "instruction_following_algorithm_environment.py:InstructionFollowingEnv",
+        _word,
+        (0.0, 1.0),
+        drops=False,
     ),
 }
 
