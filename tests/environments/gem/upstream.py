@@ -87,7 +87,8 @@ def call_of(number: int) -> dict[str, Any]:
 
 
 def _word(shown: str) -> str:
-    return f"<think>easy</think> It has {re.findall(r'the word (word[0-9]+)', shown)[-1]} in it, as it should have."
+    word = re.findall(r"the word (word[0-9]+)", shown)[-1]
+    return f"<think>easy</think> It has {word} in it, as it should have."
 
 
 def _choice(shown: str) -> str:
