@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,3 +194,32 @@ def _set(folder: Path, splits: dict[str, list[dict[str, Any]]], config: str = "d
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in splits)
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
+
+
+def own_scores(checkout: Path, group: Sequence[tuple[str, str, Any]]) -> list[float]:
+    """What upstream's `score` of GSM8K says of what was shown, said and got, with no `AtroposGemEnv`.
+
+    Main thread only. Of a group that it drops, what it had in its ScoredDataGroup as it did: all are equal.
+    """
+    spec = importlib.util.spec_from_file_location("upstream_gsm8k", checkout / "gsm8k_server.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    env = module.GSM8kEnv.__new__(module.GSM8kEnv)
+    config, _ = module.GSM8kEnv.config_init()
+    env.config = config.model_copy(update={"group_size": len(group), "max_token_length": 4096})
+    env.percent_correct_buffer = []
+    first, second = re.findall(r"What is (\d+) plus (\d+)\?", group[0][0])[-1]
+    rows = []
+    for number, (shown, text, step) in enumerate(group):
+        tokens, masks = step[4]["group"]["tokens"][0], step[4]["group"]["masks"][0]
+        messages = ({"role": "user", "content": shown}, {"role": "assistant", "content": text})
+        gold = f"\\boxed{{{int(first) + int(second)}}}"
+        rows.append(
+            {"messages": messages, "gold_answer": gold, "finish_reason": "stop", "tokens": tokens,
+             "masks": masks, "logprobs": [number]}
+        )  # fmt: skip
+    scored = asyncio.run(env.score(rows))
+    if scored is None:
+        return [1.0 if each else -1.0 for each in env.percent_correct_buffer]
+    order = [logprobs[0] for logprobs in scored["inference_logprobs"]]
+    return [scored["scores"][order.index(number)] for number in range(len(group))]
