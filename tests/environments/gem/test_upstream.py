@@ -117,7 +117,7 @@ def test_a_hundred_episodes_of_gsm8k_have_the_environments_own_scores(make, chec
     siblings = [make("gsm8k", GROUP) for _ in range(GROUP)]
     chance, played = random.Random(5), []
     for seed in range(25):
-        rights = [chance.random() < 0.5 for _ in range(GROUP)]
+        rights = [chance.random() < 0.75 for _ in range(GROUP)]
         longer = [chance.random() < 0.3 for _ in range(GROUP)]
 
         def play(number: int, seed=seed, rights=rights, longer=longer):

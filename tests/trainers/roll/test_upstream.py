@@ -70,7 +70,7 @@ def test_rolls_managers_play_upstreams_gsm8k(needs_checkout, tmp_path, monkeypat
     chance = random.Random(11)
 
     def sampled(self, messages, lm_input, generation_config):
-        """A policy that is right half of the time, and at length now and then."""
+        """A policy that is right most of the time, and at length now and then."""
         text = (
             SCRIPTS["gsm8k"].right(messages[-1]["content"])
             if chance.random() < 0.5
