@@ -121,6 +121,14 @@ def test_without_a_process_the_alarm_is_an_error(make_alarm):
         env.step("1")
 
 
+def test_arguments_go_there_in_any_mapping(make_alarm):
+    """ROLL's are OmegaConf's."""
+    from types import MappingProxyType
+
+    env = make_alarm(config=MappingProxyType({"max_token_length": 77}), judge_calls=())
+    assert env.reset()[0] == "say 1"
+
+
 def test_functions_do_not_go_into_another_process(policy_tokenizer):
     for name in ("reward_of", "reward_config"):
         with pytest.raises(BadArgument, match=f"{name} is a function"):

@@ -110,6 +110,7 @@ def test_upstreams_script_alone_and_as_a_group(make, name):
         assert not info["filtered"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_hundred_episodes_of_gsm8k_have_the_environments_own_scores(make, checkout):
     """25 groups of 4 through gem.make; the same answers are then scored by the environment's own `score`."""

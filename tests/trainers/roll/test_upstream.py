@@ -47,6 +47,7 @@ def manager_of(number: int, environment: str, tokenizer, queue, lock):
     return traj_env_manager.TrajEnvManager(worker, pipeline, config, tokenizer, None, queue, lock)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_rolls_managers_play_upstreams_gsm8k(needs_checkout, tmp_path, monkeypatch):
     checkout = os.environ.get("SHMBRIDGE_ATROPOS_CHECKOUT")
