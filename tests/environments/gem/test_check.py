@@ -59,7 +59,7 @@ SCRIPTS = {
     "four": (
         HEAD.replace("n=n", "n=4") + PLAIN + CLI,
         "yes",
-        "yes: asked asks for n=4 completions of one prompt: replay=True",
+        "yes: if it comes to asked: it asks for n=4 completions of one prompt: replay=True",
         "yes",
     ),
     "no_cli": (HEAD + PLAIN, "no: it begins nothing: end it with Env.cli()", "yes", "yes"),

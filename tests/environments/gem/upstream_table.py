@@ -85,7 +85,7 @@ def _row(folder: Path, script: Path, data: Path) -> tuple[str, str, str, str, st
     if not said.environment:
         row = (name, "no", "no", "no", f"not tried: {said.attached.why[0]}", "-")
     else:
-        how = {"replay": any("asks for n=" in each for each in said.stepped.why)}
+        how = {"replay": any(each.startswith("it asks for n=") for each in said.stepped.why)}
         played = _run([__file__, "--play", f"{script}:{said.environment}", json.dumps(how)], data, folder)
         happened = (played.strip().splitlines() or ["ended without a word"])[-1][:200]
         did = happened.startswith(("played", "refused: a judge"))
