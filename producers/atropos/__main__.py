@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import re
 import runpy
@@ -51,11 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(script: Path) -> int:
-    try:
-        import atroposlib.envs.base  # noqa: F401
-    except ModuleNotFoundError as missing:
-        refuse_missing(_PROGRAM, missing, "atropos")
-        return 2
+    if importlib.util.find_spec("atroposlib") is None:
+        return _refuse("atroposlib is not installed", install("atropos"))
     said = checked(script)
     text = json.dumps(asdict(said), indent=2) if logs_json() else str(said)
     print(text, file=sys.__stdout__, flush=True)  # it is no log

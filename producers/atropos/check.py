@@ -266,7 +266,8 @@ def _stepped(kind: type[Any], methods: Methods, script: Path, lacking: list[str]
     for name, call in turns:
         many = _many(call)
         if many:
-            under.append(f"{name} asks for n={many} completions of one prompt: replay=True")
+            when = "" if name in names else f"if it comes to {name}: "
+            under.append(f"{when}it asks for n={many} completions of one prompt: replay=True")
     if any(word in text for word in ("run_in_executor(", "ThreadPoolExecutor(", "to_thread(")) and turns:
         under.append("if what it runs in threads asks for completions: replay=True")
     if judges:
@@ -278,7 +279,7 @@ def _stepped(kind: type[Any], methods: Methods, script: Path, lacking: list[str]
         under.append("it may drop a group that has no ScoredDataGroup, whose score is then not known")
     if _several_groups(reached.values()):
         under.append("if it gives more than one row for an episode: reward_of=function")
-    return Verdict(not against, against or under)
+    return Verdict(not against, list(dict.fromkeys(against or under)))
 
 
 def _evaluated(methods: Methods, lacking: list[str]) -> Verdict:

@@ -73,6 +73,7 @@ def parser(prog: str = "python -m shmbridge.producers.atropos") -> Parser:
         prog,
         description="Run an Atropos environment, unedited, with its groups going into shared memory.",
         examples=_EXAMPLES,
+        usage="(--bridge NAME | --check) [FLAG ...] SCRIPT ...",
     )
     parser.add_json_log()
     parser.add_argument(

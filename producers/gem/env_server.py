@@ -80,6 +80,23 @@ class Envs:
         return {}
 
 
+def _end_children_with_this() -> None:
+    """Has what the environment forks, such as a pool of processes, end with this process, however it ends.
+
+    The kernel means the thread that forked: only what the main thread forks is ended so.
+    """
+    forking = threading.local()
+
+    def before() -> None:
+        forking.parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+
+    def in_child() -> None:
+        if forking.parent is not None:
+            end_with(forking.parent)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
 def main() -> None:
     """Serves until it is told to end."""
     parser = argparse.ArgumentParser(
@@ -94,6 +111,7 @@ def main() -> None:
     if options.parent is not None:
         end_with(options.parent)
     sys.path += [each for each in options.path.split(os.pathsep) if each and each not in sys.path]
+    _end_children_with_this()
     environment_class(options.environment)  # here: what it does with signals as it is imported
     MAIN.take()
     serving = (Envs(options.environment), options.port, options.ready_fd, BOUNDS)

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,16 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
     config = given["config"]
     if config is not None and not isinstance(config, Mapping):
         given["config"] = config.model_dump(mode="json")
-    return given
+    return {name: _whole(value) for name, value in given.items()}
+
+
+def _whole(value: Any) -> Any:
+    """The same in dicts and lists: ROLL's arguments are those of OmegaConf."""
+    if isinstance(value, Mapping):
+        return {str(name): _whole(each) for name, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_whole(each) for each in value]
+    return value
 
 
 def _action(action: str | Action) -> dict[str, Any]:

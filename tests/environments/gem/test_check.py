@@ -59,7 +59,7 @@ SCRIPTS = {
     "four": (
         HEAD.replace("n=n", "n=4") + PLAIN + CLI,
         "yes",
-        "yes: asked asks for n=4 completions of one prompt: replay=True",
+        "yes: if it comes to asked: it asks for n=4 completions of one prompt: replay=True",
         "yes",
     ),
     "no_cli": (HEAD + PLAIN, "no: it begins nothing: end it with Env.cli()", "yes", "yes"),
@@ -137,7 +137,7 @@ def test_what_check_says_is_what_happens(tmp_path, policy_tokenizer, name):
 
 def test_check_names_judges_and_processes():
     alarm = checked(ENVS / "alarm_env.py")
-    assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 56"
+    assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 59"
     assert "begins nothing" in str(alarm.attached)
     judged = str(checked(ENVS / "judged_env.py").stepped)
     assert judged == "yes: it asks a judge in score: judge={...}"

@@ -103,11 +103,30 @@ def test_a_killed_process_costs_its_episodes_and_is_started_again(make_alarm):
     assert env.step("1")[1] == 1.0
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_what_an_environment_forked_ends_with_its_process(policy_tokenizer, how):
+    with AtroposGemEnv(f"{ENVS / 'alarm_env.py'}:PoolEnv", tokenizer=policy_tokenizer, timeout_s=60.0) as env:
+        pids = [int(each) for each in env.reset()[0].removeprefix("say ").split(",")]
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        if how == "kill":
+            os.kill(env._remote.pid, signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=20)
+
+
 def test_without_a_process_the_alarm_is_an_error(make_alarm):
     env = make_alarm(process=False)
     env.reset()
     with pytest.raises(EnvFailed, match="AssertionError"):
         env.step("1")
+
+
+def test_arguments_go_there_in_any_mapping(make_alarm):
+    """ROLL's are OmegaConf's."""
+    from types import MappingProxyType
+
+    env = make_alarm(config=MappingProxyType({"max_token_length": 77}), judge_calls=())
+    assert env.reset()[0] == "say 1"
 
 
 def test_functions_do_not_go_into_another_process(policy_tokenizer):
@@ -117,7 +136,7 @@ def test_functions_do_not_go_into_another_process(policy_tokenizer):
 
 
 def test_what_wants_the_main_thread_is_told_from_its_script(tmp_path):
-    assert wants_main_thread(ENVS / "alarm_env.py") == "alarm_env.py calls signal in line 56"
+    assert wants_main_thread(ENVS / "alarm_env.py") == "alarm_env.py calls signal in line 59"
     assert wants_main_thread(ENVS / "atropos_envs.py") == ""
     (tmp_path / "grading").mkdir()
     (tmp_path / "grading/latex.py").write_text("from math_verify import parse\n")

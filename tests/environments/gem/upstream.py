@@ -1,10 +1,12 @@
-"""Data sets and answers for upstream's own scripts, which tests play unedited; what they would download is here."""
+"""Data sets and answers for upstream's own scripts, which tests play unedited: written here, no download."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ class Script:
         scores: of a wrong and a right answer of one group.
         config: fields of its config.
         wrong: an answer that is wrong.
+        drops: whether a group of one is dropped, since its scores are equal.
     """
 
     path: str
@@ -29,6 +32,7 @@ class Script:
     scores: tuple[float, float] = (-1.0, 1.0)
     config: dict[str, Any] = field(default_factory=dict)
     wrong: str = "<think>It is hard</think> I do not know any answer at all."
+    drops: bool = True
 
 
 def _sum(shown: str) -> int:
@@ -47,11 +51,13 @@ def _zero(shown: str) -> str:
 
 def _letters(shown: str) -> str:
     """Counts the letters that it is asked about, in what it is asked about."""
-    text = re.findall(r"['\"]([a-z]{3,})['\"]", shown)[-1]
-    letters = list(dict.fromkeys(re.findall(r"['\"]([a-z])['\"]", shown.rpartition("<answer>")[0])))
-    counts = {each: text.count(each) for each in letters}
-    said = counts[letters[0]] if len(letters) == 1 else json.dumps(counts)
-    return f"<think>counted</think><answer>{said}</answer>"
+    one = re.search(r"How many (.)s are in the string (.*)\?\n\nProvide", shown, re.DOTALL)
+    if one:
+        return f"<think>counted</think><answer>{one[2].lower().count(one[1])}</answer>"
+    asked = re.search(r"the letters (.*?) in the string (.*)\n\nProvide", shown, re.DOTALL)
+    assert asked is not None
+    counts = {each: asked[2].lower().count(each) for each in re.findall(r"'(.)'", asked[1])}
+    return f"<think>counted</think><answer>{json.dumps(counts)}</answer>"
 
 
 def _reversed(shown: str) -> str:
@@ -83,7 +89,8 @@ def call_of(number: int) -> dict[str, Any]:
 
 
 def _word(shown: str) -> str:
-    return f"This answer has {re.findall(r'the word (word[0-9]+)', shown)[-1]} in it, as it should have."
+    word = re.findall(r"the word (word[0-9]+)", shown)[-1]
+    return f"<think>easy</think> It has {word} in it, as it should have."
 
 
 def _choice(shown: str) -> str:
@@ -112,11 +119,14 @@ SCRIPTS = {
         "text_reversal_environment.py:TextReversalEnv",
         _reversed,
         (0.0, 1.0),
-        {"train_dataset": "reversal.jsonl", "eval_dataset": "reversal.jsonl", "eval_split": None},
+        {"train_dataset": "reversal.jsonl", "eval_dataset": "reversal.jsonl", "eval_split": "train"},
     ),
     "tool_calling": Script("tool_calling_server.py:SingleToolCallingEnv", _call),
     "instruction_following": Script(
-        "instruction_following_algorithm_environment.py:InstructionFollowingEnv", _word, (0.0, 1.0)
+        "instruction_following_algorithm_environment.py:InstructionFollowingEnv",
+        _word,
+        (0.0, 1.0),
+        drops=False,
     ),
 }
 
@@ -184,3 +194,32 @@ def _set(folder: Path, splits: dict[str, list[dict[str, Any]]], config: str = "d
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in splits)
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
+
+
+def own_scores(checkout: Path, group: Sequence[tuple[str, str, Any]]) -> list[float]:
+    """What upstream's `score` of GSM8K says of what was shown, said and got, with no `AtroposGemEnv`.
+
+    Main thread only. Of a group that it drops, what it had in its ScoredDataGroup as it did: all are equal.
+    """
+    spec = importlib.util.spec_from_file_location("upstream_gsm8k", checkout / "gsm8k_server.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    env = module.GSM8kEnv.__new__(module.GSM8kEnv)
+    config, _ = module.GSM8kEnv.config_init()
+    env.config = config.model_copy(update={"group_size": len(group), "max_token_length": 4096})
+    env.percent_correct_buffer = []
+    first, second = re.findall(r"What is (\d+) plus (\d+)\?", group[0][0])[-1]
+    rows = []
+    for number, (shown, text, step) in enumerate(group):
+        tokens, masks = step[4]["group"]["tokens"][0], step[4]["group"]["masks"][0]
+        messages = ({"role": "user", "content": shown}, {"role": "assistant", "content": text})
+        gold = f"\\boxed{{{int(first) + int(second)}}}"
+        rows.append(
+            {"messages": messages, "gold_answer": gold, "finish_reason": "stop", "tokens": tokens,
+             "masks": masks, "logprobs": [number]}
+        )  # fmt: skip
+    scored = asyncio.run(env.score(rows))
+    if scored is None:
+        return [1.0 if each else -1.0 for each in env.percent_correct_buffer]
+    order = [logprobs[0] for logprobs in scored["inference_logprobs"]]
+    return [scored["scores"][order.index(number)] for number in range(len(group))]

@@ -1,7 +1,10 @@
 """As upstream's with math_verify: sets an alarm for each answer, and drops groups of equal scores."""
 
+import asyncio
+import os
 import signal
 import threading
+from concurrent.futures import ProcessPoolExecutor
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
@@ -60,3 +63,18 @@ def timed(call):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+class PoolEnv(AlarmEnv):
+    """Scores in a pool of processes, as upstream's math_server does, and never shuts it down."""
+
+    name = "pool"
+
+    async def setup(self):
+        await super().setup()
+        self.pool = ProcessPoolExecutor(2)
+
+    async def get_next_item(self):
+        loop = asyncio.get_running_loop()
+        pids = await asyncio.gather(*(loop.run_in_executor(self.pool, os.getpid) for _ in range(4)))
+        return {**await super().get_next_item(), "number": ",".join(map(str, sorted(set(pids))))}
