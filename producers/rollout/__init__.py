@@ -1,6 +1,6 @@
 """Rollouts of plain Python environments: episodes sample from a token server and go into a lane as groups.
 
-`rollout.py` runs them; `episode.py` is one trajectory; `http_server.py` asks servers as `apis.py` says.
+`group_run.py` runs groups; `episode.py` is one trajectory; `http_server.py` asks servers as `apis.py` says.
 """
 
 from shmbridge.producers.rollout.call_threads import CallThreads
@@ -8,9 +8,10 @@ from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
 from shmbridge.producers.rollout.episode import ContextFull, Episode, Played, known_versions
 from shmbridge.producers.rollout.group import EpisodeUnfinished, group_of
+from shmbridge.producers.rollout.group_run import GroupRun, NothingCame, RunOptions, Task
 from shmbridge.producers.rollout.http_server import HttpServer
 from shmbridge.producers.rollout.options import add_rollout_flags, rollout_of
-from shmbridge.producers.rollout.rollout import GroupRun, NothingCame, Rollout, RunOptions, Task
+from shmbridge.producers.rollout.rollout import Rollout
 from shmbridge.producers.rollout.sampling import (
     Message,
     NoTokens,

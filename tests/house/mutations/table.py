@@ -1051,7 +1051,7 @@ MUTATIONS = (
         "too-old-played-on",
         10,
         "a group that newer weights make of no use keeps its ticket",
-        "producers/rollout/rollout.py",
+        "producers/rollout/group_run.py",
         "                if behind > self._max_staleness and not outdated.done():\n",
         "                if False:\n",
         "tests/environments/rollout/test_sick.py -k too_old",
