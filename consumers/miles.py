@@ -115,8 +115,12 @@ class ShmDataBuffer:
         async with self._room:
             await self._room.wait_for(lambda: len(self._waiting) < self._capacity)
             self._waiting.append(min(versions, default=None))
-        async with self._putting:  # a producer is for one at a time
-            await self._producer.put_async(columns, policy_version=stamp)
+        try:
+            async with self._putting:  # a producer is for one at a time
+                await self._producer.put_async(columns, policy_version=stamp)
+        except Exception:  # it is not there, and nothing waits for it
+            await self._make_room(-1)
+            raise
 
     async def get(self, current_version: int | None = None, **_: Any) -> DataBufferInput:
         """Returns the next group, waiting for it; those that are too stale go back as prompts.
@@ -189,9 +193,10 @@ class ShmDataBuffer:
         self._producer.close()
         self._feed.close()
 
-    async def _make_room(self) -> None:
+    async def _make_room(self, at: int = 0) -> None:
         async with self._room:
-            self._waiting.popleft()
+            if self._waiting:
+                del self._waiting[at]
             self._room.notify_all()
 
     def _drop(self, step: Step, why: str, prompts: list[Sample]) -> None:

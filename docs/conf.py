@@ -50,7 +50,18 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # Trainers that are installed in environments of their own.
 logging.getLogger("shmbridge").setLevel(logging.ERROR)  # their releases are not the tested ones
-autodoc_mock_imports = ["gem", "hydra", "ray", "roll", "skyrl", "transfer_queue", "trl", "verl", "vllm"]
+autodoc_mock_imports = [
+    "gem",
+    "hydra",
+    "openenv",
+    "ray",
+    "roll",
+    "skyrl",
+    "transfer_queue",
+    "trl",
+    "verl",
+    "vllm",
+]
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80

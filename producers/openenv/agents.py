@@ -67,7 +67,11 @@ class AgentRollout(Runner[AgentEpisode]):
         super().__init__(bridge, **options)
 
     async def __aenter__(self) -> Self:
-        await self.capture.start()
+        try:
+            await self.capture.start()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

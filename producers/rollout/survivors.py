@@ -1,8 +1,8 @@
 """The episodes of one task, played at once, and what becomes of those that fail, hang or come too late.
 
 `survivors` gives every episode and the group a deadline; an episode that fails costs its row, not its
-siblings. `Losses` counts what was lost, and why. Used by `rollout.py` and by `skyrl_gym/adapter.py`; no lane
-and no server is needed.
+siblings. `Losses` counts what was lost, and why. Used by `runner.py` and by `skyrl_gym/adapter.py`; no
+lane and no server is needed.
 """
 
 from __future__ import annotations

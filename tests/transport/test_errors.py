@@ -66,7 +66,7 @@ def test_the_documents_table_has_every_class() -> None:
     import shmbridge.control.client
     import shmbridge.control.messages
     import shmbridge.producers.atropos.lane
-    from shmbridge.producers import gem, rewards, rollout, skyrl_gym, verifiers
+    from shmbridge.producers import gem, nemo_gym, rewards, rollout, skyrl_gym, verifiers
 
     elsewhere = [
         shmbridge.control.messages.BadMessage,
@@ -76,15 +76,16 @@ def test_the_documents_table_has_every_class() -> None:
         *(rollout.ServerFailed, rollout.NoTokens, rollout.ContextFull, rollout.EpisodeUnfinished),
         *(rollout.TooManyFailures, rollout.EpisodesLost, rollout.NothingCame),
         *(verifiers.NoTokenRoute, verifiers.EpisodeFailed),
+        nemo_gym.CaptureRefused,
         *(skyrl_gym.BadTask, skyrl_gym.EnvironmentFailed, skyrl_gym.EnvProcessEnded),
         shmbridge.consumers.engines.engine.EngineFailed,
     ]
     rows = dict(re.findall(r"^\| (SB\d{3}) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE))
-    with_vllm_or_torch = {"SB506": "WeightsNotLoaded", "SB518": "BridgeAhead"}
+    with_others = {"SB506": "WeightsNotLoaded", "SB518": "BridgeAhead", "SB526": "SessionUnusable"}
     assert (
         rows
         == {each.code: each.__name__ for each in [*ALL, *elsewhere] if each is not errors.ShmBridgeError}
-        | with_vllm_or_torch
+        | with_others
     )
     assert {each.__name__ for each in ALL} - {"ShmBridgeError"} == set(BUILTIN)
 

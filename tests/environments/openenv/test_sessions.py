@@ -8,6 +8,7 @@ import anthropic
 import openai
 import pytest
 
+import shmbridge
 from shmbridge.producers.openenv import AgentRollout, Capture
 from shmbridge.producers.rollout import Limits, NoTokens, Task
 from tests.environments.openenv.engine import Engine, serving
@@ -261,9 +262,12 @@ async def test_lost_sessions_cost_their_rows_and_are_counted(bridge, make_consum
 async def test_a_server_without_tokens_is_refused_at_the_start(bridge, make_consumer):
     make_consumer()
     async with serving(Engine(counting, without=("token_ids",))) as engine:
+        rollout = AgentRollout(bridge, engine.url)
         with pytest.raises(NoTokens, match="no token ids"):
-            async with Capture(engine.url):
+            async with rollout:
                 pass
+        with pytest.raises(shmbridge.Closed):
+            rollout.producer.put({"tokens": [[1]]})
 
 
 async def test_the_limit_of_calls_ends_an_agent_and_its_row_says_so(bridge, make_consumer):

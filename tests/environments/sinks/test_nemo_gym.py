@@ -48,6 +48,9 @@ async def test_a_rollout_comes_back_as_it_was_put(bridge, tmp_path, nemo_gym):
         await sink.begin_call("r-1", "c0")
         await asyncio.gather(*map(sink.put, put), sink.put(entry(nemo_gym, "r-2", "c0")))
         await sink.put(put[3])  # the same again
+        for _ in range(3):
+            await sink.put(entry(nemo_gym, "r-3", "c0"))
+        assert await source.forget("r-3", "not wanted") == 1  # stored once
         snapshot = await source.freeze("r-1")
         assert calls(snapshot) == {each.model_call_id: each.model_dump(mode="json") for each in put}
         assert (snapshot.rollout_id, snapshot.incomplete) == ("r-1", False)
@@ -64,7 +67,7 @@ async def test_a_rollout_comes_back_as_it_was_put(bridge, tmp_path, nemo_gym):
             await source.freeze("r-1")
         assert len((await source.freeze("r-2")).entries) == 1
         assert await source.sweep(3600) == 0
-        assert await source.sweep(0) == 1
+        assert await source.sweep(0) == 2
     with shmbridge.Consumer(bridge) as consumer, consumer.get(timeout_s=1) as record:
         assert record["instance_id"] == ["r-2"]
         assert record.meta.split == "eval"

@@ -65,7 +65,6 @@ ONE_SUBCLASS = {
     "LargerDigitEnv": "a whole environment; the other one asks other questions",
     "Parallel": "one process; both ways of many share a base of their own",
     "PublishingActorWorker": "ROLL's actor beside ShmAgenticPipeline, as it is; the other one trains besides",
-    "Server": "uvicorn's",
     "ThreadServer": "environments of SkyRL-Gym are served by it as it is; scrapes ask an exporter besides",
     "Taker": "the gateway's queue; the strict gateway has the original's in its place",
     "World": "one process, whose collectives return its own values; TorchWorld is one rank of many",
