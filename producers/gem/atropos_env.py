@@ -234,7 +234,8 @@ class AtroposGemEnv(gem.Env):
                 "an episode is copied before its first answer, not later", hint="spawn right after reset()"
             )
         self._running.end()
-        observation, info = self._begin(None, episode.item)
+        seed = episode.group.seed if isinstance(episode, SuspendedEpisode) else None
+        observation, info = self._begin(seed, episode.item)
         if observation != first.observation:
             raise GroupNotAlike(
                 f"one item began as {first.observation!r:.200} and {observation!r:.200}",

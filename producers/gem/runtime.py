@@ -92,7 +92,7 @@ class Runtime:
             group = self._forming.get(seed)
             if group is None or group.error is not None or (item is not None and group.item is not item):
                 group = begin(await self.item(seed) if item is None else item, self.size)
-                self._forming[seed] = group
+                self._forming[seed], group.seed = group, seed
             member = group.join()
             self.episodes.add(member)
             if group.is_full:

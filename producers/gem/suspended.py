@@ -61,6 +61,7 @@ class SuspendedGroup:
         self._body: Body = lambda: body(item, lambda: [each.answers for each in self.members])
         self.members = [SuspendedEpisode(self) for _ in range(size)]
         self.error: BaseException | None = None  # why it is over
+        self.seed: int | None = None  # by which siblings find it
         self._task: asyncio.Task[Any] | None = None
 
     @property

@@ -388,3 +388,24 @@ async def test_game_plays_atropos_environments_with_real_tokens(
             rows.remove(([masks[at] for at in trained], [logprobs[at] for at in trained]))
         assert not rows
     assert len(groups) == 12
+
+
+async def test_game_plays_siblings_of_an_atropos_environment(
+    bridge, make_consumer, scripted, envs, policy_tokenizer
+):
+    """All four answers of a group are one group of the environment, also where all scores are equal."""
+    consumer = make_consumer()
+    make = lambda: AtroposGemEnv(envs.FilteredEnv, tokenizer=policy_tokenizer, group_size=4)  # noqa: E731
+    chance = random.Random(3)
+    async with (
+        GemGame(make, group_size=4) as game,
+        rollout(bridge, scripted(lambda messages: chance.choice(["right", "wrong"]))) as rolled,
+    ):
+        assert await rolled.run(islice(game.tasks(), 3), game.play) == 3
+    for _ in range(3):
+        record = consumer.get(timeout_s=5)
+        scores = record["score"].tolist()
+        for chat, score in zip(record.json("messages"), scores, strict=True):
+            right = chat[-1]["content"] == "right"
+            assert score == -1.0 or right
+            assert score > 0.5 or not right

@@ -157,7 +157,7 @@ def test_siblings_exclude_what_has_no_rows(make_env):
 
 def test_siblings_are_spawned(make_env):
     first = make_env("FilteredEnv", options={"group_size": 2})
-    first.reset()
+    first.reset(seed=6)
     with first.spawn(same_state=True) as second, ThreadPoolExecutor(2) as threads:
         results = list(
             threads.map(lambda pair: pair[0].step(action(pair[1])), [(first, "right"), (second, "no!")])

@@ -33,7 +33,7 @@ PLAY_S = 240
 # What happened, by the words of an error that is the data's, or this machine's.
 DATA = re.compile(
     r"offline|hub|download|DatasetNotFound|Couldn't find|FileNotFound|No such file|LookupError"
-    r"|Connection|API key|api_key|environment variable|credentials|Cannot send a request|resolve",
+    r"|no more items|Connection|API key|api_key|environment variable|credentials|Cannot send a request",
     re.IGNORECASE,
 )
 
