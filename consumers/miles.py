@@ -82,7 +82,7 @@ class ShmDataBuffer:
             self._feed.close()
             raise
         self._room, self._putting = asyncio.Condition(), asyncio.Lock()
-        self._waiting: deque[int | None] = deque()  # the oldest version of each group that was put, in order
+        self._waiting: dict[object, int | None] = {}  # the oldest version of each group put, in order
         self._version: int | None = None
         self._batch: list[Step] = []  # taken since the last metrics
         self._batches: deque[list[Step]] = deque()  # taken before, not released
@@ -112,14 +112,19 @@ class ShmDataBuffer:
         columns = self._columns(input, samples)
         versions = [int(v) for sample in samples for v in sample.weight_versions if str(v).isdigit()]
         stamp = (min(versions), max(versions)) if versions else None
+        place = object()
         async with self._room:
             await self._room.wait_for(lambda: len(self._waiting) < self._capacity)
-            self._waiting.append(min(versions, default=None))
+            self._waiting[place] = min(versions, default=None)
+        # In a task of its own: what has a place is stored, or gives it back, also if the caller is cancelled.
+        await asyncio.shield(asyncio.create_task(self._store(place, columns, stamp)))
+
+    async def _store(self, place: object, columns: dict[str, Any], stamp: tuple[int, int] | None) -> None:
         try:
             async with self._putting:  # a producer is for one at a time
                 await self._producer.put_async(columns, policy_version=stamp)
-        except Exception:  # it is not there, and nothing waits for it
-            await self._make_room(-1)
+        except BaseException:  # it is not there, and nothing waits for it
+            await self._make_room(place)
             raise
 
     async def get(self, current_version: int | None = None, **_: Any) -> DataBufferInput:
@@ -179,7 +184,7 @@ class ShmDataBuffer:
             "shmbridge/redelivered_groups": self._counts["redelivered"],
             **self._gatherer.collect(),
         }
-        waiting = [s for each in self._waiting if (s := self._staleness_of(each)) is not None]
+        waiting = [s for each in self._waiting.values() if (s := self._staleness_of(each)) is not None]
         for name, values in (("", self._staleness), ("buffer_", waiting)):
             if values:
                 metrics[f"{_PREFIX}{name}avg_staleness"] = sum(values) / len(values)
@@ -193,10 +198,10 @@ class ShmDataBuffer:
         self._producer.close()
         self._feed.close()
 
-    async def _make_room(self, at: int = 0) -> None:
+    async def _make_room(self, place: object = None) -> None:
+        """Gives a place back; None: that of the oldest group."""
         async with self._room:
-            if self._waiting:
-                del self._waiting[at]
+            self._waiting.pop(next(iter(self._waiting), None) if place is None else place, None)
             self._room.notify_all()
 
     def _drop(self, step: Step, why: str, prompts: list[Sample]) -> None:

@@ -71,7 +71,10 @@ class Door:
         application = web.Application(client_max_size=1 << 30)
         application.router.add_post(GENERATE, self._generate)
         application.router.add_get("/{path:.*}", self._pass)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1)
+        # A client that is gone, as of an episode that was late, ends its request to the server.
+        self._runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=1, handler_cancellation=True
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

@@ -138,6 +138,21 @@ async def test_a_full_buffer_makes_put_wait_and_a_cancelled_get_loses_nothing(ma
     assert (await asyncio.wait_for(buffer.get(), 10)).group[0].group_index == 5
 
 
+async def test_cancelled_puts_leave_no_place_taken(made):
+    """Those that had a place are stored; the others are as if they had never been."""
+    buffer = made.make()
+    puts = [asyncio.create_task(buffer.put(made.group(n))) for n in range(3 * BATCH)]
+    await asyncio.sleep(0)
+    for each in puts:
+        each.cancel()
+    await asyncio.gather(*puts, return_exceptions=True)
+    for n in range(2 * BATCH):
+        await asyncio.wait_for(buffer.get(), 10)
+    for n in range(100, 100 + 2 * BATCH):
+        await asyncio.wait_for(buffer.put(made.group(n)), 10)
+        assert (await asyncio.wait_for(buffer.get(), 10)).group[0].group_index == n
+
+
 async def test_a_restart_gets_what_was_not_trained(made):
     """Batches 0 to 2 are taken, 3 waits: the last two batches that were taken come again, then the rest."""
     buffer = made.make(async_data_buffer_capacity_factor=10)

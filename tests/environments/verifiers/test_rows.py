@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.producers.rollout import Limits
+from shmbridge.producers.rollout import HttpServer, Limits
 from shmbridge.producers.verifiers import EpisodeFailed, NoTokenRoute, VerifiersRollout
+from shmbridge.producers.verifiers.door import GENERATE, Door
 from shmbridge.producers.verifiers.rollout import _schema
 from shmbridge.producers.verifiers.rows import Run, group_of
 from tests.environments.verifiers.conftest import HERE_ALONE, ROOT
@@ -211,6 +212,37 @@ async def test_an_answer_that_was_aborted_is_asked_for_again(
     with consumer.get(5) as record:
         for row in range(8):
             assert record["token_versions"][row].tolist()[-2:] == [3, 4]
+
+
+async def test_the_server_works_for_no_client_that_is_gone() -> None:
+    """A request of an episode that is over ends at the server, too, and is not asked again."""
+    from aiohttp import ClientSession, ClientTimeout, web
+
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def generate(request: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            over.set()
+
+    application = web.Application()
+    application.router.add_post(GENERATE, generate)
+    runner = web.AppRunner(application, shutdown_timeout=1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server = HttpServer("http://{}:{}".format(*runner.addresses[0]), api="vllm")
+    try:
+        async with Door(server) as door, ClientSession(timeout=ClientTimeout(total=60)) as client:
+            url = door.url.removesuffix("/v1") + GENERATE
+            asking = asyncio.create_task(client.post(url, json={"token_ids": [1]}))
+            await asyncio.wait_for(begun.wait(), 20)
+            asking.cancel()
+            await asyncio.wait_for(over.wait(), 20)
+    finally:
+        await server.close()
+        await runner.cleanup()
 
 
 async def test_evaluation_is_kept_out_of_training(
