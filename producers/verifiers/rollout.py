@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -38,6 +39,10 @@ class VerifiersRollout(Runner[Run]):
             model's family, else its chat template, which knows no tools.
         sampling: fields of verifiers' `SamplingConfig`.
         how: group_size, concurrency, limits and all else that a `Runner` takes.
+
+    Attributes:
+        left_out: rows whose values of a column were left out, since other rows of the group had none: it can
+            only be `advantages`.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class VerifiersRollout(Runner[Run]):
         self._http = HttpServer(server, api="vllm", model=model)
         self._door = Door(self._http)
         self._open = AsyncExitStack()
+        self.left_out: Counter[str] = Counter()
         self._context: Any = None
         how.setdefault("env_name", self.env.config.env_id[:32])
         super().__init__(bridge, schema=_schema(), **how)
@@ -149,7 +155,12 @@ class VerifiersRollout(Runner[Run]):
 
     def columns(self, episodes: Sequence[Run]) -> Mapping[str, Any]:
         """Returns the columns of a group, a row for each trainable branch. Never blocks."""
-        return group_of(episodes)
+        return group_of(episodes, self.left_out)
+
+    def stats(self) -> dict[str, float]:
+        """Returns counters, flat: those of `Runner`, and values left out, by column. Never blocks."""
+        left_out = {f"values_left_out_total{{{name}}}": float(n) for name, n in self.left_out.items()}
+        return {**super().stats(), **left_out}
 
     async def play(self, run: Run, task: Any) -> None:
         """Has verifiers play one episode of one of its tasks. A trace that fails is counted in `losses`.

@@ -6,7 +6,8 @@ Used by `rollout.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,28 +69,38 @@ class Run:
                 raise EpisodeFailed(f"{name} has the reward {trace.reward}", "no_reward")
 
 
-def group_of(runs: Sequence[Run]) -> dict[str, Any]:
+def group_of(runs: Sequence[Run], left_out: Counter[str] | None = None) -> dict[str, Any]:
     """Returns the columns of a group, a row for each trainable branch of each trace. Never blocks.
 
-    Columns that only some environments have, such as advantages, are left out where a row has no value.
+    A column of which no row has a value is not there. One of which only some have keeps those; but for
+    `advantages`, which have no mark of "none": they are left out.
+
+    Args:
+        left_out: counts the rows whose advantages were left out, under "advantages".
     """
     rows = [row for run in runs for row in _rows(run)]
-    group: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name not in _OPTIONAL}
-    for name in _OPTIONAL:
-        values = [row[name] for row in rows]
-        if name == "ref_logprobs" and any(each is not None for each in values):
-            values = [
-                np.full(len(row["tokens"]), np.nan, np.float32) if each is None else each
-                for row, each in zip(rows, values, strict=True)
-            ]
-        if all(each is not None for each in values):
-            group[name] = values
+    group: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name not in _ABSENT}
+    for name, absent in _ABSENT.items():
+        known = [row for row in rows if row[name] is not None]
+        if known and absent is not None:
+            group[name] = [absent(row) if row[name] is None else row[name] for row in rows]
+        elif len(known) == len(rows):
+            group[name] = [row[name] for row in rows]
+        elif known and left_out is not None:
+            left_out[name] += len(known)
     group["extra"] = {"rows": [row.pop("about") for row in rows]}
     del group["about"]
     return group
 
 
-_OPTIONAL = ("advantages", "ref_logprobs", "reward_components", "routed_experts", "sampling_mask")
+# What stands for a value that only other rows of the group have.
+_ABSENT: dict[str, Callable[[Mapping[str, Any]], Any] | None] = {
+    "advantages": None,
+    "ref_logprobs": lambda row: np.full(len(row["tokens"]), np.nan, np.float32),
+    "reward_components": lambda _: {},
+    "routed_experts": lambda _: b"",
+    "sampling_mask": lambda _: b"",
+}
 
 
 def _branches(trace: Any) -> list[Any]:
@@ -128,7 +139,7 @@ def _row(run: Run, trace: Any, branch: Any) -> dict[str, Any]:
         "advantages": branch.advantages,
         "ref_logprobs": branch.reference_logprobs,
         "reward_components": components or None,
-        "routed_experts": None if routes is None else np.ascontiguousarray(routes, np.uint8).tobytes(),
+        "routed_experts": None if routes is None else np.ascontiguousarray(routes).tobytes(),
         "sampling_mask": None if kept is None else _mask_bytes(kept),
         "about": {
             "trace": trace.id,
@@ -136,7 +147,11 @@ def _row(run: Run, trace: Any, branch: Any) -> dict[str, Any]:
             "branch": branch.index,
             "stop_condition": trace.stop_condition,
             "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
-            **({} if routes is None else {"routed_experts": list(routes.shape)}),
+            **(
+                {}
+                if routes is None
+                else {"routed_experts": {"shape": list(routes.shape), "dtype": str(routes.dtype)}}
+            ),
         },
     }
 

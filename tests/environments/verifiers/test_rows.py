@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,10 +161,30 @@ def test_every_column_of_a_branch(bridge: str, consumer: shmbridge.Consumer) -> 
         assert record["prompt_length"].tolist() == [3, 3]
         branch = trace.branches[0]
         assert record["routed_experts"][0] == branch.routed_experts.tobytes()
-        assert record.json("extra")["rows"][0]["routed_experts"] == [5, 2, 3]
+        about = record.json("extra")["rows"][0]["routed_experts"]
+        assert about == {"shape": [5, 2, 3], "dtype": "uint8"}
         mask = np.frombuffer(record["sampling_mask"][0], np.int32)
         assert mask[:5].tolist() == [0, 0, 0, 2, 1]
         assert mask[5:].tolist() == [4, 5, 6]
+
+
+def test_what_only_some_rows_have_is_kept_or_counted(bridge: str, consumer: shmbridge.Consumer) -> None:
+    """And routes of more than 256 experts are not cut."""
+    routes = np.int16([[[300]], [[511]]])
+    rich = [node([1], 0, None, routed_experts=routes[:1]), node([2], 1, 0, logprobs=[-1.0], advantages=[1.0])]
+    rich[1].routed_experts = routes[1:]
+    poor = trace_of([node([1], 0, None), node([3], 1, 0, logprobs=[-1.0])])
+    poor.rewards.clear()
+    left_out: Counter[str] = Counter()
+    group = group_of([Run("k", 0, 1.0, [trace_of(rich)]), Run("k", 1, 1.0, [poor])], left_out)
+    with shmbridge.Producer(bridge, schema=_schema()) as producer:
+        producer.put(group)
+    with consumer.get(5) as record:
+        assert record["routed_experts"] == [np.int16([300, 511]).tobytes(), b""]
+        assert record.json("extra")["rows"][0]["routed_experts"] == {"shape": [2, 1, 1], "dtype": "int16"}
+        assert record["reward_components"] == [{"right": 0.5}, {}]
+        assert "advantages" not in record
+    assert left_out == {"advantages": 1}
 
 
 def test_an_episode_without_sampled_tokens_is_refused() -> None:
