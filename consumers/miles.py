@@ -286,11 +286,11 @@ def _fields(sample: Sample, *, whole: bool = False) -> tuple[dict[str, Any], byt
             del fields[name]
             continue
         try:
-            json.dumps(value)
+            json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
             raise InvalidRecord(
-                f"field {name!r} of a sample is {type(value).__name__}, which cannot be stored",
-                hint="use miles' own buffer for such samples",
+                f"field {name!r} of sample {sample.index} cannot be stored: {type(value).__name__} {value!r:.60}",
+                hint="numbers must be finite; use miles' own buffer for samples with objects",
                 column=name,
                 row=0,
             ) from None

@@ -7,12 +7,11 @@ is trained in one row: what a row shares with another is untrained there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shmbridge.producers.rollout import EpisodeUnfinished
+from shmbridge.producers.rollout import EpisodeUnfinished, require_values
 from shmbridge.schema import FINISH_REASONS
 
 if TYPE_CHECKING:
@@ -235,8 +234,7 @@ class AgentEpisode:
         name = f"episode {self.repetition_id} of task {self.instance_id!r}"
         if not any(row.turn_ends for row in self.rows):
             raise EpisodeUnfinished(f"{name} has no answer", hint="did the agent ask the proxy?")
-        if self.score is None or not math.isfinite(self.score):
-            raise EpisodeUnfinished(f"{name} has the score {self.score}", hint="set episode.score")
+        require_values(name, self.score, self.components, self.extra)
 
 
 def group_of_agents(episodes: Iterable[AgentEpisode]) -> dict[str, Any]:

@@ -7,7 +7,13 @@
 from shmbridge.producers.rollout.call_threads import CallThreads
 from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.chat_server import ChatServer
-from shmbridge.producers.rollout.episode import ContextFull, Episode, EpisodeUnfinished, known_versions
+from shmbridge.producers.rollout.episode import (
+    ContextFull,
+    Episode,
+    EpisodeUnfinished,
+    known_versions,
+    require_values,
+)
 from shmbridge.producers.rollout.group import group_of
 from shmbridge.producers.rollout.http_server import HttpServer
 from shmbridge.producers.rollout.options import (
@@ -73,6 +79,7 @@ __all__ = [
     "known_versions",
     "leave",
     "orderly_sigterm",
+    "require_values",
     "rollout_of",
     "runner_settings",
     "survivors",

@@ -6,6 +6,7 @@ Used by `rollout.py` and by the producers of environment frameworks; `group.py` 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -205,8 +206,7 @@ class Episode:
         name = f"episode {self.repetition_id} of task {self.instance_id!r}"
         if not self.turn_ends:
             raise EpisodeUnfinished(f"{name} has no answer", hint="sample at least once, or leave it out")
-        if self.score is None or not math.isfinite(self.score):
-            raise EpisodeUnfinished(f"{name} has the score {self.score}", hint="set episode.score")
+        require_values(name, self.score, self.components, self.extra)
 
     def sampled_versions(self) -> list[int]:
         """Returns the policy version of each sampled token, -1 where it is not known. Never blocks."""
@@ -215,6 +215,26 @@ class Episode:
     def turns(self) -> list[tuple[int, int]]:
         """Returns begin and end token index of each answer."""
         return list(zip(self._turn_begins, self.turn_ends, strict=True))
+
+
+def require_values(
+    name: str, score: float | None, components: Mapping[str, float], extra: Mapping[str, Any]
+) -> None:
+    """Checks what an environment says of an episode: a value that no lane takes costs its row, not its group.
+
+    Raises EpisodeUnfinished.
+    """
+    if score is None or not math.isfinite(score):
+        raise EpisodeUnfinished(f"{name} has the score {score}", hint="set episode.score")
+    for part, value in components.items():
+        if not math.isfinite(value):
+            raise EpisodeUnfinished(f"{name} has the component {part!r} {value}", hint="give a number")
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise EpisodeUnfinished(
+            f"{name} has an extra that is not JSON: {error}", hint="give plain JSON"
+        ) from None
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:

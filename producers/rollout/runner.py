@@ -22,7 +22,15 @@ from shmbridge.errors import BridgeDraining
 from shmbridge.producers.rollout.episode import known_versions
 from shmbridge.producers.rollout.position import Position
 from shmbridge.producers.rollout.sampling import Message
-from shmbridge.producers.rollout.survivors import Limits, Losses, Played, TooOld, is_cancelled, survivors
+from shmbridge.producers.rollout.survivors import (
+    Late,
+    Limits,
+    Losses,
+    Played,
+    TooOld,
+    is_cancelled,
+    survivors,
+)
 
 log = logging.getLogger(__name__)
 
@@ -355,14 +363,19 @@ class Runner(ABC, Generic[E]):
             self.groups_put += sequence is not None
 
     async def _staged(self, episodes: Sequence[E]) -> Group:
-        group = self.columns(episodes)
-        for stage in self._stages:
-            try:
-                group = await stage(group)
-            except asyncio.CancelledError as error:
-                if is_cancelled():
-                    raise
-                raise RuntimeError(f"a stage ended with {error!r}") from error
+        group, deadline = self.columns(episodes), asyncio.timeout(self._limits.group_s)
+        try:
+            async with deadline:
+                for stage in self._stages:
+                    group = await stage(group)
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise RuntimeError(f"a stage ended with {error!r}") from error
+        except TimeoutError:
+            if not deadline.expired():  # the stage's own
+                raise
+            raise Late(f"the stages of a group did not end within {self._limits.group_s:g} s") from None
         return group
 
 

@@ -276,7 +276,7 @@ async def _played(
         async with deadline:
             await play(episode)
         episode.require_finished()
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and is_cancelled():

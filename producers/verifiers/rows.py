@@ -65,8 +65,9 @@ class Run:
         if not any(_branches(trace) for trace in self.traces):
             raise EpisodeFailed(f"{name} has no trainable branch with sampled tokens", "no_tokens")
         for trace in self.traces:
-            if not math.isfinite(trace.reward):
-                raise EpisodeFailed(f"{name} has the reward {trace.reward}", "no_reward")
+            for part, value in {"": trace.reward, **_components(trace)}.items():
+                if not math.isfinite(value):
+                    raise EpisodeFailed(f"{name} has the reward {part!r} {value}", "no_reward")
 
 
 def group_of(runs: Sequence[Run], left_out: Counter[str] | None = None) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def _row(run: Run, trace: Any, branch: Any) -> dict[str, Any]:
     tokens = np.asarray(branch.token_ids, np.int32)
     mask = np.asarray(branch.sampled_mask, np.uint8)
     versions, logprobs, ends, reason = _sampled(run.heard.get(trace.id, Heard()), branch, tokens)
-    components = {name: each.value for name, each in trace.rewards.items() if each is not None}
+    components = _components(trace)
     routes, kept = branch.routed_experts, branch.sampling_mask
     return {
         "tokens": tokens,
@@ -146,7 +147,7 @@ def _row(run: Run, trace: Any, branch: Any) -> dict[str, Any]:
             "agent": trace.agent.name,
             "branch": branch.index,
             "stop_condition": trace.stop_condition,
-            "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
+            "metrics": {name: value for name, value in trace.metrics.items() if _is_number(value)},
             **(
                 {}
                 if routes is None
@@ -154,6 +155,14 @@ def _row(run: Run, trace: Any, branch: Any) -> dict[str, Any]:
             ),
         },
     }
+
+
+def _components(trace: Any) -> dict[str, float]:
+    return {name: each.value for name, each in trace.rewards.items() if each is not None}
+
+
+def _is_number(value: Any) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _sampled(heard: Heard, branch: Any, tokens: Tokens) -> tuple[Tokens, Any, list[int], str]:

@@ -177,7 +177,10 @@ class Supervisor:
                 self._environment_ended(process, process.status)
             elif process.service.role == "hub" and process.status == 0:
                 process.over = self._done = True
-                self._events.say("done", f"{process.name}: done", service=process.name)
+                never = (
+                    "" if process.came_up else ", and was never seen as the bridge's consumer: see its log"
+                )
+                self._events.say("done", f"{process.name}: done{never}", service=process.name)
             elif process.service.role == "hub" and _comes_again(process, process.status):
                 self._start_later(process)
             else:

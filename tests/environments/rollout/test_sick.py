@@ -66,6 +66,35 @@ async def test_failing_episodes_cost_their_rows_only(bridge, make_consumer):
     assert (begun - lost) / begun >= 0.94
 
 
+@pytest.mark.parametrize("how", ["component", "extra", "exit"])
+async def test_what_no_lane_takes_costs_its_row_and_so_does_an_exit(bridge, make_consumer, how):
+    consumer = make_consumer()
+
+    async def play(episode, data):
+        await answer(episode, data)
+        if episode.repetition_id == 1:
+            if how == "exit":
+                sys.exit(4)
+            where = episode.components if how == "component" else episode.extra
+            where["odd"] = float("nan")
+
+    async with rollout_on(bridge, group_size=3) as rollout:
+        assert await rollout.run(tasks(4), play) == 4
+        assert rollout.losses.episodes.total() == 4
+    assert rows_of(consumer, 4) == [[0, 2]] * 4
+
+
+async def test_a_stage_that_hangs_ends_at_the_groups_deadline(bridge):
+    async def hangs(group):
+        await asyncio.Event().wait()
+
+    limits = Limits(group_s=0.3)
+    async with rollout_on(bridge, group_size=2, stages=[hangs], limits=limits) as rollout:
+        assert await asyncio.wait_for(rollout.run(tasks(3), answer), 20) == 0
+        assert rollout.failed == {"late": 3}
+        assert rollout.losses.episodes == {"late": 6}
+
+
 async def test_a_hung_episode_ends_at_its_deadline(bridge, make_consumer, caplog):
     consumer = make_consumer()
 

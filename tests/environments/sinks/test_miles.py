@@ -198,5 +198,7 @@ async def test_a_field_that_cannot_be_stored_is_refused_by_name(made):
     buffer = made.make()
     with pytest.raises(shmbridge.InvalidRecord, match="multimodal_inputs"):
         await buffer.put(made.group(0, multimodal_inputs={"image": object()}))
+    with pytest.raises(shmbridge.InvalidRecord, match="'reward' of sample 3 cannot be stored: float nan"):
+        await buffer.put(made.group(1, reward=float("nan")))
     await buffer.put(made.group(1))
     assert (await buffer.get()).group[0].group_index == 1
