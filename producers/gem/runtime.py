@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from shmbridge.errors import BadArgument
@@ -93,11 +94,17 @@ class Runtime:
             if group is None or group.error is not None or (item is not None and group.item is not item):
                 group = begin(await self.item(seed) if item is None else item, self.size)
                 self._forming[seed], group.seed = group, seed
+                group.when_over = partial(self._formed, group)
             member = group.join()
             self.episodes.add(member)
             if group.is_full:
-                self._forming.pop(seed)
+                self._formed(group)
             return member
+
+    def _formed(self, group: SuspendedGroup) -> None:
+        """Nobody can join this group any more."""
+        if self._forming.get(group.seed) is group:
+            del self._forming[group.seed]
 
     async def item(self, seed: int | None) -> Any:
         """Returns a copy of the environment's next item; the same one for the same seed. Sets it up first.
