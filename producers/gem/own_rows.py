@@ -14,9 +14,11 @@ from shmbridge.producers.gem.request import without_thoughts
 
 _MASKED = -100
 
-# How a row fits a sibling, the surest first: it is the conversation, token by token; it begins so; trained are
-# the tokens of the last answers; or their text. That an answer stands somewhere in a row says nothing.
-Fit = tuple[bool, bool, bool, bool]
+# How a row fits a sibling, the surest first: it is the conversation, token by token; it begins with it;
+# trained are the tokens of all answers; of the last one; the text of all; of the last one.
+# That an answer stands somewhere in a row says nothing.
+Fit = tuple[bool, ...]
+_BY_TRAINED = range(2, 6)
 Pairs = set[tuple[int, int]]  # of siblings and rows
 
 
@@ -39,6 +41,7 @@ def rows_of(
     for at, spoken in enumerate(siblings):
         of = _Sibling(spoken, tokenizer)
         fits |= {(at, number): fit for number, row in enumerate(rows) if any(fit := of.fit(row))}
+    fits = _in_all_rows(fits, rows)
     found: dict[int, int] = {}
     unsure: Pairs = set()
     for best in sorted(set(fits.values()), reverse=True):
@@ -53,6 +56,16 @@ def rows_of(
             unsure |= rest
     free = len(rows) - len(found)  # as long as a row may be anybody's, nobody is left out
     return [found[at] if at in found else _unsure(free, len(rows)) for at in range(len(siblings))]
+
+
+def _in_all_rows(fits: Mapping[tuple[int, int], Fit], rows: Sequence[_Row]) -> dict[tuple[int, int], Fit]:
+    """Returns the fits without those that may be chance: all rows of a group are trained in the same way."""
+    surely = {row for (_, row), fit in fits.items() if any(fit[:2])}
+    for by in _BY_TRAINED:
+        fit_so = {row for (_, row), fit in fits.items() if fit[by]}
+        if any(row.trained_text and at not in surely | fit_so for at, row in enumerate(rows)):
+            fits = {pair: (*fit[:by], False, *fit[by + 1 :]) for pair, fit in fits.items()}
+    return {pair: fit for pair, fit in fits.items() if any(fit)}
 
 
 def _unsure(free: int, rows: int) -> EnvFailed | None:
@@ -86,8 +99,8 @@ class _Sibling:
     def __init__(self, spoken: Spoken, tokenizer: Any) -> None:
         self._whole: list[list[int]] = []
         self._cut: list[list[int]] = []  # the same without an end token
-        self._ends: list[list[int]] = []  # the last answer, the last two, ...
-        self._end_texts: list[str] = []
+        self._tokens: list[list[int]] = []  # of all answers, of the last one
+        self._texts: list[list[str]] = []  # the same, with thoughts and without
         answers, asked = spoken.answers, spoken.request
         if not answers or asked is None:
             return
@@ -100,14 +113,14 @@ class _Sibling:
                 self._whole.append([int(each) for each in tokenizer.apply_chat_template(chat)])
         elif asked.prompt is not None:
             self._whole.append(list(tokenizer.encode(asked.prompt + last.text)))
-        tokens: list[int] | None = []
-        text = thoughtless = ""
-        for each in reversed(answers):
-            tokens = None if tokens is None or each.token_ids is None else [*each.token_ids, *tokens]
-            text, thoughtless = each.text + text, without_thoughts(each.text) + thoughtless
-            if tokens:
-                self._ends.append(tokens)
-            self._end_texts += [_squeezed(text), _squeezed(thoughtless)]
+        all_tokens = [token for each in answers for token in each.token_ids or ()]
+        self._tokens = [all_tokens, list(last.token_ids or ())]
+        for part in (answers, [last]):
+            texts = [
+                "".join(each.text for each in part),
+                "".join(without_thoughts(each.text) for each in part),
+            ]
+            self._texts.append([_squeezed(text) for text in texts])
         end = tokenizer.eos_token_id
         self._cut = [each[:-1] for each in self._whole if each[-1:] == [end]]
 
@@ -116,8 +129,8 @@ class _Sibling:
         return (
             row.tokens in self._whole or row.tokens in self._cut,
             any(row.tokens[: len(each)] == each for each in self._whole),
-            row.trained in self._ends,
-            row.trained_text != "" and row.trained_text in self._end_texts,
+            *(bool(row.trained) and row.trained == each for each in self._tokens or (None, None)),
+            *(bool(row.trained_text) and row.trained_text in each for each in self._texts or ((), ())),
         )
 
 

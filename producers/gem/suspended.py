@@ -229,7 +229,7 @@ class SuspendedEpisode:
     @property
     def waits(self) -> bool:
         """Whether the environment waits for its answer."""
-        return self._waiting is not None
+        return self._waiting is not None and not self._waiting.done()  # done: it gave up
 
     def lacking(self) -> str:
         """As of its group."""

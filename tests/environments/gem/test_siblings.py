@@ -5,13 +5,13 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 
 import pytest
 
 from shmbridge.errors import BadArgument
+from shmbridge.producers.atropos.upstream_workarounds import PlainTokens
 from shmbridge.producers.gem import Action, EnvFailed, NotSuspendable
 from shmbridge.producers.gem.action import Answer, Spoken
 from shmbridge.producers.gem.own_rows import rows_of
@@ -203,7 +203,7 @@ def conversation(answers: list[str], prompts: list[str]) -> list[dict[str, str]]
 def test_a_row_is_never_another_siblings(form, left_out):
     """Random groups of short answers: each sibling gets a row of its own conversation, or EnvFailed."""
     tokenizer, random = byte_tokenizer(), Random(f"{form} {left_out}")
-    render = partial(tokenizer.apply_chat_template, return_dict=False)
+    tokenizer.apply_chat_template = PlainTokens(tokenizer)  # as of an environment that is played
     told = failed = 0
     for _ in range(300):
         turns, size = random.randint(1, 3), random.randint(2, 5)
@@ -217,11 +217,15 @@ def test_a_row_is_never_another_siblings(form, left_out):
                 chat.append({"role": "user", "content": "over, a b"})
             if form == "without_first":
                 chat = chat[1:] if turns == 1 else chat[2:]
-            tokens = render(chat)
+            tokens = tokenizer.apply_chat_template(chat)
             trained = tokenizer.encode(answers[-1])
             if form == "bare":
                 tokens = trained
-            masks = [-100] * (len(tokens) - len(trained)) + trained if form == "trained" else tokens
+            masks = tokens
+            if form in ("trained", "without_first"):
+                masks = [-100] * len(tokens)
+                start = len(tokens) - len(trained) - 2  # its end, and a line's
+                masks[start : start + len(trained)] = trained
             rows.append((number, tokens, masks))
         random.shuffle(rows)
         rows = rows[left_out:]
@@ -240,7 +244,7 @@ def test_a_row_is_never_another_siblings(form, left_out):
             if row is None:
                 here = [said[number] for number, *_ in rows]
                 assert said.count(said[at]) > here.count(said[at])
-    assert told > 100 or form == "without_first", "what was said cannot be told from what was asked"
+    assert told > 100
     assert not failed or form not in ("whole", "goes_on", "trained")
 
 
@@ -253,8 +257,8 @@ def test_siblings_of_different_lengths(make_env):
 def test_a_group_that_never_was_full_is_forgotten(make_env):
     siblings = [make_env("FilteredEnv", options={"group_size": 3, "timeout_s": 0.3}) for _ in range(2)]
     for seed in range(3):
-        for result in together(siblings, [["right"], ["wrong"]], seed):
-            assert "1 have not begun" in str(result)
+        said = [str(error) for error in together(siblings, [["right"], ["wrong"]], seed)]
+        assert ["1 have not begun" in each for each in said] == [True, True]
     runtime = siblings[0]._runtime
 
     def forgotten():
