@@ -15,7 +15,7 @@ from shmbridge.producers.gem.request import without_thoughts
 _MASKED = -100
 
 # How a row fits a sibling, the surest first: it is the conversation, token by token; it begins with it;
-# trained are the tokens of all answers; of the last one; the text of all; of the last one.
+# trained are the tokens of all answers, or of the last one; the text of all, or of the last one.
 # That an answer stands somewhere in a row says nothing.
 Fit = tuple[bool, ...]
 _BY_TRAINED = range(2, 6)
@@ -65,7 +65,9 @@ def _in_all_rows(fits: Mapping[tuple[int, int], Fit], rows: Sequence[_Row]) -> d
         fit_so = {row for (_, row), fit in fits.items() if fit[by]}
         if any(row.trained_text and at not in surely | fit_so for at, row in enumerate(rows)):
             fits = {pair: (*fit[:by], False, *fit[by + 1 :]) for pair, fit in fits.items()}
-    return {pair: fit for pair, fit in fits.items() if any(fit)}
+    # All answers of one sibling may be the last one of another: neither is surer.
+    merged = {pair: (*fit[:2], fit[2] or fit[3], fit[4] or fit[5]) for pair, fit in fits.items()}
+    return {pair: fit for pair, fit in merged.items() if any(fit)}
 
 
 def _unsure(free: int, rows: int) -> EnvFailed | None:
