@@ -23,7 +23,7 @@ from shmbridge.producers.gem.mailbox import Ended, Outcome
 from shmbridge.producers.gem.own_process import RemoteAtropos, why_own_process
 from shmbridge.producers.gem.replayed import ReplayedEpisode
 from shmbridge.producers.gem.request import Request, quotes, turn_of
-from shmbridge.producers.gem.runtime import Runtime, leave, runtime_of
+from shmbridge.producers.gem.runtime import BLOCKS, Runtime, leave, runtime_of
 from shmbridge.producers.gem.suspended import Said, SuspendedEpisode, SuspendedGroup
 from shmbridge.producers.gem.trajectory import RewardBridge, RewardOf, Rules, Score, collect
 
@@ -122,18 +122,20 @@ class AtroposGemEnv(gem.Env):
             self._remote = RemoteAtropos(environment, there)
             return
         self._tells_judges = judge_calls is None
-        self._runtime: Runtime | None = runtime_of(
-            environment_class(environment),
-            config,
-            tokenizer=tokenizer,
-            items=items,
-            group_size=group_size,
-            judge=judge,
-            judge_calls=judge_calls,
-            user=self,
+        self._runtime: Runtime | None = None
+        self._share()
+
+    def _share(self) -> None:
+        """Takes the runtime of this environment, which is made if there is none."""
+        given = self._arguments
+        names = ("config", "tokenizer", "items", "group_size", "judge", "judge_calls")
+        runtime = runtime_of(
+            environment_class(given["environment"]), **{name: given[name] for name in names}, user=self
         )
-        self._rules = Rules(reward_of, _reward_bridge(reward_config, self._runtime.tokenizer), left_out)
-        self._running = _Running(self._runtime.loop)
+        self._runtime = runtime
+        bridge = _reward_bridge(given["reward_config"], runtime.tokenizer)
+        self._rules = Rules(given["reward_of"], bridge, given["left_out"])
+        self._running = _Running(runtime.loop)
         self._request: Request | None = None
         weakref.finalize(self, _Running.end, self._running)
 
@@ -162,6 +164,9 @@ class AtroposGemEnv(gem.Env):
             self.observation, info = self._remote.reset(seed)
             return self.observation, info
         self._running.end()
+        if self._open().stuck:
+            leave(self._open(), self, 0.0)
+            self._share()
         return self._begin(seed)
 
     def step(self, action: str | Action) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -355,9 +360,11 @@ class AtroposGemEnv(gem.Env):
         except TimeoutError as late:
             lacking = "" if self._running.episode is None else self._running.episode.lacking()
             self._running.end()
+            stuck = self._open().is_stuck()
             raise EnvFailed(
-                f"the environment did nothing for {self._timeout_s:g} s{lacking}",
-                hint="is it stuck? timeout_s=None waits",
+                f"the environment did nothing for {self._timeout_s:g} s{lacking}"
+                + (", and blocks its thread" if stuck else ""),
+                hint=BLOCKS if stuck else "is it stuck? timeout_s=None waits",
             ) from late
         except BaseException:
             self._running.end()
@@ -369,8 +376,11 @@ class AtroposGemEnv(gem.Env):
             return future.result(self._timeout_s)
         except TimeoutError as late:
             future.cancel()
+            stuck = self._open().is_stuck()
             raise EnvFailed(
-                f"the environment gave no item within {self._timeout_s:g} s", hint="timeout_s=None waits"
+                f"the environment gave no item within {self._timeout_s:g} s"
+                + (", and blocks its thread" if stuck else ""),
+                hint=BLOCKS if stuck else "timeout_s=None waits",
             ) from late
         except BaseException:
             future.cancel()

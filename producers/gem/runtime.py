@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +25,8 @@ from shmbridge.producers.gem.suspended import SuspendedEpisode, SuspendedGroup
 from shmbridge.producers.gem.trajectory import collects_alone, watch
 
 _SEEDS = 4096  # items that are remembered by seed
+_ANSWERS_S = 5.0  # an event loop that nothing blocks
+BLOCKS = "an endless loop, or a wait without await; reset() begins in a fresh one"
 
 _shared: weakref.WeakValueDictionary[tuple[Any, str], Runtime] = weakref.WeakValueDictionary()
 _sharing = threading.Lock()
@@ -59,6 +64,7 @@ class Runtime:
         self._items: OrderedDict[int, Any] = OrderedDict()
         self._asking, self._is_set_up = asyncio.Lock(), False
         self._joining = asyncio.Lock()
+        self.stuck = False
         self._forming: dict[int | None, SuspendedGroup] = {}  # groups of siblings that are not all there
         self.size = 1 if collects_alone(kind) else int(config.group_size)
         self.stopping = weakref.finalize(self, stop, self.loop)
@@ -75,6 +81,24 @@ class Runtime:
     def tokenizer(self) -> Any:
         """The environment's."""
         return self.env.tokenizer
+
+    def is_stuck(self) -> bool:
+        """Returns whether the environment, once set up, blocks its thread. Blocks for seconds at most.
+
+        Nobody is given a stuck runtime any more. A process of its own ends: its main thread cannot go on.
+        """
+        if not self._is_set_up:
+            return False
+        with suppress(TimeoutError):
+            self._thread.submit(asyncio.sleep(0)).result(_ANSWERS_S)
+            return False
+        self.stuck = True
+        with _sharing:
+            _forget(self)
+        if is_main(self.thread):
+            print(f"the environment blocks the main thread: {BLOCKS}", file=sys.stderr, flush=True)
+            os._exit(1)
+        return True
 
     async def join(
         self, seed: int | None, begin: Callable[[Any, int], SuspendedGroup], item: Any = None
@@ -200,12 +224,16 @@ def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
         runtime.users.discard(user)
         if runtime.users:
             return
-        for key, each in list(_shared.items()):
-            if each is runtime:
-                del _shared[key]
+        _forget(runtime)
     runtime.stopping()
     if runtime.thread is not threading.current_thread() and not is_main(runtime.thread):
         runtime.thread.join(timeout_s)
+
+
+def _forget(runtime: Runtime) -> None:
+    for key, each in list(_shared.items()):
+        if each is runtime:
+            del _shared[key]
 
 
 def _config_of(kind: type[Any], config: Any, tokenizer: str | None, group_size: int) -> tuple[Any, Any]:

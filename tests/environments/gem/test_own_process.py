@@ -145,3 +145,15 @@ def test_what_wants_the_main_thread_is_told_from_its_script(tmp_path):
     wants_main_thread.cache_clear()
     (tmp_path / "script.py").write_text("import grading\nsignal = 1\nprint(timer.signal(3))\n")
     assert wants_main_thread(tmp_path / "script.py") == ""
+
+
+@pytest.mark.timeout(300)
+def test_a_process_whose_thread_is_blocked_ends_and_another_begins(policy_tokenizer):
+    with AtroposGemEnv(ALARM, tokenizer=policy_tokenizer, timeout_s=3.0) as env:
+        env.reset(seed=1)
+        pid = env._remote.pid
+        with pytest.raises(EnvProcessEnded, match="the environment blocks the main thread"):
+            env.step(action("block"))
+        assert env.reset(seed=1)[0] == "say 1"
+        assert env._remote.pid != pid
+        assert env.step(action("1"))[1] == 1.0

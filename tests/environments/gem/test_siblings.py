@@ -268,6 +268,31 @@ def test_a_group_that_never_was_full_is_forgotten(make_env):
     wait_until(forgotten, 20)
 
 
+def test_an_environment_that_blocks_its_thread_gets_a_fresh_one(make_env, envs, monkeypatch):
+    monkeypatch.setattr(envs.OddEnv, "ends", "block")
+    env, other = (make_env("OddEnv", options={"timeout_s": 1.0}) for _ in range(2))
+    env.reset(seed=1)
+    with pytest.raises(EnvFailed, match="did nothing for 1 s, and blocks its thread"):
+        env.step(action("x"))
+    monkeypatch.setattr(envs.OddEnv, "ends", "postprocessed")
+    for each in (env, other, make_env("OddEnv", options={"timeout_s": 1.0})):
+        assert play(each, ["x"])[1] == 11.0
+
+
+def test_a_request_that_the_environment_gave_up_waits_for_nobody(make_env):
+    """Also where its place was taken by another: a sibling that began again before the group was full."""
+    siblings = [make_env("PatientEnv", options={"group_size": 3}) for _ in range(3)]
+    for env in (siblings[0], siblings[1], siblings[0]):
+        env.reset(seed=1)
+    episode = siblings[0]._running.episode
+    wait_until(lambda: len(siblings[0]._runtime.env.said) >= 2, 20)
+    siblings[2].reset(seed=1)
+    assert episode.group.error is None
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda env: env.step(action("ab"))[1], siblings))
+    assert results == [2.0] * 3
+
+
 def test_trajectories_that_are_played_alone_stay_alone(make_env):
     """BaseEnv's collect_trajectories only puts rows side by side: nobody waits for siblings."""
     env = make_env("ChatEnv", turns=1, options={"group_size": 4})

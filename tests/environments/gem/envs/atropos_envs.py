@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import random
 import threading
+import time
 from typing import ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
@@ -232,6 +233,8 @@ class OddEnv(ChatEnv):
         await self.ask([{"role": "user", "content": "o"}])
         if self.ends == "exit":
             raise SystemExit(3)
+        if self.ends == "block":
+            time.sleep(30)
         if self.ends == "hang":
             await asyncio.Event().wait()
         if self.ends == "teacher":
@@ -356,6 +359,23 @@ class RoundsEnv(ChatEnv):
 
     def worth(self, before, last):
         return float(len(last))
+
+
+class PatientEnv(ChatEnv):
+    """Gives up a request twice, and asks again."""
+
+    name = "patient"
+
+    async def collect_trajectories(self, item):
+        chat = [{"role": "user", "content": "begin"}]
+        asked = {"messages": chat, "n": self.config.group_size, "max_tokens": 9}
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.server.chat_completion(**asked), 0.5)
+            self.said.append("gave up")
+        completion = await self.server.chat_completion(**asked)
+        tokens = [self.tokenizer.encode(choice.message.content) for choice in completion.choices]
+        return ScoredDataGroup(tokens=tokens, masks=tokens, scores=[float(len(each)) for each in tokens]), []
 
 
 class TasksEnv(ChatEnv):
