@@ -161,7 +161,7 @@ def test_what_check_says_is_what_happens(tmp_path, policy_tokenizer, name):
 
 def test_check_names_judges_and_processes():
     alarm = checked(ENVS / "alarm_env.py")
-    assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 59"
+    assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 62"
     assert "begins nothing" in str(alarm.attached)
     judged = str(checked(ENVS / "judged_env.py").stepped)
     assert judged == "yes: it asks a judge in score: judge={...}"

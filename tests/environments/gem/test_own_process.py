@@ -136,7 +136,7 @@ def test_functions_do_not_go_into_another_process(policy_tokenizer):
 
 
 def test_what_wants_the_main_thread_is_told_from_its_script(tmp_path):
-    assert wants_main_thread(ENVS / "alarm_env.py") == "alarm_env.py calls signal in line 59"
+    assert wants_main_thread(ENVS / "alarm_env.py") == "alarm_env.py calls signal in line 62"
     assert wants_main_thread(ENVS / "atropos_envs.py") == ""
     (tmp_path / "grading").mkdir()
     (tmp_path / "grading/latex.py").write_text("from math_verify import parse\n")
