@@ -126,13 +126,11 @@ class AtroposGemEnv(gem.Env):
         self._share()
 
     def _share(self) -> None:
-        """Takes the runtime of this environment, which is made if there is none."""
+        """Takes the runtime of its class and config, which is made if there is none."""
         given = self._arguments
         names = ("config", "tokenizer", "items", "group_size", "judge", "judge_calls")
-        runtime = runtime_of(
-            environment_class(given["environment"]), **{name: given[name] for name in names}, user=self
-        )
-        self._runtime = runtime
+        shared, kind = {name: given[name] for name in names}, environment_class(given["environment"])
+        runtime = self._runtime = runtime_of(kind, **shared, user=self)
         bridge = _reward_bridge(given["reward_config"], runtime.tokenizer)
         self._rules = Rules(given["reward_of"], bridge, given["left_out"])
         self._running = _Running(runtime.loop)
@@ -263,9 +261,9 @@ class AtroposGemEnv(gem.Env):
             self._remote.close()
             return
         self._running.end()
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            leave(runtime, self, _ENDS_S)
+        if self._runtime is not None:
+            leave(self._runtime, self, _ENDS_S)
+            self._runtime = None
 
     def __enter__(self) -> AtroposGemEnv:
         return self
@@ -281,8 +279,7 @@ class AtroposGemEnv(gem.Env):
     def _begin(self, seed: int | None, item: Any = None) -> tuple[str, dict[str, Any]]:
         runtime = self._open()
         episode = self._running.episode = self._waited(runtime.loop, self._episode(runtime, seed, item))
-        self._request = None
-        reader: Future[Outcome] = Future()
+        self._request, reader = None, Future[Outcome]()
         runtime.loop.call_soon_threadsafe(episode.begin, reader)
         outcome = self._outcome(reader)
         if isinstance(outcome, Ended):
@@ -360,12 +357,7 @@ class AtroposGemEnv(gem.Env):
         except TimeoutError as late:
             lacking = "" if self._running.episode is None else self._running.episode.lacking()
             self._running.end()
-            stuck = self._open().is_stuck()
-            raise EnvFailed(
-                f"the environment did nothing for {self._timeout_s:g} s{lacking}"
-                + (", and blocks its thread" if stuck else ""),
-                hint=BLOCKS if stuck else "is it stuck? timeout_s=None waits",
-            ) from late
+            raise self._late(f"did nothing for {self._timeout_s:g} s{lacking}") from late
         except BaseException:
             self._running.end()
             raise
@@ -374,17 +366,16 @@ class AtroposGemEnv(gem.Env):
         future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result(self._timeout_s)
-        except TimeoutError as late:
+        except BaseException as wrong:
             future.cancel()
-            stuck = self._open().is_stuck()
-            raise EnvFailed(
-                f"the environment gave no item within {self._timeout_s:g} s"
-                + (", and blocks its thread" if stuck else ""),
-                hint=BLOCKS if stuck else "timeout_s=None waits",
-            ) from late
-        except BaseException:
-            future.cancel()
+            if isinstance(wrong, TimeoutError):
+                raise self._late(f"gave no item within {self._timeout_s:g} s") from wrong
             raise
+
+    def _late(self, what: str) -> EnvFailed:
+        stuck = self._open().is_stuck()
+        what += ", and blocks its thread" if stuck else ""
+        return EnvFailed(f"the environment {what}", hint=BLOCKS if stuck else "timeout_s=None waits")
 
 
 class _Running:
@@ -403,9 +394,7 @@ class _Running:
 
 
 def _reward_bridge(reward_config: Any, tokenizer: Any) -> RewardBridge | None:
-    if reward_config is None:
-        return None
-    if callable(reward_config):
-        given: RewardBridge = reward_config
+    if reward_config is None or callable(reward_config):
+        given: RewardBridge | None = reward_config
         return given
     return rewards.RewardBridge(reward_config, tokenizer=tokenizer)

@@ -118,17 +118,12 @@ class Runtime:
             if group is None or group.error is not None or (item is not None and group.item is not item):
                 group = begin(await self.item(seed) if item is None else item, self.size)
                 self._forming[seed], group.seed = group, seed
-                group.when_over = partial(self._formed, group)
+                group.when_over = partial(_formed, weakref.ref(self), group)
             member = group.join()
             self.episodes.add(member)
             if group.is_full:
-                self._formed(group)
+                _formed(weakref.ref(self), group)
             return member
-
-    def _formed(self, group: SuspendedGroup) -> None:
-        """Nobody can join this group any more."""
-        if self._forming.get(group.seed) is group:
-            del self._forming[group.seed]
 
     async def item(self, seed: int | None) -> Any:
         """Returns a copy of the environment's next item; the same one for the same seed. Sets it up first.
@@ -228,6 +223,13 @@ def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
     runtime.stopping()
     if runtime.thread is not threading.current_thread() and not is_main(runtime.thread):
         runtime.thread.join(timeout_s)
+
+
+def _formed(of: weakref.ref[Runtime], group: SuspendedGroup) -> None:
+    """Nobody can join this group any more. A group does not keep its runtime alive."""
+    runtime, group.when_over = of(), None
+    if runtime is not None and runtime._forming.get(group.seed) is group:
+        del runtime._forming[group.seed]
 
 
 def _forget(runtime: Runtime) -> None:
