@@ -11,11 +11,13 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,26 +72,29 @@ class Checked:
 
 def checked(script: Path, timeout_s: float = TIMEOUT_S) -> Checked:
     """Returns what a script's environment can. Blocks while a process imports it; any thread."""
-    with tempfile.TemporaryFile("w+") as said:
-        command = [sys.executable, "-m", __name__, str(script), str(said.fileno())]
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+", errors="replace") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(script), str(said.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,  # no pipe: what the script leaves behind would hold it open
+            stderr=printed,
+            pass_fds=[said.fileno()],
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                pass_fds=[said.fileno()],
-            )
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return _none(script, f"importing it took more than {timeout_s:g} s")
+        finally:
+            with suppress(ProcessLookupError):  # nothing is left behind
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         said.seek(0)
-        answer = said.read()
+        printed.seek(0)
+        answer, last = said.read(), printed.read().strip().splitlines()[-1:]
     if not answer:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         return _none(
-            script, f"importing it ended the process, exit status {done.returncode}: {''.join(last)}"
+            script, f"importing it ended the process, exit status {process.returncode}: {''.join(last)}"
         )
     given = json.loads(answer)
     attached, stepped, evaluated = (Verdict(**given[each]) for each in ("attached", "stepped", "evaluated"))

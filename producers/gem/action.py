@@ -59,6 +59,21 @@ class Answer:
     retokenised: bool
 
 
+@dataclass(frozen=True)
+class Spoken:
+    """What one sibling was asked last, and all that it has answered."""
+
+    request: Request | None
+    answers: Sequence[Answer]
+
+    @property
+    def conversation(self) -> tuple[Any, ...]:
+        """What is equal where two siblings said the same in the same conversation."""
+        asked = self.request
+        texts = [each.text for each in self.answers]
+        return (None, None, texts) if asked is None else (asked.messages, asked.prompt, texts)
+
+
 def answer_of(action: str | Action, request: Request, tokenizer: Any) -> Answer:
     """Returns the answer to a request. Never blocks.
 

@@ -23,7 +23,7 @@ from shmbridge.producers.gem.mailbox import Ended, Outcome
 from shmbridge.producers.gem.own_process import RemoteAtropos, why_own_process
 from shmbridge.producers.gem.replayed import ReplayedEpisode
 from shmbridge.producers.gem.request import Request, quotes, turn_of
-from shmbridge.producers.gem.runtime import Runtime, leave, runtime_of
+from shmbridge.producers.gem.runtime import BLOCKS, Runtime, leave, runtime_of
 from shmbridge.producers.gem.suspended import Said, SuspendedEpisode, SuspendedGroup
 from shmbridge.producers.gem.trajectory import RewardBridge, RewardOf, Rules, Score, collect
 
@@ -122,18 +122,18 @@ class AtroposGemEnv(gem.Env):
             self._remote = RemoteAtropos(environment, there)
             return
         self._tells_judges = judge_calls is None
-        self._runtime: Runtime | None = runtime_of(
-            environment_class(environment),
-            config,
-            tokenizer=tokenizer,
-            items=items,
-            group_size=group_size,
-            judge=judge,
-            judge_calls=judge_calls,
-            user=self,
-        )
-        self._rules = Rules(reward_of, _reward_bridge(reward_config, self._runtime.tokenizer), left_out)
-        self._running = _Running(self._runtime.loop)
+        self._runtime: Runtime | None = None
+        self._share()
+
+    def _share(self) -> None:
+        """Takes the runtime of its class and config, which is made if there is none."""
+        given = self._arguments
+        names = ("config", "tokenizer", "items", "group_size", "judge", "judge_calls")
+        shared, kind = {name: given[name] for name in names}, environment_class(given["environment"])
+        runtime = self._runtime = runtime_of(kind, **shared, user=self)
+        bridge = _reward_bridge(given["reward_config"], runtime.tokenizer)
+        self._rules = Rules(given["reward_of"], bridge, given["left_out"])
+        self._running = _Running(runtime.loop)
         self._request: Request | None = None
         weakref.finalize(self, _Running.end, self._running)
 
@@ -162,6 +162,9 @@ class AtroposGemEnv(gem.Env):
             self.observation, info = self._remote.reset(seed)
             return self.observation, info
         self._running.end()
+        if self._open().stuck:
+            leave(self._open(), self, 0.0)
+            self._share()
         return self._begin(seed)
 
     def step(self, action: str | Action) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -258,9 +261,9 @@ class AtroposGemEnv(gem.Env):
             self._remote.close()
             return
         self._running.end()
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            leave(runtime, self, _ENDS_S)
+        if self._runtime is not None:
+            leave(self._runtime, self, _ENDS_S)
+            self._runtime = None
 
     def __enter__(self) -> AtroposGemEnv:
         return self
@@ -276,8 +279,7 @@ class AtroposGemEnv(gem.Env):
     def _begin(self, seed: int | None, item: Any = None) -> tuple[str, dict[str, Any]]:
         runtime = self._open()
         episode = self._running.episode = self._waited(runtime.loop, self._episode(runtime, seed, item))
-        self._request = None
-        reader: Future[Outcome] = Future()
+        self._request, reader = None, Future[Outcome]()
         runtime.loop.call_soon_threadsafe(episode.begin, reader)
         outcome = self._outcome(reader)
         if isinstance(outcome, Ended):
@@ -355,10 +357,7 @@ class AtroposGemEnv(gem.Env):
         except TimeoutError as late:
             lacking = "" if self._running.episode is None else self._running.episode.lacking()
             self._running.end()
-            raise EnvFailed(
-                f"the environment did nothing for {self._timeout_s:g} s{lacking}",
-                hint="is it stuck? timeout_s=None waits",
-            ) from late
+            raise self._late(f"did nothing for {self._timeout_s:g} s{lacking}") from late
         except BaseException:
             self._running.end()
             raise
@@ -367,14 +366,16 @@ class AtroposGemEnv(gem.Env):
         future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result(self._timeout_s)
-        except TimeoutError as late:
+        except BaseException as wrong:
             future.cancel()
-            raise EnvFailed(
-                f"the environment gave no item within {self._timeout_s:g} s", hint="timeout_s=None waits"
-            ) from late
-        except BaseException:
-            future.cancel()
+            if isinstance(wrong, TimeoutError):
+                raise self._late(f"gave no item within {self._timeout_s:g} s") from wrong
             raise
+
+    def _late(self, what: str) -> EnvFailed:
+        stuck = self._open().is_stuck()
+        what += ", and blocks its thread" if stuck else ""
+        return EnvFailed(f"the environment {what}", hint=BLOCKS if stuck else "timeout_s=None waits")
 
 
 class _Running:
@@ -393,9 +394,7 @@ class _Running:
 
 
 def _reward_bridge(reward_config: Any, tokenizer: Any) -> RewardBridge | None:
-    if reward_config is None:
-        return None
-    if callable(reward_config):
-        given: RewardBridge = reward_config
+    if reward_config is None or callable(reward_config):
+        given: RewardBridge | None = reward_config
         return given
     return rewards.RewardBridge(reward_config, tokenizer=tokenizer)

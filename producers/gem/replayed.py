@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from shmbridge.errors import BadArgument, Closed
-from shmbridge.producers.gem.action import Action, Answer
+from shmbridge.producers.gem.action import Action, Answer, Spoken
 from shmbridge.producers.gem.errors import NotSuspendable
 from shmbridge.producers.gem.mailbox import Ended, Mailbox, Outcome
 from shmbridge.producers.gem.request import Request
@@ -32,7 +32,7 @@ class ReplayedEpisode:
         self, loop: asyncio.AbstractEventLoop, item: Any, body: GroupBody, answer: MakeAnswer
     ) -> None:
         self.loop, self.item, self._make_answer = loop, item, answer
-        self._body: Body = lambda: body(item, lambda: [self.answers])
+        self._body: Body = lambda: body(item, lambda: [Spoken(self._request, self.answers)])
         self._mailbox = Mailbox()
         self._run: _Run | None = None
         self._error: BaseException | None = None

@@ -45,7 +45,7 @@ class Turn:
     @property
     def observation(self) -> str:
         """The text of the new messages."""
-        return "\n\n".join(_text(message) for message in self.new_messages)
+        return "\n\n".join(text_of(message) for message in self.new_messages)
 
 
 def turn_of(request: Request, before: Request | None, answer: str) -> Turn:
@@ -87,12 +87,40 @@ def continues(request: Request, before: Request | None, said: Sequence[str]) -> 
         return False
     at = 0
     for answer in said:
-        answer = answer.rpartition("</think>")[2].strip() or answer.strip()
+        answer = without_thoughts(answer)
         found = text.find(answer, at)
         if found < 0:
             return False
         at = found + len(answer)
     return True
+
+
+def goes_on_exactly(request: Request, before: Request | None, said: str, thoughts: bool = True) -> bool:
+    """Returns whether a request is the one `before`, the answer to it, and what is new.
+
+    Args:
+        request: the newer one.
+        before: the older one.
+        said: the answer.
+        thoughts: False: the answer may be there without its thoughts.
+    """
+    if before is None:
+        return False
+    if request.messages is None or before.messages is None:
+        return before.prompt is not None and (request.prompt or "").startswith(before.prompt + said)
+    asked = len(before.messages)
+    if len(request.messages) <= asked or list(request.messages[:asked]) != list(before.messages):
+        return False
+    answer = request.messages[asked]
+    if answer.get("role") != "assistant":
+        return False
+    there = text_of(answer)
+    return there.strip() == said.strip() if thoughts else without_thoughts(there) == without_thoughts(said)
+
+
+def without_thoughts(answer: str) -> str:
+    """Returns an answer as templates keep it in a later conversation, stripped."""
+    return answer.rpartition("</think>")[2].strip() or answer.strip()
 
 
 def quotes(request: Request, before: Request | None, answer: str) -> bool:
@@ -105,12 +133,12 @@ def quotes(request: Request, before: Request | None, answer: str) -> bool:
         return False
     if list(request.messages[: len(before.messages)]) == list(before.messages):
         return False
-    return any(each.get("role") != "assistant" and answer in _text(each) for each in request.messages)
+    return any(each.get("role") != "assistant" and answer in text_of(each) for each in request.messages)
 
 
 def _whole(request: Request) -> str:
     if request.messages is not None:
-        return "\n".join(_text(message) for message in request.messages)
+        return "\n".join(text_of(message) for message in request.messages)
     return request.prompt or ""
 
 
@@ -118,8 +146,8 @@ def _as_user(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
-def _text(message: Message) -> str:
-    """Also of a message whose content is a list of parts; parts without text are left out."""
+def text_of(message: Message) -> str:
+    """Returns a message's text, also of content that is a list of parts; parts without text are left out."""
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from shmbridge.errors import BadArgument
@@ -21,6 +25,8 @@ from shmbridge.producers.gem.suspended import SuspendedEpisode, SuspendedGroup
 from shmbridge.producers.gem.trajectory import collects_alone, watch
 
 _SEEDS = 4096  # items that are remembered by seed
+_ANSWERS_S = 5.0  # an event loop that nothing blocks
+BLOCKS = "an endless loop, or a wait without await; reset() begins in a fresh one"
 
 _shared: weakref.WeakValueDictionary[tuple[Any, str], Runtime] = weakref.WeakValueDictionary()
 _sharing = threading.Lock()
@@ -58,6 +64,7 @@ class Runtime:
         self._items: OrderedDict[int, Any] = OrderedDict()
         self._asking, self._is_set_up = asyncio.Lock(), False
         self._joining = asyncio.Lock()
+        self.stuck = False
         self._forming: dict[int | None, SuspendedGroup] = {}  # groups of siblings that are not all there
         self.size = 1 if collects_alone(kind) else int(config.group_size)
         self.stopping = weakref.finalize(self, stop, self.loop)
@@ -74,6 +81,24 @@ class Runtime:
     def tokenizer(self) -> Any:
         """The environment's."""
         return self.env.tokenizer
+
+    def is_stuck(self) -> bool:
+        """Returns whether the environment, once set up, blocks its thread. Blocks for seconds at most.
+
+        Nobody is given a stuck runtime any more. A process of its own ends: its main thread cannot go on.
+        """
+        if not self._is_set_up:
+            return False
+        with suppress(TimeoutError):
+            self._thread.submit(asyncio.sleep(0)).result(_ANSWERS_S)
+            return False
+        self.stuck = True
+        with _sharing:
+            _forget(self)
+        if is_main(self.thread):
+            print(f"the environment blocks the main thread: {BLOCKS}", file=sys.stderr, flush=True)
+            os._exit(1)
+        return True
 
     async def join(
         self, seed: int | None, begin: Callable[[Any, int], SuspendedGroup], item: Any = None
@@ -93,10 +118,11 @@ class Runtime:
             if group is None or group.error is not None or (item is not None and group.item is not item):
                 group = begin(await self.item(seed) if item is None else item, self.size)
                 self._forming[seed], group.seed = group, seed
+                group.when_over = partial(_formed, weakref.ref(self), group)
             member = group.join()
             self.episodes.add(member)
             if group.is_full:
-                self._forming.pop(seed)
+                _formed(weakref.ref(self), group)
             return member
 
     async def item(self, seed: int | None) -> Any:
@@ -193,12 +219,23 @@ def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
         runtime.users.discard(user)
         if runtime.users:
             return
-        for key, each in list(_shared.items()):
-            if each is runtime:
-                del _shared[key]
+        _forget(runtime)
     runtime.stopping()
     if runtime.thread is not threading.current_thread() and not is_main(runtime.thread):
         runtime.thread.join(timeout_s)
+
+
+def _formed(of: weakref.ref[Runtime], group: SuspendedGroup) -> None:
+    """Nobody can join this group any more. A group does not keep its runtime alive."""
+    runtime, group.when_over = of(), None
+    if runtime is not None and runtime._forming.get(group.seed) is group:
+        del runtime._forming[group.seed]
+
+
+def _forget(runtime: Runtime) -> None:
+    for key, each in list(_shared.items()):
+        if each is runtime:
+            del _shared[key]
 
 
 def _config_of(kind: type[Any], config: Any, tokenizer: str | None, group_size: int) -> tuple[Any, Any]:

@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from typing import Any, NoReturn, Protocol
 
 from shmbridge.errors import BadArgument, Closed
-from shmbridge.producers.gem.action import Action, Answer
+from shmbridge.producers.gem.action import Action, Answer, Spoken
 from shmbridge.producers.gem.errors import EnvFailed, NotSuspendable
 from shmbridge.producers.gem.mailbox import Ended, Mailbox, Outcome
-from shmbridge.producers.gem.request import Request, continues
+from shmbridge.producers.gem.request import Request, continues, goes_on_exactly
 
 Body = Callable[[], Coroutine[Any, Any, Any]]
-Said = Callable[[], list[Sequence[Answer]]]
+Said = Callable[[], list[Spoken]]
 GroupBody = Callable[[Any, Said], Coroutine[Any, Any, Any]]
 MakeAnswer = Callable[[str | Action, Request], Answer]
 REPLAY = "replay=True runs the environment again for every turn instead"
@@ -58,10 +58,11 @@ class SuspendedGroup:
         self, loop: asyncio.AbstractEventLoop, item: Any, body: GroupBody, answer: MakeAnswer, size: int
     ) -> None:
         self.loop, self.item, self.make_answer = loop, item, answer
-        self._body: Body = lambda: body(item, lambda: [each.answers for each in self.members])
+        self._body: Body = lambda: body(item, lambda: [each.spoken for each in self.members])
         self.members = [SuspendedEpisode(self) for _ in range(size)]
         self.error: BaseException | None = None  # why it is over
         self.seed: int | None = None  # by which siblings find it
+        self.when_over: Callable[[], None] | None = None
         self._task: asyncio.Task[Any] | None = None
 
     @property
@@ -95,7 +96,7 @@ class SuspendedGroup:
     def fail(self, error: BaseException) -> None:
         """Ends the episodes with an error, which each caller gets even if the environment swallows it."""
         if self.error is None:
-            self.error = error
+            self._over(error)
             for each in self.members:
                 each.tell(error)
             if self._task is not None:
@@ -147,9 +148,18 @@ class SuspendedGroup:
     def _whose(self, request: Request) -> SuspendedEpisode:
         """The sibling whose conversation goes on in a request, else one that was not asked before."""
         idle = [each for each in self.members if not each.waits]
+        for thoughts in (True, False):
+            for each in idle:
+                if each.said and goes_on_exactly(request, each.request, each.said[-1].text, thoughts):
+                    return each  # another one that fits was shown the same, too
         fits = [each for each in idle if each.answers and _goes_on(request, each)]
         if fits:
-            return max(fits, key=lambda each: sum(len(answer.text) for answer in each.answers))
+            if any(each.spoken.conversation != fits[0].spoken.conversation for each in fits):
+                self._refuse(
+                    f"the environment rewrote a conversation that may be each of {len(fits)} siblings'",
+                    "play it with group_size=1",
+                )
+            return fits[0]
         for each in idle:
             if each.request is None:
                 return each
@@ -168,11 +178,16 @@ class SuspendedGroup:
         self.fail(error)
         raise error
 
+    def _over(self, error: BaseException) -> None:
+        self.error = error
+        if self.when_over is not None:
+            self.when_over()
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         outcome = outcome_of(task)
         if self.error is not None:
             return
-        self.error = Closed("the episode is over", hint="reset() begins another")
+        self._over(Closed("the episode is over", hint="reset() begins another"))
         results = outcome.result if isinstance(outcome, Ended) else [outcome] * len(self.members)
         for member, result in zip(self.members, results, strict=True):
             member.tell(result if isinstance(result, BaseException) else Ended(result))
@@ -199,11 +214,22 @@ class SuspendedEpisode:
         self.joined = self.left = False
         self.request: Request | None = None
         self.answers: list[Answer] = []
+        self._nothing: list[Answer] = []  # what was answered in its place since it left
+
+    @property
+    def said(self) -> list[Answer]:
+        """What the environment got as its answers, those after it has left included."""
+        return [*self.answers, *self._nothing]
+
+    @property
+    def spoken(self) -> Spoken:
+        """The same, with what was asked last."""
+        return Spoken(self.request, self.said)
 
     @property
     def waits(self) -> bool:
         """Whether the environment waits for its answer."""
-        return self._waiting is not None
+        return self._waiting is not None and not self._waiting.done()  # done: it gave up
 
     def lacking(self) -> str:
         """As of its group."""
@@ -266,7 +292,8 @@ class SuspendedEpisode:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and self.request is not None and not waiting.done():
             nothing = Action("", [0], [0.0], finish_reason="length")
-            waiting.set_result(self.group.make_answer(nothing, self.request))
+            self._nothing.append(self.group.make_answer(nothing, self.request))
+            waiting.set_result(self._nothing[-1])
 
     def successor(self) -> SuspendedEpisode:
         """Returns the same place for somebody else."""

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shmbridge.producers.gem.action import Answer
+from shmbridge.producers.gem.action import Spoken
 from shmbridge.producers.gem.errors import EnvFailed
+from shmbridge.producers.gem.own_rows import rows_of
 
 Group = dict[str, Any]
 RewardBridge = Callable[[Group], Awaitable[Mapping[str, Any]]]
 RewardOf = Callable[[Sequence[Group]], float]
 
 _OF_THE_GROUP = ("group_overrides", "generation_params")  # not one value per row
-_MASKED = -100
 
 # The ScoredDataGroups that the environment has made in this episode, in its order.
 _made: contextvars.ContextVar[list[Group]] = contextvars.ContextVar("shmbridge_gem_groups")
@@ -58,7 +58,7 @@ class Score:
 
 
 async def collect(
-    env: Any, item: Any, rules: Rules, said: Callable[[], Sequence[Sequence[Answer]]]
+    env: Any, item: Any, rules: Rules, said: Callable[[], Sequence[Spoken]]
 ) -> list[Score | EnvFailed]:
     """Returns the score of each sibling. Awaits the environment's completions.
 
@@ -69,7 +69,7 @@ async def collect(
         env: the environment.
         item: what it plays.
         rules: see there.
-        said: returns the answers of each sibling, once the environment has ended.
+        said: returns what each sibling has said, once the environment has ended.
 
     Raises:
         EnvFailed: it gave no trajectory, or none with one finite score.
@@ -78,7 +78,7 @@ async def collect(
     made: list[Group] = []
     _made.set(made)
     groups, filtered = await _groups(env, item), False
-    answers = said()
+    siblings = said()
     if not groups:
         groups = [each for each in made if each.get("scores") and len(each["scores"]) == len(each["tokens"])]
         groups, filtered = groups[-1:], True
@@ -88,18 +88,19 @@ async def collect(
                 "the environment gave no trajectory, and scored none in a ScoredDataGroup",
                 hint="it may have rejected it: see its log; left_out=NUMBER is then what an answer is worth",
             )
-        return [Score([], rules.left_out, rules.left_out, True) for _ in answers]
+        return [Score([], rules.left_out, rules.left_out, True) for _ in siblings]
     changed = groups if rules.bridge is None else [{**group, **await rules.bridge(group)} for group in groups]
-    if len(answers) == 1:
+    if len(siblings) == 1:
         raw = _finite((rules.reward_of or the_score)(groups))
         reward = _finite((rules.reward_of or the_score)(changed))
         return [Score(changed, reward, raw, filtered, (raw,))]
     if len(groups) > 1:
         raise EnvFailed(
-            f"the environment gave {len(groups)} groups for {len(answers)} siblings",
+            f"the environment gave {len(groups)} groups for {len(siblings)} siblings",
             hint="group_size=1 plays it",
         )
-    rows = rows_of(groups[0], answers, env.tokenizer)
+    worth = list(zip(groups[0]["scores"], changed[0]["scores"], strict=True))
+    rows = rows_of(groups[0], siblings, env.tokenizer, worth)
     return [_of_a_sibling(groups[0], changed[0], row, filtered, rules.left_out) for row in rows]
 
 
@@ -112,27 +113,6 @@ def the_score(groups: Sequence[Group]) -> float:
             hint="reward_of=function of the groups says what the episode is worth",
         )
     return rows[0]
-
-
-def rows_of(group: Group, siblings: Sequence[Sequence[Answer]], tokenizer: Any) -> list[int | None]:
-    """Returns each sibling's row of a group in any order; None: it has none. Never blocks.
-
-    A row is the sibling's whose answers are its trained tokens, else its trained text, else stand in its text
-    one after another.
-    """
-    rows: list[int | None] = [None] * len(siblings)
-    free = dict(
-        enumerate(_row(*each, tokenizer) for each in zip(group["tokens"], group["masks"], strict=True))
-    )
-    # Long answers first: a short one may be a part of a long one.
-    order = sorted(range(len(siblings)), key=lambda at: -sum(len(each.text) for each in siblings[at]))
-    for is_its in (_same_tokens, _same_text, _in_trained_text, _in_whole_text):
-        for at in (each for each in order if siblings[each] and rows[each] is None):
-            row = next((number for number, each in free.items() if is_its(siblings[at], each)), None)
-            if row is not None:
-                rows[at] = row
-                del free[row]
-    return rows
 
 
 def watch(kind: type[Any]) -> None:
@@ -188,9 +168,11 @@ def _group_of(row: Any) -> Group:
 
 
 def _of_a_sibling(
-    group: Group, changed: Group, row: int | None, filtered: bool, left_out: float | None
+    group: Group, changed: Group, row: int | EnvFailed | None, filtered: bool, left_out: float | None
 ) -> Score | EnvFailed:
     siblings = tuple(float(each) for each in group["scores"])
+    if isinstance(row, EnvFailed):
+        return row
     if row is None:
         if left_out is None:
             return EnvFailed(
@@ -210,47 +192,6 @@ def _of_a_sibling(
         for name, value in changed.items()
     }
     return Score([own], reward, raw, filtered, siblings)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One row of a group, as a sibling is told by it."""
-
-    trained: list[int]
-    trained_text: str
-    text: str
-
-
-def _row(tokens: Sequence[int], masks: Sequence[int], tokenizer: Any) -> _Row:
-    trained = [token for token, mask in zip(tokens, masks, strict=False) if mask != _MASKED]
-    text = tokenizer.decode(trained, skip_special_tokens=True)
-    return _Row(trained, text, tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def _same_tokens(answers: Sequence[Answer], row: _Row) -> bool:
-    return [token for answer in answers for token in answer.token_ids or ()] == row.trained
-
-
-def _same_text(answers: Sequence[Answer], row: _Row) -> bool:
-    return "".join("".join(each.text for each in answers).split()) == "".join(row.trained_text.split())
-
-
-def _in_trained_text(answers: Sequence[Answer], row: _Row) -> bool:
-    return _in(answers, row.trained_text)
-
-
-def _in_whole_text(answers: Sequence[Answer], row: _Row) -> bool:
-    return _in(answers, row.text)
-
-
-def _in(answers: Sequence[Answer], text: str) -> bool:
-    at = 0
-    for answer in answers:
-        found = text.find(answer.text.strip(), at)
-        if found < 0:
-            return False
-        at = found + len(answer.text.strip())
-    return True
 
 
 def _finite(score: float) -> float:

@@ -10,6 +10,7 @@ import pytest
 
 from shmbridge.producers.atropos.check import checked
 from shmbridge.producers.gem import AtroposGemEnv, EnvFailed, NotSuspendable
+from shmbridge.testing import wait_until
 
 ENVS = Path(__file__).parent / "envs"
 ROOT = Path(__file__).parents[3]
@@ -45,6 +46,7 @@ PLAIN = """
     async def evaluate(self, *args, **kwargs):
         await self.asked(1)
 """
+HOLDS = "import time; time.sleep(3333)"
 ENDED = "importing it ended the process, exit status -9: "
 # Script -> what is said of attaching, stepping, evaluating; of one that cannot be imported, why.
 SCRIPTS = {
@@ -94,6 +96,28 @@ def test_check_says_what_a_script_can(tmp_path):
         assert [str(each) for each in (given.attached, given.stepped, given.evaluated)] == expected, name
 
 
+def test_what_a_script_begins_is_waited_for_by_nobody_and_ended(tmp_path):
+    script = tmp_path / "leaves.py"
+    begins = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {HOLDS!r}])\n"
+    note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+    script.write_text(begins + note + SCRIPTS["plain"][0])
+    assert str(checked(script, timeout_s=60.0).stepped) == "yes"
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not alive(pid), 20)
+    script.write_text(begins + note + "import time\ntime.sleep(3333)\n")
+    (tmp_path / "pid").unlink()
+    assert str(checked(script, timeout_s=20.0).attached) == "no: importing it took more than 20 s"
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 20)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_check_of_the_command_line(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(SCRIPTS["plain"][0])
@@ -137,7 +161,7 @@ def test_what_check_says_is_what_happens(tmp_path, policy_tokenizer, name):
 
 def test_check_names_judges_and_processes():
     alarm = checked(ENVS / "alarm_env.py")
-    assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 59"
+    assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 62"
     assert "begins nothing" in str(alarm.attached)
     judged = str(checked(ENVS / "judged_env.py").stepped)
     assert judged == "yes: it asks a judge in score: judge={...}"

@@ -136,7 +136,7 @@ def test_functions_do_not_go_into_another_process(policy_tokenizer):
 
 
 def test_what_wants_the_main_thread_is_told_from_its_script(tmp_path):
-    assert wants_main_thread(ENVS / "alarm_env.py") == "alarm_env.py calls signal in line 59"
+    assert wants_main_thread(ENVS / "alarm_env.py") == "alarm_env.py calls signal in line 62"
     assert wants_main_thread(ENVS / "atropos_envs.py") == ""
     (tmp_path / "grading").mkdir()
     (tmp_path / "grading/latex.py").write_text("from math_verify import parse\n")
@@ -145,3 +145,15 @@ def test_what_wants_the_main_thread_is_told_from_its_script(tmp_path):
     wants_main_thread.cache_clear()
     (tmp_path / "script.py").write_text("import grading\nsignal = 1\nprint(timer.signal(3))\n")
     assert wants_main_thread(tmp_path / "script.py") == ""
+
+
+@pytest.mark.timeout(300)
+def test_a_process_whose_thread_is_blocked_ends_and_another_begins(policy_tokenizer):
+    with AtroposGemEnv(ALARM, tokenizer=policy_tokenizer, timeout_s=3.0) as env:
+        env.reset(seed=1)
+        pid = env._remote.pid
+        with pytest.raises(EnvProcessEnded, match="the environment blocks the main thread"):
+            env.step(action("block"))
+        assert env.reset(seed=1)[0] == "say 1"
+        assert env._remote.pid != pid
+        assert env.step(action("1"))[1] == 1.0

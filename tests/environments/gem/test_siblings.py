@@ -1,15 +1,22 @@
 """AtroposGemEnv: siblings of one group are one group of the environment; judges are no turns."""
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from random import Random
 
 import pytest
 
 from shmbridge.errors import BadArgument
+from shmbridge.producers.atropos.upstream_workarounds import PlainTokens
 from shmbridge.producers.gem import Action, EnvFailed, NotSuspendable
+from shmbridge.producers.gem.action import Answer, Spoken
+from shmbridge.producers.gem.own_rows import rows_of
+from shmbridge.producers.gem.request import Request
+from shmbridge.testing import wait_until
 from tests.environments.byte_tokenizer import byte_tokenizer
 
 
@@ -137,10 +144,153 @@ def test_siblings_keep_their_own_conversations(make_env, name):
             assert [text.find(each) >= 0 for each in texts] == [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ("begin", [["be", "m"], ["e", "ore"]]),
+        ("begin", [["b", "g"], ["i", "mo"], ["g", "r"], ["n", "ore"]]),
+        ("[A], [B] or [CCC]?", [["A", "B"], ["B", "CCC"], ["CCC", "A"], ["A", "CCC"]]),
+        ("begin", [["a", "xx"], ["ab", "x"], ["a", "x"], ["a", "xx"]]),
+    ],
+)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_short_answers_that_prompts_have_too(make_env, envs, monkeypatch, question, said, backwards):
+    """Only the last turn is trained, the rows are shuffled, and some answers stand in all rows."""
+    monkeypatch.setattr(envs.RoundsEnv, "question", question)
+    monkeypatch.setattr(envs.RoundsEnv, "backwards", backwards)
+    siblings = [make_env("RoundsEnv", turns=2, options={"group_size": len(said)}) for _ in said]
+    for seed in range(10):
+        results = together(siblings, said, seed)
+        assert [result[1] for result in results] == [len(each[-1]) for each in said]
+        for texts, result in zip(said, results, strict=True):
+            chat = byte_tokenizer().decode(result[4]["group"]["tokens"][0])
+            assert [part.partition("<|end|>")[0] for part in chat.split("<|assistant|>")[1:]] == texts
+
+
+def test_rows_that_do_not_say_whose_they_are_are_no_score(make_env, envs, monkeypatch):
+    monkeypatch.setattr(envs.RoundsEnv, "form", "last")
+    monkeypatch.setattr(envs.RoundsEnv, "worth", lambda self, before, last: float(len(before[0])))
+    siblings = [make_env("RoundsEnv", turns=2, options={"group_size": 3}) for _ in range(3)]
+    first, second, third = together(siblings, [["a", "same"], ["bbb", "same"], ["cc", "other"]])
+    assert third[1] == 2.0, "it alone ended so"
+    for each in (first, second):
+        assert isinstance(each, EnvFailed)
+        assert "cannot tell siblings apart: 2 of 3 rows" in str(each)
+    results = together(siblings, [["aa", "same"], ["bb", "same"], ["cc", "other"]], 2)
+    assert [result[1] for result in results] == [2.0] * 3, "equal scores need not be told apart"
+
+
+def test_rows_that_fit_nobody_leave_nobody_out(make_env, envs, monkeypatch):
+    monkeypatch.setattr(envs.RoundsEnv, "form", "changed")
+    siblings = [make_env("RoundsEnv", turns=1, options={"group_size": 2, "left_out": -2.0}) for _ in "ab"]
+    for each in together(siblings, [["a"], ["bbb"]]):
+        assert isinstance(each, EnvFailed)
+        assert "cannot tell siblings apart" in str(each)
+
+
+def conversation(answers: list[str], prompts: list[str]) -> list[dict[str, str]]:
+    """A chat in which prompts and answers take turns."""
+    pairs = zip(prompts, answers, strict=True)
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("form", ["whole", "goes_on", "without_first", "trained", "bare"])
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_a_row_is_never_another_siblings(form, left_out):
+    """Random groups of short answers: each sibling gets a row of its own conversation, or EnvFailed."""
+    tokenizer, random = byte_tokenizer(), Random(f"{form} {left_out}")
+    tokenizer.apply_chat_template = PlainTokens(tokenizer)  # as of an environment that is played
+    told = failed = 0
+    for _ in range(300):
+        turns, size = random.randint(1, 3), random.randint(2, 5)
+        prompts = [random.choice(["a or b?", "more", "ab", "1"]) for _ in range(turns)]
+        words = ["a", "b", "ab", "or", "1", "mo", "a long answer"]
+        said = [[random.choice(words) for _ in range(turns)] for _ in range(size)]
+        rows = []
+        for number, answers in enumerate(said):
+            chat = conversation(answers, prompts)
+            if form == "goes_on":
+                chat.append({"role": "user", "content": "over, a b"})
+            if form == "without_first":
+                chat = chat[1:] if turns == 1 else chat[2:]
+            tokens = tokenizer.apply_chat_template(chat)
+            trained = tokenizer.encode(answers[-1])
+            if form == "bare":
+                tokens = trained
+            masks = tokens
+            if form in ("trained", "without_first"):
+                masks = [-100] * len(tokens)
+                start = len(tokens) - len(trained) - 2  # its end, and a line's
+                masks[start : start + len(trained)] = trained
+            rows.append((number, tokens, masks))
+        random.shuffle(rows)
+        rows = rows[left_out:]
+        siblings = [
+            Spoken(Request(conversation(answers, prompts)[:-1]), [
+                Answer(text, tokenizer.encode(text), None, "stop", False) for text in answers
+            ])
+            for answers in said
+        ]  # fmt: skip
+        group = {"tokens": [row[1] for row in rows], "masks": [row[2] for row in rows]}
+        for at, row in enumerate(rows_of(group, siblings, tokenizer, [row[0] for row in rows])):
+            failed += isinstance(row, EnvFailed)
+            told += isinstance(row, int)
+            if isinstance(row, int):
+                assert said[rows[row][0]] == said[at]
+            if row is None:
+                here = [said[number] for number, *_ in rows]
+                assert said.count(said[at]) > here.count(said[at])
+    assert told > 100
+    assert not failed or form not in ("whole", "goes_on", "trained")
+
+
 def test_siblings_of_different_lengths(make_env):
     siblings = [make_env("TasksEnv", turns=3, options={"group_size": 3}) for _ in range(3)]
     results = together(siblings, [["a", "b", "c"], ["stop"], ["d", "stop"]])
     assert [result[1] for result in results] == [7.0, 2.0, 4.0]
+
+
+def test_a_group_that_never_was_full_is_forgotten(make_env):
+    siblings = [make_env("FilteredEnv", options={"group_size": 3, "timeout_s": 0.3}) for _ in range(2)]
+    for seed in range(3):
+        said = [str(error) for error in together(siblings, [["right"], ["wrong"]], seed)]
+        assert ["1 have not begun" in each for each in said] == [True, True]
+    runtime = siblings[0]._runtime
+
+    def forgotten():
+        gc.collect()
+        return not runtime._forming and not runtime.episodes
+
+    wait_until(forgotten, 20)
+
+
+def test_an_environment_that_blocks_its_thread_gets_a_fresh_one(make_env, envs, monkeypatch):
+    monkeypatch.setattr(envs.OddEnv, "ends", "block")
+    env, other = (make_env("OddEnv", options={"timeout_s": 1.0}) for _ in range(2))
+    env.reset(seed=1)
+    with pytest.raises(EnvFailed, match="did nothing for 1 s, and blocks its thread"):
+        env.step(action("x"))
+    monkeypatch.setattr(envs.OddEnv, "ends", "postprocessed")
+    for each in (env, other, make_env("OddEnv", options={"timeout_s": 1.0})):
+        assert play(each, ["x"])[1] == 11.0
+
+
+def test_a_request_that_the_environment_gave_up_waits_for_nobody(make_env):
+    """Also where its place was taken by another: a sibling that began again before the group was full."""
+    siblings = [make_env("PatientEnv", options={"group_size": 3}) for _ in range(3)]
+    for env in (siblings[0], siblings[1], siblings[0]):
+        env.reset(seed=1)
+    episode = siblings[0]._running.episode
+    wait_until(lambda: len(siblings[0]._runtime.env.said) >= 2, 20)
+    siblings[2].reset(seed=1)
+    assert episode.group.error is None
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda env: env.step(action("ab"))[1], siblings))
+    assert results == [2.0] * 3
 
 
 def test_trajectories_that_are_played_alone_stay_alone(make_env):

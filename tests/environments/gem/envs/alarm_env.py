@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
@@ -49,6 +50,8 @@ class AlarmEnv(BaseEnv):
 
 
 def compare(said, number):
+    if said == "block":
+        time.sleep(60)
     if said == "raise":
         raise KeyError("the environment broke")
     return 1.0 if said == str(number) else -1.0

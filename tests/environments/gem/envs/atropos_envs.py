@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import random
 import threading
+import time
 from typing import ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
@@ -232,6 +233,8 @@ class OddEnv(ChatEnv):
         await self.ask([{"role": "user", "content": "o"}])
         if self.ends == "exit":
             raise SystemExit(3)
+        if self.ends == "block":
+            time.sleep(30)
         if self.ends == "hang":
             await asyncio.Event().wait()
         if self.ends == "teacher":
@@ -317,31 +320,62 @@ class FilteredEnv(ChatEnv):
 
 
 class RoundsEnv(ChatEnv):
-    """The first turn of all siblings is one request; later ones are a request for each, at the same time."""
+    """The first turn of all siblings is one request; later ones are a request for each, at the same time.
+
+    Its rows are whole conversations of which the last turn is trained, or what `form` says.
+    """
 
     name = "rounds"
+    question = "begin"
+    form = "whole"
+    backwards = False  # whom it asks first
 
     async def collect_trajectories(self, item):
         self.runs.append(item["start"])
-        chats = [[{"role": "user", "content": "begin"}] for _ in range(self.config.group_size)]
+        chats = [[{"role": "user", "content": self.question}] for _ in range(self.config.group_size)]
         first = await self.server.chat_completion(messages=chats[0], n=self.config.group_size, max_tokens=9)
         said = [choice.message.content for choice in first.choices]
         for _ in range(self.config.turns - 1):
             for chat, text in zip(chats, said, strict=True):
                 chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+            step = -1 if self.backwards else 1
             later = await asyncio.gather(
-                *(self.server.chat_completion(messages=chat, n=1, max_tokens=9) for chat in chats)
+                *(self.server.chat_completion(messages=chat, n=1, max_tokens=9) for chat in chats[::step])
             )
+            later = later[::step]
             said = [each.choices[0].message.content for each in later]
         group = ScoredDataGroup(tokens=[], masks=[], scores=[])
         for chat, text in zip(chats, said, strict=True):
             row = tokenize_for_trainer(self.tokenizer, [*chat, {"role": "assistant", "content": text}])
+            if self.form != "whole":
+                tokens = self.tokenizer.encode(text if self.form == "last" else "something else")
+                row = {"tokens": tokens, "masks": tokens}
             group["tokens"].append(row["tokens"])
             group["masks"].append(row["masks"])
-            group["scores"].append(float(len(text)))
+            group["scores"].append(self.worth([each["content"] for each in chat[1::2]], text))
         order = list(range(len(chats)))
         random.shuffle(order)
         return {name: [rows[at] for at in order] for name, rows in group.items()}, []
+
+    def worth(self, before, last):
+        return float(len(last))
+
+
+class PatientEnv(ChatEnv):
+    """Gives up a request twice, and asks again."""
+
+    name = "patient"
+
+    async def collect_trajectories(self, item):
+        chat = [{"role": "user", "content": "begin"}]
+        asked = {"messages": chat, "n": self.config.group_size, "max_tokens": 9}
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.server.chat_completion(**asked), 0.5)
+            self.said.append("gave up")
+        completion = await self.server.chat_completion(**asked)
+        tokens = [self.tokenizer.encode(choice.message.content) for choice in completion.choices]
+        return ScoredDataGroup(tokens=tokens, masks=tokens, scores=[float(len(each)) for each in tokens]), []
 
 
 class TasksEnv(ChatEnv):
