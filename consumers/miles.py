@@ -289,7 +289,8 @@ def _fields(sample: Sample, *, whole: bool = False) -> tuple[dict[str, Any], byt
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
             raise InvalidRecord(
-                f"field {name!r} of sample {sample.index} cannot be stored: {type(value).__name__} {value!r:.60}",
+                f"field {name!r} of sample {sample.index} cannot be stored: "
+                f"{type(value).__name__} {value!r:.50}",
                 hint="numbers must be finite; use miles' own buffer for samples with objects",
                 column=name,
                 row=0,
