@@ -610,6 +610,7 @@ class Consumer(OneProcess):
         """Stops taking new records: `put` raises BridgeDraining, iteration ends when nothing is left."""
         self._hub.drain()
 
+    @then_close
     def take_evaluations(self) -> "list[Evaluated]":
         """Returns what environments measured in evaluations of their own since the last call, in order.
 

@@ -13,10 +13,14 @@ _MOST_PRODUCERS = 4096  # of which the last evaluation is known
 
 
 class Evaluations:
-    """The evaluations that nobody has taken yet, the newest `MOST_KEPT` at most. Any thread; never blocks."""
+    """The evaluations that nobody has taken yet, the newest `MOST_KEPT` at most. Any thread; never blocks.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        lock: one that the close of a consumer knows of, so that a signal handler within `take` may close it.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
         self._kept: deque[Evaluated] = deque()
         self._last: OrderedDict[str, int] = OrderedDict()  # producer id -> number of its newest
         self._noted = self._lost = 0

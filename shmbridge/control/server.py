@@ -69,13 +69,13 @@ class ControlServer:
         self._bridge = bridge
         self._hub = hub
         self._environments = Environments(hub, queue, first_env_id)
-        self.evaluations = Evaluations()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
         # Held to ring, so that close() never closes the descriptor during a ring.
         self._bell = bell or threading.RLock()
+        self.evaluations = Evaluations(self._bell)
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
         self._socket = self._bind()

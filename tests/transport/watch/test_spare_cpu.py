@@ -104,9 +104,10 @@ def of_children_s():
 def test_the_live_view_answers_beside_them(bridge, two_records, two_cores, busy):
     pytest.importorskip("textual")
     took = []
-    while len(took) < 3 and (not took or took[-1] >= 2.0):  # the quickest counts, as above
+    # The quickest counts, as above. Beside four others a view has two fifths of a core, and wants 0.9 s.
+    while len(took) < 3 and (not took or took[-1] >= 3.0):
         took.append(seconds_to_the_live_view(bridge, busy, two_cores))
-    assert took[-1] < 2.0, took
+    assert took[-1] < 3.0, took
 
 
 def seconds_to_the_live_view(bridge, busy, two_cores):
