@@ -31,9 +31,8 @@ class EvaluationLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()  # a trainer may change its directory
-        self._lock = (
-            threading.RLock()
-        )  # a signal handler within may close the feed, which notes the last ones
+        # A signal handler that interrupts `note` may close the feed, which notes the last ones.
+        self._lock = threading.RLock()
         self._untaken: deque[Evaluated] = deque(maxlen=_MOST_UNTAKEN)
         self.unwritten = 0
 

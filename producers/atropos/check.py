@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from shmbridge.producers.atropos.script import wants_main_thread
 TIMEOUT_S = 300.0
 
 _ASKS = frozenset({"chat_completion", "completion", "tokens_and_logprobs_completion"})
+_SHOWS_IMAGES = re.compile(r"'images'(?!\] = (\[None\]|None))")  # Atropos' field, not left empty
 _CLIENTS = frozenset({"OpenAI", "AsyncOpenAI", "Anthropic", "AsyncAnthropic"})
 
 
@@ -173,7 +175,9 @@ def _has(kind: type[Any], name: str) -> bool:
 
 
 def _lacking(kind: type[Any]) -> list[str]:
-    return [f"{kind.__name__} has no {name}" for name in ("setup", "get_next_item") if not _has(kind, name)]
+    abstract = kind.__abstractmethods__ - {"collect_trajectory", "collect_trajectories"}
+    missing = abstract | {name for name in ("setup", "get_next_item") if not _has(kind, name)}
+    return [f"{kind.__name__} has no {name}" for name in sorted(missing)]
 
 
 def _begins(script: Path) -> bool:
@@ -266,7 +270,7 @@ def _stepped(kind: type[Any], methods: Methods, script: Path, lacking: list[str]
         against.append(f"it asks {how} where it collects a trajectory")
     if "get_logprobs(" in text:
         against.append("it asks for the log-probabilities of a prompt, which an action has not")
-    if "image_url" in text or "'images'" in text:
+    if "image_url" in text or _SHOWS_IMAGES.search(text):
         against.append("it shows images, and an observation is text")
     for name, call in turns:
         many = _many(call)

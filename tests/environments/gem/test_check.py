@@ -66,7 +66,10 @@ SCRIPTS = {
     ),
     "no_cli": (HEAD + PLAIN, "no: it begins nothing: end it with Env.cli()", "yes", "yes"),
     "no_evaluate": (
-        HEAD + PLAIN.partition("    async def evaluate")[0] + CLI, "yes", "yes", "no: it has no evaluate"
+        HEAD + PLAIN.partition("    async def evaluate")[0] + CLI,
+        "no: Env has no evaluate",
+        "no: Env has no evaluate",
+        "no: Env has no evaluate",
     ),
     "missing": ("import not_there_at_all\n", "it needs not_there_at_all, which is not installed"),
     "exits": ("import sys\nsys.exit(3)\n", "importing it raises SystemExit: 3"),
