@@ -33,3 +33,6 @@ class AskingJudgeEnv(BaseEnv):
             group["masks"].append(tokens)
             group["scores"].append(float(judged.choices[0].message.content))
         return group
+
+    async def evaluate(self):
+        pass
