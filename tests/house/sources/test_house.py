@@ -14,6 +14,7 @@ MOST_LINES = {".py": 400, ".pyx": 600}
 LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
     "consumers/feed.py": "taking, failing, releasing and saving share the steps that are out",
+    "producers/rollout/runner.py": "a group from its ticket to its lane, whoever plays its episodes",
     "shmbridge/atropos/queue.py": "upstream's queue, as it is",
     "shmbridge/batching/former.py": "one lock guards all queues between lanes and a batch",
     "shmbridge/consumer.py": "which of its calls releases what is told in one place",
