@@ -175,7 +175,7 @@ def test_metrics_of_the_page_are_those_that_roll_computes(needs_checkout):
 
 def test_the_page_shows_what_the_example_says(recorded):
     page = (ROOT / "docs/how-to/roll.md").read_text()
-    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    block, _launch_file = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     shown, whole = leaves(yaml.safe_load(block)), leaves(example("shm_grpo"))
     assert {path: whole.get(path) for path in shown} == shown
     assert recorded["commit"][:8] in page

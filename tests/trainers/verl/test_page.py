@@ -20,7 +20,7 @@ def test_the_block_on_the_page_is_a_configuration_of_verls():
 
     from shmbridge.consumers.verl.settings import form_of
 
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    block, _launch_file = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer")
     OmegaConf.set_struct(config, False)
@@ -31,7 +31,7 @@ def test_the_block_on_the_page_is_a_configuration_of_verls():
 
 
 def test_the_page_and_the_example_set_the_same_keys():
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    block, _launch_file = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     page, example = OmegaConf.create(block), OmegaConf.load(ROOT / "examples/verl_grpo.yaml")
     example = OmegaConf.merge(example, {"trainer": {"atropos": {"bridge": "run1"}}})
     page_keys, example_keys = flat(page), flat(example)
