@@ -11,6 +11,7 @@ from shmbridge.producers.rollout.episode import (
     ContextFull,
     Episode,
     EpisodeUnfinished,
+    abort_waits_s,
     known_versions,
     require_values,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "Task",
     "TokenText",
     "TooManyFailures",
+    "abort_waits_s",
     "add_rollout_flags",
     "add_runner_flags",
     "add_server_flags",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.sampling import FinishReason, Message, Sampled, SampleServer, Sampling
 from shmbridge.producers.rollout.survivors import Played
 
-_ABORTED_S, _MOST_ABORTED_S = 0.05, 2.0  # before an aborted answer is asked for again; doubles
 _A_MESSAGE = 'give [{"role": "user", "content": "..."}]'
 
 
@@ -130,11 +129,10 @@ class Episode:
             sampling = replace(sampling, max_tokens=min(room, sampling.max_tokens or room))
         try:
             sampled = await self._server.sample(prompt, sampling, [*self.messages, *self._unread])
-            wait_s = _ABORTED_S
+            waits_s = abort_waits_s()
             while not sampled.token_ids and sampled.finish_reason == "abort":  # by an update of its weights
                 self.asked_again += 1
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _MOST_ABORTED_S)
+                await asyncio.sleep(next(waits_s))
                 sampled = await self._server.sample(prompt, sampling, [*self.messages, *self._unread])
         except ContextFull:  # of the server's own
             self.finish_reason = "length"
@@ -215,6 +213,14 @@ class Episode:
     def turns(self) -> list[tuple[int, int]]:
         """Returns begin and end token index of each answer."""
         return list(zip(self._turn_begins, self.turn_ends, strict=True))
+
+
+def abort_waits_s() -> Iterator[float]:
+    """Yields the seconds to wait before an aborted answer is asked for again: 0.05, doubled up to 2."""
+    wait_s = 0.05
+    while True:
+        yield wait_s
+        wait_s = min(2 * wait_s, 2.0)
 
 
 def require_values(

@@ -32,7 +32,7 @@ def add_rollout_flags(parser: Parser) -> None:
 
 
 def add_server_flags(parser: Parser) -> None:
-    """Adds the flags of the inference server and of sampling, whoever samples, to `parser`."""
+    """Adds the flags of the inference server and of sampling to `parser`."""
     add = parser.add_argument
     add("--server", required=True, metavar="URL", help="inference server, such as http://127.0.0.1:9004")
     add("--model", help="name of the model in requests [the first that the server lists]")

@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge import ShmBridgeError
-from shmbridge.producers.rollout import HttpServer, ServerFailed
+from shmbridge.producers.rollout import HttpServer, ServerFailed, abort_waits_s
 from shmbridge.producers.rollout.responses import completions_in
 
 Tokens = npt.NDArray[np.int32]
 
 GENERATE = "/inference/v1/generate"
+_MOST_BYTES = 64 << 20  # of a request
 _SESSION = "X-Session-ID"  # verifiers' header: the trace's id
-_ABORTED_S, _MOST_ABORTED_S = 0.05, 2.0  # before an aborted answer is asked for again; doubles
 
 
 def key_of(tokens: Tokens, prompt: int) -> tuple[int, bytes]:
@@ -68,7 +68,7 @@ class Door:
     async def __aenter__(self) -> Self:
         from aiohttp import web
 
-        application = web.Application(client_max_size=1 << 30)
+        application = web.Application(client_max_size=_MOST_BYTES)
         application.router.add_post(GENERATE, self._generate)
         application.router.add_get("/{path:.*}", self._pass)
         # A client that is gone, as of an episode that was late, ends its request to the server.
@@ -91,7 +91,7 @@ class Door:
     async def _generate(self, request: Any) -> Any:
         raw = await request.read()
         heard = self.heard.get(request.headers.get(_SESSION, ""))
-        wait_s = _ABORTED_S
+        waits_s = abort_waits_s()
         while True:
             response = await self._response("POST", GENERATE, raw)
             if response.status != 200 or heard is None:
@@ -101,8 +101,7 @@ class Door:
                 _note(heard, raw, body)
                 return response
             heard.asked_again += 1
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _MOST_ABORTED_S)
+            await asyncio.sleep(next(waits_s))
 
     async def _response(self, method: str, path: str, raw: bytes | None) -> Any:
         from aiohttp import web
