@@ -38,7 +38,7 @@ from shmbridge.shown import counted
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shmbridge.ranks.server import RankServer
+    from shmbridge.hub.ranks import RankServer
     from shmbridge.record.groups import Group
 
 Items = Literal["batches", "rows"]

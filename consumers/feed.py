@@ -41,8 +41,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import shmbridge
 from shmbridge import Batch, BatchTooBig, Closed, ConsumerEmpty, Record, Run
 from shmbridge.archive.set_aside import Failures
-from shmbridge.batching.former import Held
-from shmbridge.batching.screen import Screen
 from shmbridge.config import check_version
 from shmbridge.consumers.evaluations import FILE as EVALUATIONS
 from shmbridge.consumers.evaluations import EvaluationLog
@@ -58,6 +56,8 @@ from shmbridge.consumers.trajectories import (
     unfit_row,
     unfit_rows,
 )
+from shmbridge.hub.former import Held
+from shmbridge.hub.schedulers import Screen
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split
@@ -67,9 +67,7 @@ from shmbridge.shown import counted
 if TYPE_CHECKING:
     from shmbridge.batch import Layout, MakeBatch
     from shmbridge.control.messages import Evaluated
-    from shmbridge.ranks.dealer import DeadRank
-    from shmbridge.ranks.server import RankServer
-    from shmbridge.ranks.share_book import Mode
+    from shmbridge.hub.ranks import DeadRank, Mode, RankServer
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shmbridge.admission.tickets import Ticket as Ticket
     from shmbridge.batch import Batch as Batch
     from shmbridge.config import Run as Run
     from shmbridge.consumer import Consumer as Consumer
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import WeightsBusy as WeightsBusy
     from shmbridge.errors import WeightsMismatch as WeightsMismatch
     from shmbridge.producer import Producer as Producer
+    from shmbridge.put.tickets import Ticket as Ticket
     from shmbridge.rank import Rank as Rank
     from shmbridge.record.record import Record as Record
     from shmbridge.segments.inventory import BridgeInfo as BridgeInfo

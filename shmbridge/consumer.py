@@ -1,10 +1,7 @@
 """Consumer: the hub of a bridge. Takes records in place and hands them out, one by one or as batches.
 
-The consumer owns its parts and fixes who may call them and in which order they start and end: lanes
-(lanes.py), bridge state (hub/state.py), waiting (waiting.py), groups and batches (batching/former.py,
-iteration.py), admission (hub/promises.py), learner ranks (ranks/server.py), the control server, which
-sees them through hub/control_view.py, and the end of all (hub/ending.py). No part holds a reference to the
-consumer, so that one which nobody holds is collected.
+A handle on hub/hub.py, which owns all parts. No part holds the consumer: one that is dropped is collected,
+and its finalizer closes the hub.
 """
 
 import functools
@@ -16,16 +13,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Literal, Never, Self
 
 from shmbridge import batch
-from shmbridge._ext import header
-from shmbridge.admission.limit import limit_of
 from shmbridge.batch import Hold
-from shmbridge.batching.former import BatchFormer
-from shmbridge.batching.iteration import Iterations
-from shmbridge.batching.iterator import Batches
-from shmbridge.batching.queue import GroupQueue, OutsideQueue, check_outside
-from shmbridge.batching.request import BatchRequest
-from shmbridge.batching.scheduler import Policy, Scheduling
-from shmbridge.batching.screen import Screen, check_screen
 from shmbridge.config import (
     Run,
     check_bridge_name,
@@ -37,25 +25,20 @@ from shmbridge.config import (
     deadline_of,
 )
 from shmbridge.errors import BadArgument, ServesRanks
-from shmbridge.hub.control_plane import ControlPlane
-from shmbridge.hub.control_view import Hub
-from shmbridge.hub.counters import Counting
-from shmbridge.hub.ending import Ending, Parts
-from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.own_hubs import become_hub, note_hub
-from shmbridge.hub.promises import Admission
-from shmbridge.hub.state import HubState
+from shmbridge.hub.admission import limit_of
+from shmbridge.hub.batches import Batches
+from shmbridge.hub.counts import GroupQueue, OutsideQueue, check_outside
+from shmbridge.hub.hub import Hub, become_hub, note_hub
+from shmbridge.hub.schedulers import BatchRequest, Policy, Scheduling, Screen, check_screen
 from shmbridge.hub.tap import Tap, check_tap
-from shmbridge.hub.waiting import Waiting
 from shmbridge.other_names import unknown_argument
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
 from shmbridge.schema import Split, columns_of
-from shmbridge.segments import membership, one_thread, os_limits
-from shmbridge.segments.at_exit import at_exit, closed_at_exit
+from shmbridge.segments import one_thread, os_limits
+from shmbridge.segments.at_exit import closed_at_exit
 from shmbridge.segments.closing import then_close
-from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.one_process import OneProcess
 
 if TYPE_CHECKING:
@@ -63,9 +46,7 @@ if TYPE_CHECKING:
 
     from shmbridge.batch import Layout, MakeBatch
     from shmbridge.control.messages import Evaluated
-    from shmbridge.ranks.dealer import DeadRank, ShareDealer
-    from shmbridge.ranks.server import RankServer
-    from shmbridge.ranks.share_book import Mode
+    from shmbridge.hub.ranks import DeadRank, Mode, RankServer, ShareDealer
 
 _MOST_POLLED = 1 << 31
 
@@ -133,72 +114,35 @@ class Consumer(OneProcess):
     ) -> None:
         check_choice("resume", resume, ("redeliver", "discard"))
         outside, scheduling = check_outside(outside), Scheduling(policy, group_timeout_s, allocation_wait_s)
-        self.columns, self.bridge, tap = columns_of(schema), bridge, check_tap(tap)
+        self.columns, self.bridge, tap = columns_of(schema), check_bridge_name(bridge), check_tap(tap)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
-        run, words = check_run(run), become_hub(check_bridge_name(bridge), replace=replace)
-        ending = self._ending = Ending(bridge, tap)
-        try:
-            self._closing = ending.closing
-            self._state = HubState(bridge, words, self._closing, run, limit)
-            self._ranks: ShareDealer | None = None
-            self._start(words, check_lanes(lanes), resume, scheduling, outside, tap)
-        except BaseException:
-            membership.leave(words.mapping.fd, bridge)
-            vars(self).clear()  # else a cycle keeps the segment mapped until a collection
-            ending.parts = None
-            raise
-        ending.no_exit_call = at_exit(ending.leave_unclosed)
-        note_hub(bridge, ending)
-        finalizer = weakref.finalize(self, ending.collected)
-        finalizer.atexit, ending.no_finalizer = False, finalizer.detach
+        run, most = check_run(run), check_lanes(lanes)
+        self._hub = hub = Hub(
+            bridge,
+            become_hub(bridge, replace=replace),
+            columns=self.columns,
+            run=run,
+            limit=limit,
+            lanes=os_limits.lanes_at_most() if most is None else most,
+            resume=resume,
+            scheduling=scheduling,
+            outside=outside,
+            tap=tap,
+        )
+        # Read in each call: one attribute instead of two.
+        self._closing, self._state, self._lanes, self._waiting = (
+            hub.closing,
+            hub.state,
+            hub.lanes,
+            hub.waiting,
+        )
+        self._turns = hub.lanes.turns
+        self._ranks: ShareDealer | None = None  # forms the batches: nothing is taken here
+        note_hub(hub)
+        weakref.finalize(self, hub.close_unheld).atexit = False
         one_thread.watch(
             self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups")
         )
-
-    def _start(
-        self,
-        words: header.Control,
-        lanes: int | None,
-        resume: str,
-        scheduling: Scheduling,
-        outside: OutsideQueue,
-        tap: Tap | None,
-    ) -> None:
-        """Starts all parts. A death or failure in here leaves the bridge unchanged."""
-        state, closing = self._state, self._closing
-        most = os_limits.lanes_at_most() if lanes is None else lanes
-        self._lanes = LaneSet(self.bridge, words, self.columns, most, closing, tap)
-        self._turns = self._lanes.turns
-        try:
-            self._lanes.adopt(strict=True)
-            state.begin_epoch(self.columns.encode())
-            # After the epoch is stored: a rank that joins the old epoch sees that.
-            self._lanes.look_for_ranks()
-            if state.run is not None:
-                words.next_run()
-            self._waiting = Waiting(state, self._lanes, closing)
-            self._control_plane = ControlPlane(closing)
-            self._former = BatchFormer(
-                state, self._lanes, self._waiting, self._control_plane, closing, scheduling
-            )
-            self._queue = GroupQueue(self._former, self._lanes, outside)
-            self._iterations = Iterations(
-                self._former, state, self._lanes, self._waiting, self._queue, closing
-            )
-            self._admission = Admission(state, self._lanes, self._former.committed)
-            self._hub = Hub(state, self._lanes, self._former, self._queue, self._admission, closing)
-            taking = state, self._lanes, self._waiting, self._control_plane
-            counting = Counting(*taking, (self._queue, self._former, self._admission))
-            self._ending.begin(Parts(*taking, self._former, self._iterations, counting))
-            if resume == "discard":
-                for record in self._lanes.take_backlog():
-                    record._discard(Discard.RESUME)
-            membership.sweep(self.bridge)
-            self._control_plane.serve(self.bridge, self._hub, self._former.queue_view, outside.first_env_id)
-        except BaseException:
-            self._lanes.abandon()
-            self._lanes.close()
-            raise
 
     # -- taking records
 
@@ -354,16 +298,16 @@ class Consumer(OneProcess):
             raise unknown_argument("batches", name, signature(self.batches).parameters)
         self._check_mine()
         request = BatchRequest(
-            self._former.want(groups if rows is None else None, rows),
+            self._hub.former.want(groups if rows is None else None, rows),
             layout=layout,
             make=batch.whole_rows(make) if whole_rows else make,
-            max_staleness=self._former.most_stale(max_staleness),
+            max_staleness=self._hub.former.most_stale(max_staleness),
             hold=hold,
             prefetch=prefetch,
             timeout_s=timeout_s,
             split=split,
         )
-        begin = functools.partial(self._iterations.iterate, request.checked())
+        begin = functools.partial(self._hub.iterations.iterate, request.checked())
         return Batches(begin, self, f"{request.size} on {self.bridge!r}")
 
     @then_close
@@ -390,9 +334,9 @@ class Consumer(OneProcess):
             timeout_s: seconds to wait.
         """
         self._check_mine()
-        size = self._former.want(groups, rows)
-        most_stale = self._former.most_stale(max_staleness)
-        return self._iterations.take_groups(
+        size = self._hub.former.want(groups, rows)
+        most_stale = self._hub.former.most_stale(max_staleness)
+        return self._hub.iterations.take_groups(
             BatchRequest(size, max_staleness=most_stale, timeout_s=timeout_s, split=split)
         )
 
@@ -402,7 +346,7 @@ class Consumer(OneProcess):
 
         Does not wait for records, only while another thread moves records into groups.
         """
-        self._former.put_back(groups)
+        self._hub.former.put_back(groups)
 
     def screen(self, keep: Screen | None) -> None:
         """Shows every whole group to `keep` before it goes into a batch, those of evaluation too, and
@@ -411,7 +355,7 @@ class Consumer(OneProcess):
         `keep` runs in the thread that forms batches: it must be quick and must not call the consumer. An
         exception from it ends the batches; its group stays.
         """
-        self._former.screen = check_screen(keep)
+        self._hub.former.screen = check_screen(keep)
 
     def one_wait(self) -> AbstractContextManager[None]:
         """Makes one wait of several calls, for a loop that asks again and again with a short `timeout_s`:
@@ -482,8 +426,7 @@ class Consumer(OneProcess):
             dead_rank: the shares of a dead rank go to the next process that takes its number ("wait"), or to
                 the other ranks ("spread").
         """
-        from shmbridge.ranks.dealer import ShareDealer
-        from shmbridge.ranks.server import RankServer
+        from shmbridge.hub.ranks import RankServer, ShareDealer
 
         self._state.check_open()
         if self._hub.ranks is not None:
@@ -491,14 +434,11 @@ class Consumer(OneProcess):
                 f"the consumer of bridge {self.bridge!r} serves ranks already",
                 hint="keep the server that serve_ranks returned, or close this consumer first",
             )
-        self._iterations.stop_prefetch()
+        self._hub.iterations.stop_prefetch()
         with self._closing.whole:  # close() stops its thread
             self._state.check_open()
-            dealer = self._hub.ranks = self._ending.ranks = ShareDealer(
-                self._former,
-                self._state,
-                self._control_plane,
-                self._closing,
+            dealer = self._hub.ranks = ShareDealer(
+                self._hub,
                 world_size=world_size,
                 groups=groups,
                 mode=mode,
@@ -508,7 +448,7 @@ class Consumer(OneProcess):
                 split=split,
             )
             self._ranks = None if groups is None else dealer
-        self._control_plane.look_again()
+        self._hub.look_again()
         return RankServer(dealer, self.bridge, self)
 
     # -- bridge state
@@ -521,8 +461,8 @@ class Consumer(OneProcess):
         and this changes nothing. Never blocks; any thread.
         """
         self._state.check_open()
-        self._queue.count_batch()
-        self._former.end_step()
+        self._hub.queue.count_batch()
+        self._hub.former.end_step()
 
     @property
     def hub_epoch(self) -> int:
@@ -617,14 +557,14 @@ class Consumer(OneProcess):
         The newest 256 are kept; `evaluations_lost_total` counts the others. Never blocks; any thread. Each
         has `env_name`, `metrics` by name, and the `policy_version` and `step` at which it began.
         """
-        return self._control_plane.take_evaluations()
+        return self._hub.take_evaluations()
 
     # -- counters
 
     @property
     def queue(self) -> GroupQueue:
         """The groups in no batch yet, for programs that serve batches to others, such as the gateway."""
-        return self._queue
+        return self._hub.queue
 
     @then_close
     def stats(self) -> dict[str, float]:
@@ -632,7 +572,7 @@ class Consumer(OneProcess):
 
         Never blocks; any thread.
         """
-        return self._ending.stats()
+        return self._hub.stats()
 
     # -- the end
 
@@ -655,7 +595,7 @@ class Consumer(OneProcess):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._ending.abandon()
+            self._lanes.abandon()
         self.close()
 
     def __repr__(self) -> str:

@@ -18,7 +18,6 @@ from shmbridge._ext import fast_put, lane_writer
 from shmbridge._ext.lane_writer import ClaimLost
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
-from shmbridge.admission.tickets import Ticket, Tickets
 from shmbridge.config import (
     check_bridge_name,
     check_choice,
@@ -38,6 +37,7 @@ from shmbridge.put.planner import RecordPlanner, Version, as_invalid, checked_st
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.relayed import LaneOrigin, RelayedRecord
 from shmbridge.put.still_linked import LOOK_S, OwnNames
+from shmbridge.put.tickets import Ticket, Tickets
 from shmbridge.schema import Split, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement
 from shmbridge.segments.at_exit import at_exit

@@ -1,6 +1,6 @@
 """A learner rank: reads its share of every batch in place, in the lanes themselves.
 
-The hub assigns the shares (ranks/server.py). A rank writes to no lane. Why its memory does not change while
+The hub assigns the shares (hub/ranks.py). A rank writes to no lane. Why its memory does not change while
 it reads, even when the hub dies: docs/adr/0002-ranks.md.
 """
 
@@ -9,11 +9,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Never, Self
+from typing import TYPE_CHECKING, Never, Self, TypeVar
 
 from shmbridge._ext import header
 from shmbridge._ext.crash_mark import CrashNote
@@ -21,13 +21,11 @@ from shmbridge._ext.lane_reader import Drops
 from shmbridge._ext.rank_reader import RankReader
 from shmbridge._ext.wait import Waits
 from shmbridge.batch import Batch, Hold, Layout, unreadable
-from shmbridge.batching.iterator import Batches, Steps
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
+from shmbridge.hub.batches import Batches, Steps
 from shmbridge.other_names import unknown_argument
-from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
-from shmbridge.ranks.held_share import RankShare as RankShare
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_name
 from shmbridge.record.record import Lane, Record
@@ -43,6 +41,77 @@ from shmbridge.watch.long_wait import LongWait
 
 if TYPE_CHECKING:
     from shmbridge.control.messages import Manifest
+
+Made = TypeVar("Made")
+Looks = list[tuple[RankReader, int]]  # reader, number of the look
+
+
+class RankShare:
+    """One rank's share of one batch: `groups` of records held in place, and the `manifest` that named them.
+
+    A context manager, which releases the share unless it is left by an exception. The rank reports it done
+    once all its records are released and no view of them is left. A share dropped without release comes again
+    from next_share if it was not read; else see Rank.take_back_dropped.
+    """
+
+    def __init__(self, manifest: "Manifest", groups: list[Group]) -> None:
+        self.manifest, self.groups = manifest, groups
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of all groups, in order."""
+        return [record for group in self.groups for record in group.records]
+
+    def hand_out(self) -> None:
+        """Marks every record as looked at."""
+        for record in self.records:
+            record._looked_at = True
+
+    def release(self) -> None:
+        """Releases every record. Idempotent."""
+        for record in self.records:
+            record.release()
+
+    def __repr__(self) -> str:
+        records = self.records
+        state = "; released" if records and all(record.is_released for record in records) else ""
+        said = f"{len(self.groups)} groups, {len(records)} records"
+        return f"<RankShare {self.manifest.number} of rank {self.manifest.rank}: {said}{state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.release()
+
+
+def lost_of(held: Looks) -> list[bool | None]:
+    """Returns per un-released lease None while it lives, else whether its record was looked at."""
+    return [reader.lost(look) for reader, look in held if reader.holds(look)]
+
+
+def is_open(held: Looks, *, of_this_hub: bool) -> bool:
+    """Returns whether a lease was not released yet, or a view of its record lives.
+
+    Records dropped from an earlier hub do not count: the present hub hands them out again.
+    """
+    return any(reader.holds(look) and (of_this_hub or reader.lost(look) is None) for reader, look in held)
+
+
+def own_look(gather: Callable[[list[Group], Layout], Made], groups: list[Group], layout: Layout) -> Made:
+    """Returns what `gather` makes of the groups.
+
+    Its reads do not count as the user looking at the records, also when it is interrupted.
+    """
+    records = [record for group in groups for record in group.records]
+    before = [record._looked_at for record in records]
+    try:
+        return gather(groups, layout)
+    finally:
+        for record, looked_at in zip(records, before, strict=True):
+            record._looked_at = looked_at
+
 
 log = logging.getLogger(__name__)
 

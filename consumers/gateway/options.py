@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shmbridge.batching.scheduler import Policy
 from shmbridge.httpd.door import Bounds
+from shmbridge.hub.schedulers import Policy
 from shmbridge.schema import Split
 
 Compat = Literal["default", "strict"]

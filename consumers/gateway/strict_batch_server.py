@@ -15,12 +15,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmbridge import Consumer, Run
-from shmbridge.batching.queue import OutsideQueue
 from shmbridge.consumers.gateway.batch_server import Batch, NotRegistered, Taker
 from shmbridge.consumers.gateway.hub import open_hub
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_state import Upstream
+from shmbridge.hub.counts import OutsideQueue
 from shmbridge.record.groups import Group, GroupAssembler
 from shmbridge.record.leases import lane_name
 from shmbridge.segments.discard_reasons import Discard

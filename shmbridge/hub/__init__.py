@@ -1,14 +1,14 @@
-"""The hub: its lanes, the bridge's state, waiting, admission."""
+"""The hub of a bridge: its lanes, groups, batches, ranks and admission; hub.py owns them all."""
 
 __all__ = [
-    "control_plane",
-    "control_view",
-    "counters",
-    "ending",
+    "admission",
+    "batches",
+    "counts",
+    "former",
+    "hub",
     "lanes",
-    "own_hubs",
-    "promises",
-    "state",
+    "ranks",
+    "schedulers",
     "tap",
     "waiting",
 ]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from shmbridge._ext import header
 from shmbridge._ext.wait import Waits
-from shmbridge.admission.limit import OffPolicyLimit
 from shmbridge.config import Run, check_run_id, check_version
 from shmbridge.errors import BadArgument, Closed
+from shmbridge.hub.admission import OffPolicyLimit
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing
 

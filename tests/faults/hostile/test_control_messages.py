@@ -328,7 +328,7 @@ def test_messages_that_were_sent_were_counted(bridge) -> None:
             hub.ask(*frames)
         hub.ask(head(), bytes(messages.MAX_MESSAGE_BYTES + 1))
         hub.ask(*messages.encode(1, messages.StatusRequest(1)))
-        server = hub.consumer._control_plane._server
+        server = hub.consumer._hub.server
         assert server.stats()["malformed_total"] == 4
         assert server.stats()["oversized_total"] == 1
         assert server.stats()["refused_total"] == 1

@@ -33,7 +33,7 @@ from fuzz.word_referee import WordReferee
 _IMPORTED_BEFORE_FORK = (
     "shmbridge.producer",
     "shmbridge.rank",
-    "shmbridge.ranks.dealer",
+    "shmbridge.hub.ranks",
     "shmbridge.control.client",
     "shmbridge.batch",
 )

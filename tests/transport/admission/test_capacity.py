@@ -13,10 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmbridge.admission.limit import PROMISE_NS, OffPolicyLimit, Promises, limit_of
-from shmbridge.batching.batch_size import Want
-from shmbridge.batching.in_flight import Chosen
-from shmbridge.batching.oldest import OldestScheduler
+from shmbridge.hub.admission import PROMISE_NS, OffPolicyLimit, Promises, limit_of
+from shmbridge.hub.former import Chosen
+from shmbridge.hub.schedulers import OldestScheduler, Want
 from shmbridge.record.groups import Group
 
 

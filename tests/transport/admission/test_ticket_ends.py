@@ -15,9 +15,9 @@ import threading
 import time
 
 import pytest
+from shmbridge.put import tickets
 
 import shmbridge
-from shmbridge.admission import tickets
 from shmbridge.control import messages
 from shmbridge.control.client import ControlClient, RequestRefused
 from shmbridge.segments import locks
@@ -317,9 +317,9 @@ def test_a_waiting_producer_that_is_gone_is_not_looked_at_for_ever(
     with ControlClient(bridge, role="test", name="t") as client:
         client.hello()
         client._socket.send_multipart(messages.encode(99, messages.BeginGroup(gone.lane_name, 0)))
-        until(lambda: len(consumer._control_plane._server._waiting) == 1)
+        until(lambda: len(consumer._hub.server._waiting) == 1)
     gone.close()
-    until(lambda: not consumer._control_plane._server._waiting)
+    until(lambda: not consumer._hub.server._waiting)
     ticket.end()
 
 
@@ -356,7 +356,7 @@ def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_pro
     producer = make_producer()
     with monkeypatch.context() as patch:
         # as in a time namespace that is behind
-        patch.setattr("shmbridge.hub.promises.PROMISE_NS", -1_000_000 * 10**9)
+        patch.setattr("shmbridge.hub.admission.PROMISE_NS", -1_000_000 * 10**9)
         with pytest.raises(
             shmbridge.NotAdmitted,
             match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace",
@@ -380,7 +380,7 @@ async def test_a_task_that_an_exception_of_a_handler_ends_keeps_no_turn(producer
 
         def trace(frame, event, _):
             nonlocal left
-            if frame.f_globals.get("__name__") not in ("shmbridge.admission.tickets", "asyncio.timeouts"):
+            if frame.f_globals.get("__name__") not in ("shmbridge.put.tickets", "asyncio.timeouts"):
                 return None
             words = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split()
             if (

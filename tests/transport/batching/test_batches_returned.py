@@ -18,7 +18,7 @@ def test_groups_put_back_after_the_end_was_found_are_handed_out(producer, consum
     consumer.drain()
     batches = consumer.batches(groups=2, prefetch=1, hold="caller", timeout_s=10)
     first = next(batches)
-    while consumer._iterations._prefetcher._thread._life._runs_in:
+    while consumer._hub.iterations._prefetcher._thread._life._runs_in:
         pass
     first.records = []
     first.groups[0].records[0].release()

@@ -20,15 +20,10 @@ from shmbridge.control.messages import Register
 
 SIZE = 4
 PUT = 3 * SIZE
-POLICY_MODULES = (
-    "batching.fair",
-    "batching.deficit_round_robin",
-    "batching.oldest",
-    "batching.atropos",
-    "atropos.queue",
-    "atropos.size_buffer",
-)
-MODULES = [f"shmbridge.{name}" for name in ("batching", "iteration", "in_flight", "groups", *POLICY_MODULES)]
+MODULES = [
+    f"shmbridge.{name}"
+    for name in ("hub.former", "hub.batches", "hub.fair", "hub.schedulers", "record.groups", "atropos.queue")
+]
 POLICIES = ("fair", "shares", "oldest", "atropos", "allocations")
 # as leases are lost
 pytestmark = pytest.mark.filterwarnings(

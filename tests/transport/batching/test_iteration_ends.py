@@ -14,7 +14,7 @@ import pytest
 
 import shmbridge
 from shmbridge.batch import Batch
-from shmbridge.batching.prefetch import Prefetcher
+from shmbridge.hub.batches import Prefetcher
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_close_while_batches_gathered_ahead_come_back_leaves_the_bridge(
     hub, stop = make_consumer(), Prefetcher.stop
     iteration = hub.batches(groups=1, prefetch=2)
     next(iteration).release()
-    until(lambda: hub._iterations._prefetcher._ready.qsize() == 2)
+    until(lambda: hub._hub.iterations._prefetcher._ready.qsize() == 2)
     close = closing(hub)
 
     def stopped(ahead: Prefetcher) -> list[Batch]:
@@ -189,7 +189,7 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_is_not_there(producer
     groups, held, over = consumer.take_groups(groups=1), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with consumer._former._lock:
+        with consumer._hub.former._lock:
             held.set()
             over.wait(60)
 

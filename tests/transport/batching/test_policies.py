@@ -260,7 +260,7 @@ def test_atropos_forms_what_upstream_would_of_the_same_arrivals(
         assert firsts(taken) == wanted
         let_go(taken)
     assert consumer.take_groups(timeout_s=0) is None
-    assert (len(consumer._former._complete), consumer.stats()["groups_buffered"]) == (
+    assert (len(consumer._hub.former._complete), consumer.stats()["groups_buffered"]) == (
         like.queue_size,
         like.buffered,
     )

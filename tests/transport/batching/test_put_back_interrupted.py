@@ -10,13 +10,7 @@ from interrupts import Stop, raising_at
 
 import shmbridge
 
-MODULES = (
-    "shmbridge.batching.former",
-    "shmbridge.batching.late_returns",
-    "shmbridge.batching.in_flight",
-    "shmbridge.record.groups",
-    "shmbridge.segments.closing",
-)
+MODULES = ("shmbridge.hub.former", "shmbridge.record.groups", "shmbridge.segments.closing")
 EVENTS = ("line", "return")
 GROUPS = 4
 
@@ -38,9 +32,9 @@ def test_a_put_back_that_is_repeated_queues_no_group_twice(
         came = has_come()
         if came:
             if queued:
-                with hub._former._lock:
-                    hub._former._begin_change()
-                    hub._former._changing = False
+                with hub._hub.former._lock:
+                    hub._hub.former._begin_change()
+                    hub._hub.former._changing = False
             hub.put_back(groups)
         del groups
         got: Counter[int] = Counter()

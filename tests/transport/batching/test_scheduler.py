@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shmbridge.hub import fair
 
 from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.batching import deficit_round_robin
-from shmbridge.batching.batch_size import Want
-from shmbridge.batching.fair import FairScheduler
-from shmbridge.batching.scheduler import scheduler_of
+from shmbridge.hub.fair import FairScheduler
+from shmbridge.hub.former import scheduler_of
+from shmbridge.hub.schedulers import Want
 from shmbridge.record.groups import Group
 
 
@@ -123,14 +123,14 @@ def test_nobody_with_a_backlog_is_further_behind_than_a_round(
 
 def test_tiny_weights_cost_no_rounds(monkeypatch) -> None:
     visits = 0
-    earned = deficit_round_robin.RoundRobin._earned
+    earned = fair.RoundRobin._earned
 
     def counted(self, flow):
         nonlocal visits
         visits += 1
         return earned(self, flow)
 
-    monkeypatch.setattr(deficit_round_robin.RoundRobin, "_earned", counted)
+    monkeypatch.setattr(fair.RoundRobin, "_earned", counted)
     bench = Bench(heavy=share(0, 1e6), a=share(1, 0.01), b=share(2, 0.01))
     bench.put("a", 50)
     bench.put("b", 50)

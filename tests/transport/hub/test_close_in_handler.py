@@ -15,7 +15,7 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
-from shmbridge.ranks.server import RankServer
+from shmbridge.hub.ranks import RankServer
 from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.placement import MemoryUse
 

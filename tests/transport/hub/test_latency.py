@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shmbridge.counters import LATENCY_BOUNDS_S
-from shmbridge.hub.latency import RecentLatency, percentile_s
+from shmbridge.hub.counts import RecentLatency, percentile_s
 
 BUCKETS = len(LATENCY_BOUNDS_S) + 1
 

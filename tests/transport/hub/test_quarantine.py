@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.hub import lane as adopted_lane
+from shmbridge.hub import lanes as adopted_lane
 from shmbridge.segments import segment
 from shmbridge.segments.discard_reasons import Discard
 
@@ -43,7 +43,7 @@ def accounted(counters: dict[str, float]) -> bool:
 
 
 def at_each_line(call: Callable[[], object], then: Callable[[int], object]) -> int:
-    """Calls `then` before each line of shmbridge/hub/lane.py in a call; returns the number of lines."""
+    """Calls `then` before each line of shmbridge/hub/lanes.py in a call; returns the number of lines."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

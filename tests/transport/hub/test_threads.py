@@ -16,17 +16,15 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge.batching.former import BatchFormer
-from shmbridge.batching.prefetch import Prefetcher
 from shmbridge.control import messages
 from shmbridge.control.client import ControlClient
 from shmbridge.control.server import ControlServer
-from shmbridge.hub.asyncio_wait import LoopBell
-from shmbridge.hub.ending import Ending
-from shmbridge.hub.lane import HubLane
-from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.batches import Prefetcher
+from shmbridge.hub.hub import Hub
+from shmbridge.hub.former import BatchFormer
+from shmbridge.hub.lanes import HubLane, LaneSet
 from shmbridge.hub.state import HubState
-from shmbridge.hub.waiting import Waiting
+from shmbridge.hub.waiting import LoopBell, Waiting
 from shmbridge.segments import helper_threads, one_thread
 from shmbridge.segments.placement import MemoryUse
 from shmbridge.testing import wait_until
@@ -191,7 +189,7 @@ def test_two_threads_and_a_handler_may_close_at_once(consumer, monkeypatch, plac
     """A SIGTERM handler may close a consumer that is being closed."""
     ended: list[None] = []
     other = Meanwhile(lambda: ended.append(consumer.close()))
-    after(monkeypatch, Ending, place, lambda: (other(), consumer.close()))
+    after(monkeypatch, Hub, place, lambda: (other(), consumer.close()))
     consumer.close()
     assert other.ends()
     assert ended == [None]
@@ -386,11 +384,11 @@ def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, un
         raise KeyboardInterrupt
 
     if thread == "prefetch":
-        life = consumer._iterations._prefetcher._thread._life
+        life = consumer._hub.iterations._prefetcher._thread._life
         ended, life._ended = life._ended, Interrupted()
     else:
         joined = (
-            consumer._control_plane._server if thread == "control plane" else consumer._lanes._watch
+            consumer._hub.server if thread == "control plane" else consumer._lanes._watch
         )._thread
         joined.join = interrupted
     with pytest.raises(KeyboardInterrupt):

@@ -407,7 +407,7 @@ def test_an_error_in_forming_batches_reaches_the_ranks(
     make_rank, make_consumer, make_producer, put_groups, monkeypatch
 ):
     consumer = make_consumer()
-    monkeypatch.setattr(consumer._former, "choose", lambda *_: 1 // 0)
+    monkeypatch.setattr(consumer._hub.former, "choose", lambda *_: 1 // 0)
     server = consumer.serve_ranks(1, groups=1)
     with pytest.raises(RequestRefused, match="ZeroDivisionError"):
         make_rank().next_share(5)
@@ -492,7 +492,7 @@ def test_a_rank_that_came_back_reads_what_the_other_leaves(
 
     Unread batches are not released.
     """
-    monkeypatch.setattr("shmbridge.ranks.dealer._LOOK_EVERY_S", 0.0)  # each request finds the dead ranks
+    monkeypatch.setattr("shmbridge.hub.ranks._LOOK_EVERY_S", 0.0)  # each request finds the dead ranks
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(10))
     consumer.serve_ranks(2, groups=2, mode="broadcast", prefetch=2, dead_rank="spread")
@@ -522,11 +522,11 @@ def test_a_rank_that_dies_before_the_hub_looked_leaves_its_share_to_the_living(
     put_groups(producer, range(2))
     consumer.serve_ranks(2, groups=2, dead_rank="spread", prefetch=0)
     found = [record._sequence for record in first.next_share(10).records]  # the hub looks: rank 0 lives
-    monkeypatch.setattr("shmbridge.ranks.dealer._LOOK_EVERY_S", 1e9)
+    monkeypatch.setattr("shmbridge.hub.ranks._LOOK_EVERY_S", 1e9)
     second = shmbridge.Rank(bridge, 1, 2)
     assert len(second.next_share(10).groups) == 1
     second.close()
-    monkeypatch.setattr("shmbridge.ranks.dealer._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("shmbridge.hub.ranks._LOOK_EVERY_S", 0.0)
     with first.next_share(10) as share:  # its own share, dropped before
         assert [record._sequence for record in share.records] == found
     with first.next_share(10) as share:
@@ -596,7 +596,7 @@ def test_a_share_that_no_message_could_name_is_refused(
     make_rank, make_consumer, make_producer, monkeypatch, put_groups
 ):
     consumer, producer = make_consumer(), make_producer()
-    monkeypatch.setattr("shmbridge.ranks.dealer._MOST_RECORDS", 3)
+    monkeypatch.setattr("shmbridge.hub.ranks._MOST_RECORDS", 3)
     put_groups(producer, range(4))
     consumer.serve_ranks(1, groups=4)
     with pytest.raises(RequestRefused, match="4 records, and a manifest names 3"):
@@ -618,7 +618,7 @@ def test_a_world_size_that_is_no_count_is_refused_and_the_bridge_goes_on(
 
 def test_a_consumer_whose_counters_fail_can_be_closed(bridge, make_consumer, monkeypatch, caplog) -> None:
     consumer = make_consumer()
-    monkeypatch.setattr(consumer._ending, "stats", lambda: 1 / 0)
+    monkeypatch.setattr(consumer._hub, "stats", lambda: 1 / 0)
     consumer.close()
     assert "cannot be read" in caplog.text
     make_consumer()

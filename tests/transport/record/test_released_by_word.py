@@ -483,17 +483,15 @@ def test_a_handler_closes_while_a_batch_is_formed(
     for number in range(4):
         producer.put({"tokens": [[number]]})
     before = signal.signal(signal.SIGUSR1, lambda *_: hub.close())
-    held, real = [], hub._former._chosen.begin_step
+    held, real = [], hub._hub.former._chosen.begin_step
 
     def begin_step(groups) -> None:
-        held.append(is_mine(hub._former._lock))
+        held.append(is_mine(hub._hub.former._lock))
         signal.raise_signal(signal.SIGUSR1)
 
     try:
         batches = hub.batches(groups=1, prefetch=prefetch, timeout_s=10)
-        monkeypatch.setattr(
-            "shmbridge.batching.in_flight.Chosen.begin_step", lambda self, groups: begin_step(groups)
-        )
+        monkeypatch.setattr("shmbridge.hub.former.Chosen.begin_step", lambda self, groups: begin_step(groups))
         seen = list(batches)
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -170,7 +170,7 @@ def test_a_consumer_interrupted_as_it_is_made_leaves_the_bridge_free(
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("shmbridge.hub.counters.MemoryUse", interrupted)
+        patch.setattr("shmbridge.hub.hub.MemoryUse", interrupted)
         with pytest.raises(Stop):
             shmbridge.Consumer(bridge)
     shmbridge.Consumer(bridge).close()

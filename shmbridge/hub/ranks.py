@@ -1,22 +1,19 @@
 """The hub's side of learner ranks: deals shares out, and keeps their leases until all are read.
 
-It forms batches ahead, in a thread, or deals out those that a feed gives it, which ends them.
-
-Locks show which ranks live; share_book.py assigns groups to ranks. The other side is rank.py. Why a rank's
-memory does not change while it reads, even when a hub or a rank dies: docs/adr/0002-ranks.md.
+It forms batches ahead, in a thread, or deals out those that a feed gives it, which ends them. Locks show
+which ranks live. The other side is rank.py. Why a rank's memory does not change while it reads, even when a
+hub or a rank dies: docs/adr/0002-ranks.md.
 """
 
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from shmbridge._ext import header
-from shmbridge.batching.former import BatchFormer
-from shmbridge.batching.request import BatchRequest
-from shmbridge.batching.staleness import is_stale
 from shmbridge.config import check_choice, check_count, deadline_of
 from shmbridge.control.messages import (
     BAD_VALUE,
@@ -32,23 +29,237 @@ from shmbridge.control.messages import (
     SharesDone,
 )
 from shmbridge.errors import BadArgument, BatchTooBig
-from shmbridge.hub.control_plane import ControlPlane
-from shmbridge.hub.state import HubState
-from shmbridge.ranks.share_book import Mode, Share, ShareBook, Step
+from shmbridge.hub.schedulers import BatchRequest, is_stale
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_name
 from shmbridge.schema import Split
 from shmbridge.segments import locks
-from shmbridge.segments.closing import Closing, then_close
+from shmbridge.segments.closing import then_close
 from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.locks import MOST_RANKS, LockByte
 
+if TYPE_CHECKING:
+    from shmbridge.hub.hub import Hub
+
+Mode = Literal["sharded", "broadcast"]
 _MOST_RECORDS = 30_000  # of one share: messages.MAX_MESSAGE_BYTES at 34 bytes a record
 _LOOK_EVERY_S = 0.2
-
 log = logging.getLogger(__name__)
-
 DeadRank = Literal["wait", "spread"]
+
+
+def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
+    """Deals whole groups out, in equal counts (to one) and then about equal tokens; oldest first in a share.
+
+    Longest group first, each to the rank with the fewest tokens that still needs a group (the LPT rule of R.
+    L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, with a limit on the count).
+    """
+    most, rest = divmod(len(groups), len(ranks))
+    dealt: dict[int, list[int]] = {rank: [] for rank in ranks}
+    tokens = dict.fromkeys(ranks, 0)
+    for place in sorted(range(len(groups)), key=lambda place: -groups[place].tokens):
+        larger = sum(len(places) > most for places in dealt.values())
+        open_to = [
+            rank for rank in ranks if len(dealt[rank]) < most or (len(dealt[rank]) == most and larger < rest)
+        ]
+        rank = min(open_to, key=lambda rank: (tokens[rank], len(dealt[rank])))
+        dealt[rank].append(place)
+        tokens[rank] += groups[place].tokens
+    return {rank: [groups[place] for place in sorted(places)] for rank, places in dealt.items()}
+
+
+@dataclass(slots=True)
+class Step:
+    """One global batch: all its groups, oldest first, and the policy version it was formed under.
+
+    One of a feed is over as a whole: once `end` was called for it, and no rank reads any of it.
+    """
+
+    number: int
+    groups: list[Group]
+    policy_version: int
+    failed: Callable[[list[Group]], None] | None = None  # of a feed: what gets the groups reported as failed
+    ended: bool = False
+    issued: bool = False  # a part of it has been handed out
+    read: list[Group] = field(default_factory=list)  # that no rank reads any more, and that are not over
+
+    @property
+    def rows(self) -> int:
+        """Rows of all its shares."""
+        return sum(group.rows for group in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its shares."""
+        return sum(group.tokens for group in self.groups)
+
+
+@dataclass(slots=True)
+class Share:
+    """Groups that the same ranks read: `readers` are the ranks not done yet.
+
+    `issued` maps a rank to the incarnation that got the share last. Until `read`, when some rank is done with
+    it, the share is never over.
+    """
+
+    number: int
+    step: Step
+    groups: list[Group]
+    readers: set[int]
+    issued: dict[int, int] = field(default_factory=dict)
+    reissued: bool = False
+    read: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its groups."""
+        return sum(group.tokens for group in self.groups)
+
+
+class ShareBook:
+    """The shares that a rank still reads or will read. Not thread-safe."""
+
+    def __init__(self, world_size: int, mode: Mode) -> None:
+        self.world_size, self.mode = world_size, mode
+        self._shares: dict[int, Share] = {}  # by number, rising
+        self._members: dict[int, int] = {}  # rank -> its newest incarnation
+        self._next_share = self._next_step = 0
+        self.reissues = self.issued_steps = 0
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter(self._shares.values())
+
+    @property
+    def open_steps(self) -> int:
+        """Batches with a share that is not done."""
+        return len({share.step.number for share in self})
+
+    def open(
+        self,
+        groups: list[Group],
+        policy_version: int,
+        ranks: list[int],
+        failed: Callable[[list[Group]], None] | None = None,
+    ) -> Step:
+        """Adds a formed batch, or with `failed` a feed's: shares of it for these ranks. Returns its step."""
+        step = Step(self._next_step, groups, policy_version, failed)
+        self._next_step += 1
+        if self.mode == "broadcast":
+            self._add(step, groups, set(ranks))
+        else:
+            for rank, dealt in share_out(groups, ranks).items():
+                self._add(step, dealt, {rank})
+        return step
+
+    def _add(self, step: Step, groups: list[Group], readers: set[int]) -> None:
+        self._shares[self._next_share] = Share(self._next_share, step, groups, readers)
+        self._next_share += 1
+
+    def next_for(self, rank: int, member: int, after: int) -> Share | None:
+        """Returns the rank's first share after number `after`, now issued to `member`; repeats a lost answer.
+
+        Issues nothing to an incarnation that has a successor: its question was under way when it died.
+        """
+        if member < self._members.get(rank, member):
+            return None
+        self._members[rank] = member
+        for share in self:
+            if share.number > after and rank in share.readers:
+                if share.issued.get(rank, member) != member:
+                    share.reissued = True
+                    self.reissues += 1
+                share.issued[rank] = member
+                self.issued_steps += not share.step.issued
+                share.step.issued = True
+                return share
+        return None
+
+    def done(self, rank: int, member: int, numbers: Iterable[int]) -> list[Group]:
+        """Marks these shares as done by the rank; returns the groups that no rank reads any more. Idempotent.
+
+        Only for the incarnation that a share was last issued to: another one may still be reading it.
+        """
+        finished: list[Group] = []
+        for share in [self._shares[number] for number in numbers if number in self._shares]:
+            if rank in share.readers and share.issued.get(rank) == member:
+                share.readers.discard(rank)
+                share.read = True
+                finished += self._end_if_read(share)
+        return finished
+
+    def failed(self, rank: int, member: int, failed: dict[int, list[int]]) -> list[tuple[Step, list[Group]]]:
+        """Returns the groups of shares that a rank still reads, by their places; without places all.
+
+        Only of the incarnation that a share was last issued to.
+        """
+        shares = [
+            (self._shares[number], places) for number, places in failed.items() if number in self._shares
+        ]
+        return [
+            (
+                share.step,
+                [share.groups[each] for each in places if 0 <= each < len(share.groups)] or share.groups,
+            )
+            for share, places in shares
+            if rank in share.readers and share.issued.get(rank) == member
+        ]
+
+    def end(self, step: Step) -> list[Group]:
+        """Ends the step of a feed; returns its groups if no rank reads any of it. Idempotent."""
+        step.ended = True
+        return self._over(step)
+
+    def _over(self, step: Step) -> list[Group]:
+        """Returns the groups of a step that are over now."""
+        if step.failed is not None and not (step.ended and all(share.step is not step for share in self)):
+            return []
+        over, step.read = step.read, []
+        return over
+
+    def hand_over(self, dead: int, living: list[int]) -> list[Group]:
+        """Removes a dead rank as a reader; returns the groups that are over by that.
+
+        A share that no other rank reads or has read goes to the living ranks: in broadcast to all of them,
+        else to the one with the fewest tokens before it. A share that moves gets a new number, so that its
+        new reader has not seen that number.
+        """
+        finished: list[Group] = []
+        for share in [share for share in self if dead in share.readers]:
+            share.readers.discard(dead)
+            if not share.readers and not share.read:
+                self._move(share, set(living) if self.mode == "broadcast" else {self._least_loaded(living)})
+            else:
+                finished += self._end_if_read(share)
+        return finished
+
+    def _least_loaded(self, living: list[int]) -> int:
+        load = {rank: sum(share.tokens for share in self if rank in share.readers) for rank in living}
+        return min(living, key=lambda rank: load[rank])
+
+    def _move(self, share: Share, heirs: set[int]) -> None:
+        del self._shares[share.number]
+        self.reissues += bool(share.issued)
+        self._shares[self._next_share] = Share(
+            self._next_share, share.step, share.groups, heirs, reissued=bool(share.issued)
+        )
+        self._next_share += 1
+
+    def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
+        """Withdraws unissued batches with an unfit group; returns their groups, oldest first."""
+        steps = {share.step.number: share.step for share in self if not share.step.issued}
+        unfit_steps = {number: step for number, step in steps.items() if any(map(unfit, step.groups))}
+        self._shares = {
+            number: share for number, share in self._shares.items() if share.step.number not in unfit_steps
+        }
+        return [group for step in unfit_steps.values() for group in step.groups]
+
+    def _end_if_read(self, share: Share) -> list[Group]:
+        """Ends a share that was read and has no readers left: the only end of groups dealt out."""
+        if share.readers or not share.read:
+            return []
+        del self._shares[share.number]
+        share.step.read += share.groups
+        return self._over(share.step)
 
 
 class ShareDealer:
@@ -59,10 +270,7 @@ class ShareDealer:
 
     def __init__(
         self,
-        former: BatchFormer,
-        state: HubState,
-        control_plane: ControlPlane,
-        closing: Closing,
+        hub: "Hub",
         *,
         world_size: int,
         groups: int | None,
@@ -77,17 +285,17 @@ class ShareDealer:
         check_choice("mode", mode, ("sharded", "broadcast"))
         check_choice("dead_rank", dead_rank, ("wait", "spread"))
         if groups is not None:
-            BatchRequest(former.want(groups, None), split=split)  # checks them
+            BatchRequest(hub.former.want(groups, None), split=split)  # checks them
         if mode == "sharded" and groups is not None and groups < world_size:
             raise BadArgument(
                 f"groups={groups}: each of {world_size} ranks needs one of every batch",
                 hint=f'groups={world_size} or more, or mode="broadcast"',
             )
         self.world_size = world_size
-        self._former, self._state, self._control_plane, self._closing = former, state, control_plane, closing
+        self._hub, self._former, self._state, self._closing = hub, hub.former, hub.state, hub.closing
         self._groups, self._split, self._dead_rank = groups, split, dead_rank
         # a feed has cut what is stale, and deals what is wanted now
-        self._max_staleness = None if groups is None else former.most_stale(max_staleness)
+        self._max_staleness = None if groups is None else hub.former.most_stale(max_staleness)
         self._steps_ahead = 0 if groups is None else 1 + prefetch
         self._book = ShareBook(world_size, mode)
         self._known: set[int] = set()  # ranks that were alive at the last check, or have asked since
@@ -97,8 +305,8 @@ class ShareDealer:
         self._looked_s = 0.0
         self._drained, self._withdrawn, self._failed = False, False, ""
         self._stop = threading.Event()
-        self._change = threading.Condition(closing.lock())
-        self._thread = None if groups is None else Joined(self._run, f"shmbridge-ranks-{state.bridge}")
+        self._change = threading.Condition(hub.closing.lock())
+        self._thread = None if groups is None else Joined(self._run, f"shmbridge-ranks-{hub.bridge}")
         try:
             if self._thread is not None:
                 self._thread.start()
@@ -122,7 +330,7 @@ class ShareDealer:
         with self._change:
             self._drained, takers = False, self._takers()
             step = self._book.open(groups, self._state.policy_version, takers, failed)
-        self._control_plane.look_again()
+        self._hub.look_again()
         return step
 
     def _end(self, step: Step) -> None:
@@ -136,7 +344,7 @@ class ShareDealer:
             self._drained = True
             self._say_if_finished()
             self._change.notify_all()
-        self._control_plane.look_again()
+        self._hub.look_again()
 
     def _run(self) -> None:
         try:
@@ -161,7 +369,7 @@ class ShareDealer:
             with self._change:
                 self._failed = f"{type(error).__name__}: {error}"
                 self._change.notify_all()
-            self._control_plane.look_again()
+            self._hub.look_again()
 
     def _check_sayable(self, groups: list[Group]) -> None:
         """Raises if a share could have more records than a message can name."""
@@ -195,7 +403,7 @@ class ShareDealer:
             self._say_if_finished()  # before a waiting thread is told, and closes
             self._change.notify_all()
         if self._drained:
-            self._control_plane.look_again()
+            self._hub.look_again()
         with self._change:
             self._change.wait_for(lambda: self._stop.is_set() or self._withdrawn)
             if self._withdrawn:
@@ -275,7 +483,7 @@ class ShareDealer:
         with self._change:
             self._finish(self._book.done(request.rank, request.member, request.numbers))
             failed = self._book.failed(request.rank, request.member, request.failed)
-        self._control_plane.look_again()  # for some ranks this may be the end
+        self._hub.look_again()  # for some ranks this may be the end
         for step, groups in failed:
             if step.failed is not None and groups:
                 step.failed(groups)
@@ -446,3 +654,61 @@ class ShareDealer:
             read = [group for step in steps.values() for group in step.read]
             for group in (*read, *(group for share in self._book for group in share.groups)):
                 group.abandon()
+
+
+class RankServer:
+    """Batches are dealt out to learner ranks as long as this, or its consumer, is held. Any thread."""
+
+    def __init__(self, dealer: ShareDealer, bridge: str, consumer: object) -> None:
+        self._dealer, self._bridge, self._consumer = dealer, bridge, consumer
+
+    def deal(self, groups: list[Group], failed: Callable[[list[Group]], None]) -> Callable[[], None]:
+        """Deals a step out, for a feed: serve_ranks(groups=None). Never blocks; any thread.
+
+        Returns what ends the step: from then on its groups are released, as soon as every rank is done with
+        them.
+
+        Args:
+            groups: of the step, leased and unread; sharded ranks get none if there are too few.
+            failed: is called with the groups of a share whose step a rank reports as failed, in a thread that
+                answers messages: it must not wait for ranks.
+
+        Raises BatchTooBig: more records than a message can name.
+        """
+        return self._dealer.deal(groups, failed)
+
+    def drained(self) -> None:
+        """Tells the ranks that `deal` has no further step for now. Never blocks; any thread."""
+        self._dealer.drained()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that are served."""
+        return self._dealer.world_size
+
+    @property
+    def idle(self) -> bool:
+        """Whether the bridge is drained and every share is done."""
+        return self._dealer.idle
+
+    def stats(self) -> dict[str, float]:
+        """Returns counters, flat. Never blocks for long."""
+        return self._dealer.stats()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Blocks until the bridge is drained and every share is done; then returns True.
+
+        Returns False on timeout, or if no more can come: the consumer was closed, or a batch could not be
+        formed (its log says why).
+
+        Args:
+            timeout_s: seconds; None: for ever.
+        """
+        return self._dealer.wait(timeout_s)
+
+    def settled(self, timeout_s: float) -> bool:
+        """Returns whether the ranks are done with all steps that a feed has ended. Blocks for living ones."""
+        return self._dealer.settled(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<RankServer of {self._bridge!r}: {self._dealer.described()}>"

@@ -1,37 +1,175 @@
-"""Iterations over batches: formed ahead or on request, and released step by step."""
+"""Iterations over batches: formed ahead in a thread or on request, and released step by step."""
 
+import contextlib
 import enum
 import functools
 import logging
 import queue
 import threading
 import time
-from typing import Literal
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from shmbridge.batch import Batch, forget_spare_memory, unreadable
-from shmbridge.batching.former import BatchFormer
-from shmbridge.batching.iterator import Steps
-from shmbridge.batching.prefetch import Flag, Prefetcher
-from shmbridge.batching.queue import GroupQueue
-from shmbridge.batching.request import BatchRequest
 from shmbridge.config import check_timeout, deadline_of
 from shmbridge.errors import BatchTooBig, ConsumerEmpty, IterationOver
-from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.state import HubState
-from shmbridge.hub.waiting import Waiting
+from shmbridge.hub.former import Flag
+from shmbridge.hub.schedulers import BatchRequest
 from shmbridge.record.groups import Group, hand_out
 from shmbridge.record.unreleased import Call
-from shmbridge.segments.closing import Closing
+from shmbridge.segments.at_exit import closed_at_exit
 from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.helper_threads import in_another_thread
+from shmbridge.segments.helper_threads import Joined, in_another_thread, run_to_end
 from shmbridge.shown import counted
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from shmbridge.hub.hub import Hub
 
-_OVER = (
+# Yields batches; None where none came within the seconds of its argument, if that is given.
+Steps = Generator[Batch | None, None, None]
+_TICK_S = 0.25
+_ENDED = object()
+log = logging.getLogger(__name__)
+_SUPERSEDED = (
     "this iteration over batches has ended: another of the same consumer has begun, or take_groups took some"
 )
 _ONE_AT_A_TIME = "iterate once at a time; to look at a batch beside the loop, use prefetch=0"
+
+
+class Waiter(Protocol):
+    """A consumer or rank, as far as its batches use it."""
+
+    def one_wait(self) -> AbstractContextManager[None]:
+        """Makes all that is waited for inside the block one wait."""
+
+
+class Batches:
+    """Batches, one after the other: `for batch in batches`, or `async for`, which never blocks the event
+    loop.
+
+    Holds its consumer or rank, which is not collected meanwhile. For one thread or task at a time.
+
+    `async for` waits in a thread of the loop's executor. A cancelled step takes effect within a fraction of a
+    second and loses nothing: the batch that it was about to get comes with the next step.
+    """
+
+    def __init__(self, begin: Callable[[float | None], Steps], owner: Waiter, what: str) -> None:
+        self._begin, self._owner, self._what = begin, owner, what
+        self._steps: Steps | None = None
+        self._came: object = None  # by a step that was cancelled
+        self._count = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._came is None and self._steps is not None:
+            self._came = next(self._steps, _ENDED)  # as in _step: a call less for the common case
+        while not isinstance(self._came, Batch):
+            if self._came is _ENDED:
+                raise StopIteration
+            self._step(None)
+        batch, self._came = self._came, None
+        self._count += 1
+        return batch
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Batch:
+        with self._owner.one_wait():
+            while not isinstance(self._came, Batch):
+                if self._came is _ENDED:
+                    raise StopAsyncIteration
+                await run_to_end(self._step, _TICK_S)
+        batch, self._came = self._came, None
+        self._count += 1
+        return batch
+
+    def _step(self, tick_s: float | None) -> None:
+        if self._steps is None:
+            self._steps = closed_at_exit(self._begin(tick_s))
+        self._came = next(self._steps, _ENDED)
+
+    def close(self) -> None:
+        """Ends the iteration; releases nothing. Idempotent; ValueError while another thread is in a step."""
+        if self._steps is not None:
+            self._steps.close()
+        self._came = _ENDED
+
+    async def aclose(self) -> None:
+        """As close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        state = (
+            "ended" if self._came is _ENDED else f"{self._count} handed out" if self._steps else "not begun"
+        )
+        return f"<Batches of {self._what}: {state}>"
+
+
+class Prefetcher:
+    """Forms batches ahead in a daemon thread, at most `depth` of them, after `start`."""
+
+    def __init__(self, depth: int, form: Callable[[Flag], Batch | None]) -> None:
+        self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
+        self._stop = Flag()
+        self._form = form
+        self._thread = Joined(self._form_ahead, "shmbridge-prefetch")
+
+    def start(self) -> None:
+        """Starts the thread, without waiting. The code that will stop it must hold this object by then."""
+        self._thread.begin(self._ready.put)  # an error goes to the thread in next()
+
+    def _form_ahead(self) -> None:
+        batch: Batch | BaseException | None
+        while not self._stop.is_set():
+            self._room.get()
+            if self._stop.is_set():
+                return
+            try:
+                batch = self._form(self._stop)
+            except BaseException as error:  # raised again by next()
+                batch = error
+            self._ready.put(batch)
+            if not isinstance(batch, Batch):
+                return
+            del batch  # keep no reference: a batch lost by its taker must be destroyed
+
+    def next(self, timeout_s: float | None = None) -> Batch | None:
+        """Returns the next batch, waiting for it; None once there are no more.
+
+        Raises the error of forming it; queue.Empty on timeout.
+        """
+        batch = self._ready.get(timeout=timeout_s)
+        if isinstance(batch, BaseException):
+            raise batch
+        self._room.put(None)
+        return batch
+
+    def end(self) -> None:
+        """Stops forming further batches, without waiting: for a finalizer."""
+        self._stop.set()
+
+    def stop(self) -> list[Batch]:
+        """Ends the thread and returns the batches not taken, oldest first.
+
+        May be called again, also by a handler that interrupts it.
+        """
+        self.end()
+        self._room.put(None)
+        self._thread.join()
+        left = []
+        with contextlib.suppress(queue.Empty):  # a thread in next() may be faster
+            while True:
+                if isinstance(batch := self._ready.get_nowait(), Batch):
+                    left.append(batch)
+        self._ready.put(None)  # wakes a thread in next()
+        return left
 
 
 class _Answer(enum.Enum):
@@ -44,17 +182,9 @@ _NOT_YET: Literal[_Answer.NOT_YET] = _Answer.NOT_YET
 class Iterations:
     """The iterations over one consumer's batches, one at a time: a new one ends the previous one."""
 
-    def __init__(
-        self,
-        former: BatchFormer,
-        state: HubState,
-        lanes: LaneSet,
-        waiting: Waiting,
-        queued: GroupQueue,
-        closing: Closing,
-    ) -> None:
-        self._former, self._state, self._lanes, self._waiting = former, state, lanes, waiting
-        self._queue, self._closing = queued, closing
+    def __init__(self, hub: "Hub") -> None:
+        self._former, self._state, self._lanes, self._waiting = hub.former, hub.state, hub.lanes, hub.waiting
+        self._queue, self._closing = hub.queue, hub.closing
         self._prefetcher: Prefetcher | None = None
 
     def iterate(self, request: BatchRequest, tick_s: float | None) -> Steps:
@@ -83,7 +213,7 @@ class Iterations:
                     until_s = None
                     if batch is None:
                         if ahead is not None and self._prefetcher is not ahead and not self._closing.ending:
-                            raise IterationOver(_OVER, hint=_ONE_AT_A_TIME)
+                            raise IterationOver(_SUPERSEDED, hint=_ONE_AT_A_TIME)
                         if ahead is None or self._former.put_backs == put_backs:
                             return
                         # the prefetcher may have stopped before the put_back

@@ -6,42 +6,65 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from shmbridge import sizing
+from shmbridge._ext.lane_reader import LaneReader
+from shmbridge._ext.mapping import Mapping
 from shmbridge.batch import Batch
-from shmbridge.batching.atropos import AtroposScheduler
-from shmbridge.batching.in_flight import Chosen
-from shmbridge.batching.late_returns import LateReturns, abandon
-from shmbridge.batching.prefetch import Flag
-from shmbridge.batching.request import BatchRequest
-from shmbridge.batching.scheduler import Scheduling, Want, scheduler_of
-from shmbridge.batching.screen import Screen
-from shmbridge.batching.staleness import StalenessHistogram, is_stale
-from shmbridge.batching.stuck import too_big
-from shmbridge.config import check_seconds, check_staleness
-from shmbridge.errors import BadArgument
-from shmbridge.hub.control_plane import ControlPlane
-from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.state import HubState
-from shmbridge.hub.waiting import Waiting
+from shmbridge.config import check_choice, check_seconds, check_staleness, format_size
+from shmbridge.errors import BadArgument, BatchTooBig
+from shmbridge.hub.fair import FairScheduler
+from shmbridge.hub.lanes import Stuck
+from shmbridge.hub.schedulers import (
+    AtroposScheduler,
+    BatchRequest,
+    OldestScheduler,
+    Policy,
+    Scheduler,
+    Scheduling,
+    Screen,
+    Shares,
+    StalenessHistogram,
+    Want,
+    is_stale,
+)
 from shmbridge.record.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
 from shmbridge.schema import Split
-from shmbridge.segments.closing import Closing, then_close
+from shmbridge.segments import locks, membership
+from shmbridge.segments.closing import then_close
 from shmbridge.segments.discard_reasons import Discard
-from shmbridge.shown import shown
+from shmbridge.segments.locks import LockByte
+from shmbridge.shown import counted, shown
 
 if TYPE_CHECKING:
     from shmbridge.control.environments import QueueView
+    from shmbridge.hub.hub import Hub
 
 log = logging.getLogger(__name__)
 
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
+
+
+class Flag:
+    """A threading.Event without waiting: no lock, so that any signal handler can set it."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """Sets the flag."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Returns whether the flag is set."""
+        return self._is_set
 
 
 class Held:
@@ -72,21 +95,13 @@ class BatchFormer:
     from one place to the next, its lease is lost, and the record comes again.
     """
 
-    def __init__(
-        self,
-        state: HubState,
-        lanes: LaneSet,
-        waiting: Waiting,
-        control_plane: ControlPlane,
-        closing: Closing,
-        scheduling: Scheduling,
-    ) -> None:
-        self._state, self._lanes, self._waiting = state, lanes, waiting
-        self._control_plane, self._closing = control_plane, closing
-        self._policy, self._lock = scheduling.policy, closing.lock()
+    def __init__(self, hub: "Hub", scheduling: Scheduling) -> None:
+        self._hub, self._state, self._lanes, self._waiting = hub, hub.state, hub.lanes, hub.waiting
+        self._closing = hub.closing
+        self._policy, self._lock = scheduling.policy, hub.closing.lock()
         self._partial = GroupAssembler(check_seconds("group_timeout_s", scheduling.group_timeout_s))
         self._complete = scheduler_of(
-            self._policy, control_plane.env_shares, lanes.has_live_producer, scheduling.allocation_wait_s
+            self._policy, hub.env_shares, hub.lanes.has_live_producer, scheduling.allocation_wait_s
         )
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, not yet screened
@@ -180,7 +195,7 @@ class BatchFormer:
             with self._lock:
                 self._chosen.end_step()
             self._state.steps_ended += 1
-            self._control_plane.look_again()
+            self._hub.look_again()
 
     def finished(self, groups: list[Group]) -> None:
         """Counts these groups as done: learner ranks have finished with them."""
@@ -454,3 +469,114 @@ class BatchFormer:
                 self._late = LateReturns(
                     [lane.reader for lane in self._lanes], self._state.words.mapping, self._state.bridge
                 )
+
+
+class Chosen:
+    """The groups chosen for a batch whose step is not over. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._in_step: list[Group] = []
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Counts groups that left the queue for a batch."""
+        for group in groups:
+            self.count += not group.chosen
+            group.chosen = True
+
+    def remove(self, groups: Iterable[Group]) -> None:
+        """Stops counting groups: their step is over, or they were put back or discarded. Idempotent."""
+        for group in groups:
+            self.count -= group.chosen
+            group.chosen = False
+
+    def begin_step(self, groups: list[Group]) -> None:
+        """Starts the step of these groups, and ends the step before."""
+        self.end_step()
+        self._in_step = list(groups)
+
+    def end_step(self) -> None:
+        """Ends the step: its groups are in the policy now."""
+        self.remove(self._in_step)
+        self._in_step = []
+
+
+def abandon(groups: Iterable[Group]) -> None:
+    """Ends the groups' leases without release."""
+    for group in groups:
+        group.abandon()
+
+
+class LateReturns:
+    """Made when the consumer closes; does not keep a lane or the control segment mapped.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, readers: Iterable[LaneReader], control: Mapping, bridge: str) -> None:
+        self._held_in = weakref.WeakSet([reader.lane for reader in readers if reader.held])
+        self._control, self._bridge = weakref.ref(control), bridge
+
+    def take(self, groups: list[Group], *, closed: bool) -> None:
+        """Ends the groups' leases without release.
+
+        `closed`: close() is over, so the end of the last lease gives the bridge up.
+
+        An interrupted call may be repeated: the groups keep their records until the rest is done.
+        """
+        readers = {record._lane_reader for group in groups for record in group.records}
+        abandon(groups)
+        for reader in readers:
+            if not reader.held:
+                self._held_in.discard(reader.lane)
+                if closed:
+                    locks.unlock(reader.lane.fd, LockByte.READER)
+        if closed and not self._held_in and (control := self._control()) is not None:
+            membership.leave(control.fd, self._bridge)
+        for group in groups:
+            group.records = []  # a record keeps its lane mapped
+
+
+def too_big(
+    size: Want, here: list[Group], *, complete: int, partial: int, elsewhere: int, stuck: Stuck
+) -> BatchTooBig:
+    """Returns the error. `here`: groups queued; `elsewhere`: records its taker holds of earlier batches."""
+    sizes = [record._extent_bytes for group in here for record in group.records]
+    fragments = max((-(-len(group.records) * group.size // group.rows) for group in here), default=1)
+    largest = max([*sizes, stuck.wanted_bytes])
+    lanes, producers = counted(stuck.lanes, "lane"), counted(stuck.live, "living producer")
+    hold, their = ("holds", "its") if stuck.lanes == 1 else ("hold", "their")
+    return BatchTooBig(
+        f"a batch of {size} cannot be filled: {complete} are complete, {partial} in part; "
+        + (f"who waits for it holds {counted(elsewhere, 'record')} of batches before; " if elsewhere else "")
+        + (
+            f"{stuck.dropped} were dropped without release, see take_back_dropped(); "
+            if stuck.dropped
+            else ""
+        )
+        + f"{lanes} of {format_size(stuck.data_bytes)} in all {hold} {counted(stuck.held, 'record')} "
+        f"of at most {format_size(largest)}, "
+        f"and {their} {producers} {'has' if stuck.live == 1 else 'have'} no room for "
+        f"{format_size(stuck.wanted_bytes)} more",
+        hint=sizing.what_to_raise(
+            -(-(size.as_groups(here) * fragments + elsewhere) // stuck.live),
+            largest,
+            min([*sizes, stuck.wanted_bytes]) == largest,
+        )
+        + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
+    )
+
+
+def scheduler_of(
+    policy: Policy, shares: Shares, is_live: Callable[[str], bool], allocation_wait_s: float
+) -> Scheduler:
+    """Returns a scheduler of that policy. `is_live` says whether a producer may still put something.
+
+    Raises BadArgument for an unknown policy.
+    """
+    check_choice("policy", policy, ("fair", "atropos", "oldest"))
+    if policy == "fair":
+        return FairScheduler(shares, is_live, allocation_wait_s)
+    if policy == "atropos":
+        return AtroposScheduler(shares)
+    return OldestScheduler()

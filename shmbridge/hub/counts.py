@@ -1,18 +1,28 @@
-"""Groups that are committed and in no batch yet, counted by producer. Any thread."""
+"""What is queued and what was counted, flat: produced = released + held + discarded."""
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.batch import Batch
-from shmbridge.batching.former import BatchFormer, Held
+from shmbridge.counters import LATENCY_BOUNDS_S
 from shmbridge.errors import BadArgument
+from shmbridge.hub.former import Held
 from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import Group, GroupAssembler
 from shmbridge.record.record import Record
+from shmbridge.segments.placement import MemoryUse
 from shmbridge.shown import kind_of
+
+if TYPE_CHECKING:
+    from shmbridge.hub.hub import Hub
+
+_WINDOW_S = 30.0  # at least; at most as long again, or as long as nobody asked
+_PERCENTILES = (50, 99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,8 @@ def check_outside(outside: OutsideQueue | None) -> OutsideQueue:
 class GroupQueue:
     """`Consumer.queue`, for programs that serve batches to others."""
 
-    def __init__(self, former: BatchFormer, lanes: LaneSet, outside: OutsideQueue) -> None:
-        self._former, self._lanes, self._outside = former, lanes, outside.waiting
+    def __init__(self, hub: "Hub", outside: OutsideQueue) -> None:
+        self._former, self._lanes, self._outside = hub.former, hub.lanes, outside.waiting
 
     def __repr__(self) -> str:
         return f"<GroupQueue: {self.groups()} groups>"
@@ -101,3 +111,69 @@ class GroupQueue:
         """
         late = list(fragments.late(time.monotonic(), self._lanes.busy_producers()))
         return [*late, *fragments.orphans(self._lanes.finished_producers())]
+
+
+class RecentLatency:
+    """From the hub's counts, which only rise. Never blocks; one thread at a time."""
+
+    def __init__(self) -> None:
+        self._since: Sequence[int] = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        self._next_since: Sequence[int] = self._since
+        self._next_at = time.monotonic()
+
+    def stats(self, counts: Sequence[int], now_s: float | None = None) -> dict[str, float]:
+        """Returns `latency_us_p50` and `latency_us_p99` of the last half minute or so; none without records.
+
+        Args:
+            counts: records by bucket, since the hub began.
+            now_s: time.monotonic(); None for now.
+        """
+        now_s = time.monotonic() if now_s is None else now_s
+        if now_s - self._next_at >= _WINDOW_S:
+            self._since, self._next_since, self._next_at = self._next_since, counts, now_s
+        lately = [count - before for count, before in zip(counts, self._since, strict=True)]
+        if not sum(lately):
+            return {}
+        return {f"latency_us_p{p}": percentile_s(lately, p) * 1e6 for p in _PERCENTILES}
+
+
+def percentile_s(counts: Sequence[int], percent: float) -> float:
+    """Returns a percentile of the records in these buckets, in seconds; evenly spread within each bucket.
+
+    One beyond the largest bound is that bound.
+    """
+    rank, below = percent / 100 * sum(counts), 0
+    for count, low, high in zip(counts, (0.0, *LATENCY_BOUNDS_S), LATENCY_BOUNDS_S, strict=False):
+        if count and below + count >= rank:
+            return low + (high - low) * (rank - below) / count
+        below += count
+    return LATENCY_BOUNDS_S[-1]
+
+
+def lane_counters(lanes: LaneSet, waiting: Waiting, memory: MemoryUse) -> dict[str, float]:
+    """Returns the counters of all lanes, present and removed. Never blocks; any thread."""
+    total = lanes.counters()
+    reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
+    return {
+        **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},
+        **{
+            key: total[key]
+            for key in ("tokens_total", "logprobs_unrecorded_total", "bytes_total", "lane_bytes")
+        },
+        **memory.of(lane.reader.lane for lane in lanes),
+        **{key: total[key] for key in ("leases_dropped_total", "leases_returned_total")},
+        **reasons,
+        "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
+        "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),
+        "episodes_lost_total": sum(
+            value for key, value in reasons.items() if key.startswith("episodes_lost")
+        ),
+        "producer_wait_s": total["producer_wait_ns"] / 1e9,
+        "wait_s": waiting.wait_s,
+        "late_wakes_total": total["late_wakes_total"] + waiting.late_wakes,
+        "lanes_live": lanes.live,
+        "lanes_dead": len(lanes) - lanes.live,
+        "lanes_quarantined": sum(lane.corrupt for lane in lanes),
+        "lanes_refused": len(lanes.refused),
+        "lanes_waiting": int(lanes.some_wait),
+    }
