@@ -57,7 +57,7 @@ from shmbridge.consumers.trajectories import (
     unfit_rows,
 )
 from shmbridge.hub.former import Held
-from shmbridge.hub.schedulers import Screen
+from shmbridge.hub.request import Screen
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split

@@ -29,7 +29,7 @@ from shmbridge.hub.admission import limit_of
 from shmbridge.hub.batches import Batches
 from shmbridge.hub.counts import GroupQueue, OutsideQueue, check_outside
 from shmbridge.hub.hub import Hub, become_hub, note_hub
-from shmbridge.hub.schedulers import BatchRequest, Policy, Scheduling, Screen, check_screen
+from shmbridge.hub.request import BatchRequest, Policy, Scheduling, Screen, check_screen
 from shmbridge.hub.tap import Tap, check_tap
 from shmbridge.other_names import unknown_argument
 from shmbridge.record.groups import Group

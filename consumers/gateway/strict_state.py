@@ -110,10 +110,10 @@ class Upstream(Generic[T]):
 
     def post(self, item: T, size: int, env_id: int | None) -> int | None:
         """Queues a group, or buffers it up to its environment's group size; returns what is buffered."""
-        added = self.queue.add(item, size, env_id)
-        if added.queued:
-            self.latest = added.queued[-1]
-        return added.buffered
+        queued, buffered = self.queue.add(item, size, env_id)
+        if queued:
+            self.latest = queued[-1]
+        return buffered
 
     def env_status(self, number: int) -> dict[str, Any]:
         """Returns the response to /status-env. Raises IndexError and NoWeight where the original fails."""

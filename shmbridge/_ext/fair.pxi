@@ -250,6 +250,11 @@ cdef class FairScheduler:
         """How often a flow's turn was looked at: what a batch costs beyond its groups."""
         return self._round_robin.visits
 
+    @property
+    def flows(self) -> int:
+        """Producers that are known now."""
+        return len(self._flows)
+
     # -- coming in
 
     def add(self, Group group not None):

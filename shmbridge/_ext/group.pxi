@@ -73,7 +73,7 @@ cdef class Group:
     @property
     def producer_id(self):
         """Id of the producer that put it; one group comes from one producer."""
-        return self.records[0]._lane.producer_id  # not from its meta, which is built on demand
+        return self.records[0]._lane_reader.about.producer_id  # not from its meta, which is built on demand
 
     @property
     def group_id(self):
@@ -146,7 +146,8 @@ cdef class GroupAssembler:
             group = Group(size, now_s)
             group.append(record)
             return group
-        key = (record._lane.origin_producer_id or record._lane.producer_id, record._group_id)
+        lane = record._lane_reader.about
+        key = (lane.origin_producer_id or lane.producer_id, record._group_id)
         group = self._partial.get(key)
         if group is None:
             group = self._partial[key] = Group(size, now_s)

@@ -140,6 +140,8 @@ cdef class GroupQueues:
 
     Attributes:
         moving: records are on their way from the lanes to `add`.
+        put_backs: how often something was put back.
+        looks: groups in the scheduler that `cut` has looked at.
     """
 
     cdef readonly object scheduler
@@ -151,6 +153,7 @@ cdef class GroupQueues:
     cdef int64_t _oldest             # no group in the scheduler is stamped with an older version
     cdef public bint moving
     cdef readonly bint closed
+    cdef readonly Py_ssize_t put_backs, looks
 
     def __init__(self, scheduler not None, double timeout_s):
         self.scheduler, self.partial = scheduler, GroupAssembler(timeout_s)
@@ -221,6 +224,7 @@ cdef class GroupQueues:
         cdef Group group
         if self.closed:
             return False
+        self.put_backs += 1
         for group in groups:
             group.leave_flight()
             if not group.queued:
@@ -248,6 +252,7 @@ cdef class GroupQueues:
             return left_out, stale
         self._oldest = LATEST
         for group in self.scheduler:
+            self.looks += 1
             if splits and group.split != split:
                 left_out.append(group)
             elif most_stale is not None and is_stale(group.oldest(), current, most_stale):

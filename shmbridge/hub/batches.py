@@ -15,7 +15,7 @@ from shmbridge.batch import Batch, forget_spare_memory, unreadable
 from shmbridge.config import check_timeout, deadline_of
 from shmbridge.errors import BatchTooBig, ConsumerEmpty, IterationOver
 from shmbridge.hub.former import Flag
-from shmbridge.hub.schedulers import BatchRequest
+from shmbridge.hub.request import BatchRequest
 from shmbridge.record.groups import Group, hand_out
 from shmbridge.record.unreleased import Call
 from shmbridge.segments.at_exit import closed_at_exit

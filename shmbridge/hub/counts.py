@@ -13,7 +13,7 @@ from shmbridge.errors import BadArgument
 from shmbridge.hub.former import Held
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.waiting import Waiting
-from shmbridge.record.groups import Group, GroupAssembler
+from shmbridge.record.groups import Group, GroupAssembler, log_contradictions
 from shmbridge.record.record import Record
 from shmbridge.segments.placement import MemoryUse
 from shmbridge.shown import kind_of
@@ -109,7 +109,8 @@ class GroupQueue:
 
         `fragments` must hold all records there are.
         """
-        late = list(fragments.late(time.monotonic(), self._lanes.busy_producers()))
+        log_contradictions(fragments)
+        late = fragments.late(time.monotonic(), self._lanes.busy_producers())
         return [*late, *fragments.orphans(self._lanes.finished_producers())]
 
 

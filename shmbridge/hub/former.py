@@ -1,40 +1,32 @@
-"""From records to batches: assembles groups, discards stale ones, queues the rest, forms the next batch."""
+"""From records to batches: assembles groups, discards stale ones, queues the rest, forms the next batch.
 
-import itertools
+What is queued is in one compiled object, _ext/groups.pyx, whose changes nothing interrupts. What may run
+Python code, wait, or release is here, between two changes, with groups that no queue holds.
+"""
+
 import logging
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shmbridge import sizing
+from shmbridge._ext import mapping
+from shmbridge._ext.groups import AtroposScheduler, FairScheduler, GroupQueues, OldestScheduler
 from shmbridge._ext.lane_reader import LaneReader
-from shmbridge._ext.mapping import Mapping
+from shmbridge.atropos.env_status import Queued
+from shmbridge.atropos.queue import as_queued
 from shmbridge.batch import Batch
 from shmbridge.config import check_choice, check_seconds, check_staleness, format_size
 from shmbridge.errors import BadArgument, BatchTooBig
-from shmbridge.hub.fair import FairScheduler
 from shmbridge.hub.lanes import Stuck
-from shmbridge.hub.schedulers import (
-    AtroposScheduler,
-    BatchRequest,
-    OldestScheduler,
-    Policy,
-    Scheduler,
-    Scheduling,
-    Screen,
-    Shares,
-    StalenessHistogram,
-    Want,
-    is_stale,
-)
-from shmbridge.record.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
+from shmbridge.hub.request import BatchRequest, Policy, Scheduling, Screen, StalenessHistogram, Want, is_stale
+from shmbridge.record.groups import Group, hand_out, log_contradictions
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
-from shmbridge.schema import Split
 from shmbridge.segments import locks, membership
 from shmbridge.segments.closing import then_close
 from shmbridge.segments.discard_reasons import Discard
@@ -89,74 +81,63 @@ class Held:
 
 
 class BatchFormer:
-    """Turns the lanes' records into the groups of a batch. One thread forms at a time; see `choose`.
-
-    One lock guards everything queued. A record is in one place only: if an exception comes while it moves
-    from one place to the next, its lease is lost, and the record comes again.
-    """
+    """Turns the lanes' records into the groups of a batch. One thread forms at a time; see `choose`."""
 
     def __init__(self, hub: "Hub", scheduling: Scheduling) -> None:
         self._hub, self._state, self._lanes, self._waiting = hub, hub.state, hub.lanes, hub.waiting
-        self._closing = hub.closing
-        self._policy, self._lock = scheduling.policy, hub.closing.lock()
-        self._partial = GroupAssembler(check_seconds("group_timeout_s", scheduling.group_timeout_s))
-        self._complete = scheduler_of(
-            self._policy, hub.env_shares, hub.lanes.has_live_producer, scheduling.allocation_wait_s
-        )
+        self._closing, self._policy = hub.closing, scheduling.policy
+        timeout_s = check_seconds("group_timeout_s", scheduling.group_timeout_s)
+        self._queues = GroupQueues(scheduler_of(self._policy, scheduling.allocation_wait_s), timeout_s)
         self.screen: Screen | None = None
-        self._whole: deque[Group] = deque()  # whole, not yet screened
         self._screened = self._batches_formed = 0
         self._left_out = Counter(train=0, eval=0)  # groups of another split than was asked for, by split
-        self._split: Split | None = None  # the one that every group in self._complete has; None: any
-        # Set while the queues change. After an exception it stays set, and the next change corrects the
-        # counts.
-        self._changing = False
-        # Batches handed out under hold="caller", possibly still held. Guarded by the lock.
-        self._handed: weakref.WeakSet[Batch | Held] = weakref.WeakSet()
+        # Batches handed out under hold="caller", possibly still held; by id.
+        self._handed: weakref.WeakValueDictionary[int, Batch | Held] = weakref.WeakValueDictionary()
         # True while a thread waits for the next batch: it releases no earlier batch during the wait.
         self.somebody_waits = False
-        self._late: LateReturns | None = None  # after close(): takes groups that are put back
-        # Put back and not yet queued, so that put_back never changes the queues in the middle of a change.
-        self._back: deque[list[Group]] = deque()
-        self.put_backs = 0  # how often something was put back
-        self._is_cut = False  # whether stale groups were removed from self._complete
-        self._not_cut: list[Group] = []  # groups put back since, not yet checked
-        self._oldest = NO_VERSION  # lower bound of the versions in self._complete, once that is cut
-        self._chosen = Chosen()  # under the lock
+        self._late: ReturnsAfterClose | None = None  # after close(): takes groups that are put back
+        self._late_lock = hub.closing.lock()
         self._lags = StalenessHistogram()
 
     # -- the queues; any thread
 
     def queued(self, producer_id: str | None) -> int:
         """Returns the number of groups that were taken from lanes and are in no batch yet."""
-        back = [group for groups in list(self._back) for group in groups]
-        if producer_id is not None:
-            return self._complete.queued(producer_id) + sum(
-                group.producer_id == producer_id for group in back
-            )
-        return len(self._complete) + len(self._partial) + len(self._whole) + len(back)
+        return self._queues.queued(producer_id)
 
     def committed(self) -> int | None:
-        """Returns the committed groups whose step is not over; None while they move.
+        """Returns the committed groups whose step is not over; None while some move from the lanes.
 
         A fragment not yet read counts as one.
         """
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            return sum(lane.waiting for lane in self._lanes) + self.queued(None) + self._chosen.count
-        finally:
-            self._lock.release()
+        waiting = sum(lane.waiting for lane in self._lanes)
+        here = self._queues.queued(None) + self._queues.in_flight
+        return None if self._queues.moving else waiting + here
 
     @property
     def queue_view(self) -> "QueueView | None":
         """The queue by environment, under policy "atropos"; else None."""
-        return self._complete if isinstance(self._complete, AtroposScheduler) else None
+        return self if self._policy == "atropos" else None
+
+    def __len__(self) -> int:
+        """Groups that the policy may choose from."""
+        return len(self._queues.scheduler)
+
+    def by_env(self) -> Mapping[int | None, Queued]:
+        """Returns the queue of each environment, under policy "atropos"."""
+        scheduler = self._queues.scheduler
+        return as_queued(scheduler.by_env()) if isinstance(scheduler, AtroposScheduler) else {}
+
+    @property
+    def put_backs(self) -> int:
+        """How often something was put back."""
+        return self._queues.put_backs
 
     @property
     def steps(self) -> int:
         """Steps of all runs: batches handed out, or batches formed if the policy counts those."""
-        return self._batches_formed if self._complete.formed is None else self._complete.formed
+        formed = self._queues.scheduler.formed
+        return self._batches_formed if formed is None else formed
 
     def count_batch(self, batches: int = 1) -> None:
         """Counts a batch that was handed out, or, with -1, one undone before it was read."""
@@ -168,7 +149,7 @@ class BatchFormer:
         """Returns the counters: batches, screened groups, those left out, the scheduler's, staleness."""
         counted = {"batches_total": self._batches_formed, "screened_total": self._screened}
         left_out = {f"left_out_total{{{split}}}": groups for split, groups in self._left_out.items()}
-        return {**counted, **left_out, **self._complete.stats(), **self._lags.stats()}
+        return {**counted, **left_out, **self._queues.scheduler.stats(), **self._lags.stats()}
 
     # -- steps; any thread
 
@@ -177,9 +158,7 @@ class BatchFormer:
 
         Returns False if the consumer is closing: do not hand the batch out.
         """
-        with self._lock:
-            self._chosen.begin_step(groups if self._state.limit else [])
-        # Checked after the last lock: a signal handler that could only note a close has done so by now.
+        self._queues.begin_step(groups if self._state.limit else [])
         if not self._closing.ending:
             self.count_lags(groups)
         return not self._closing.ending
@@ -192,15 +171,13 @@ class BatchFormer:
     def end_step(self) -> None:
         """Ends the step: its groups are in the policy now, so waiting groups may have room to begin."""
         if self._state.limit is not None and not self._closing.closed:
-            with self._lock:
-                self._chosen.end_step()
+            self._queues.end_step()
             self._state.steps_ended += 1
             self._hub.look_again()
 
     def finished(self, groups: list[Group]) -> None:
         """Counts these groups as done: learner ranks have finished with them."""
-        with self._lock:
-            self._chosen.remove(groups)
+        self._queues.finish(groups)
 
     def begin_again(self) -> None:
         """Ends the last step.
@@ -208,8 +185,7 @@ class BatchFormer:
         No batch is being formed, so groups lost by an exception while chosen are no longer counted.
         """
         self.end_step()
-        with self._lock:
-            self._chosen = Chosen()
+        self._queues.begin_again()
 
     # -- the request
 
@@ -252,14 +228,9 @@ class BatchFormer:
         None when stopped, closed, past the deadline, or drained with too few groups left.
         """
         idle_since = time.monotonic()
-        while True:
-            with self._lock:
-                if self._closing.ending or stop.is_set():
-                    return None
-                self._begin_change()
-                self._cut(request)
-                chosen, took = self._try(request)
-                self._changing = False
+        while not (self._closing.ending or stop.is_set()):
+            self._cut(request)
+            chosen, took = self._try(request)
             if chosen is not None:
                 return chosen
             now = time.monotonic()
@@ -269,149 +240,124 @@ class BatchFormer:
             if now >= deadline_s:
                 return None
             if self._waiting.drained():
-                with self._lock:
-                    self._begin_change()
-                    # Cut what was put back in between, too: a stale group would only be withdrawn again.
-                    self._cut(request)
-                    chosen = self._take(request.size, now, last=True)
-                    self._changing = False
-                    return chosen
-            until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
-            if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
+                # Cut what was put back in between, too: a stale group would only be withdrawn again.
+                self._cut(request)
+                return self._take(request.size, now, last=True)
+            waits_until_s = self._queues.scheduler.waits_until_s
+            if now - idle_since > _STUCK_AFTER_S and waits_until_s == float("inf"):
                 self._check_stuck(request.size)
             if now - idle_since > _LOOK_EVERY_S:
-                with self._lock:
-                    self._note(request.size)
-            self._waiting.wait(max(until_s - now, 0.0))
+                self._note(request.size)
+            self._waiting.wait(max(min(deadline_s, waits_until_s, now + _LOOK_EVERY_S) - now, 0.0))
+        return None
 
     def _note(self, size: Want) -> None:
         """Shows observers how much of the batch is there."""
-        there = sum(group.rows for group in self._complete) if size.by_rows else len(self._complete)
-        self._state.note_batch(size.size, size.by_rows, there, len(self._partial))
-
-    def _begin_change(self) -> None:
-        """Starts a change of the queues, under the lock; first repairs an interrupted change."""
-        if self._changing:
-            self._complete.recount()
-            self._whole.extend(self._partial.completed())
-        self._changing = True
-        # A group is in one place only: if it is lost here, its records come again.
-        while self._back:
-            groups = self._back.popleft()
-            if self._is_cut:
-                self._not_cut += groups
-            if any(group.split != self._split for group in groups):
-                self._split = None
-            self._complete.put_back(groups)
+        complete = self._queues.complete
+        there = sum(group.rows for group in complete) if size.by_rows else len(complete)
+        self._state.note_batch(size.size, size.by_rows, there, len(self._queues.partial))
 
     def _try(self, request: BatchRequest) -> tuple[list[Group] | None, bool]:
         """Returns the groups of a batch, or None, and whether any record was taken from the lanes for it."""
-        size = request.size
-        everything = self._complete.look_ahead(len(self._lanes))
+        # Choosing well needs every record that is there, but for "fair" without requested shares.
+        everything = self._policy != "fair" or (len(self._lanes) > 1 and len(self._hub.env_shares()) > 0)
         took = everything and self._take_records(_EVERYTHING, request)
-        chosen = self._take(size, time.monotonic(), last=False)
+        chosen = self._take(request.size, time.monotonic(), last=False)
         # Take at most as many records as groups are missing: each record completes one group at most.
         if chosen is None and not everything:
-            took = self._take_records(size.size - len(self._complete), request)
+            took = self._take_records(request.size.size - len(self._queues.scheduler), request)
         return chosen, took
 
     def _take(self, size: Want, now_s: float, *, last: bool) -> list[Group] | None:
-        chosen = self._complete.take(size, now_s, last=last) or None
-        if self._state.limit is not None:
-            self._chosen.add(chosen or ())
-        return chosen
+        shares = self._hub.env_shares()
+        return self._queues.take(
+            size.size,
+            size.by_rows,
+            now_s,
+            last=last,
+            shares=shares,
+            live=self._lanes.live_producers() if shares else (),
+            counted=self._state.limit is not None,
+        )
 
     def _take_records(self, most: int, request: BatchRequest) -> bool:
         """Moves the lanes' present records into groups; returns whether there was anything to move."""
         self._state.check_open()
         now = time.monotonic()
-        records = self._lanes.poll(most, Call.BATCHES)
-        if self._policy == "atropos":
-            records.sort(key=attrgetter("_t_publish_ns"))  # upstream orders by arrival over all senders
-        for record in records:
-            if (group := self._partial.add(record, now)) is not None:
-                self._whole.append(group)
-        moved = bool(records or self._whole)
-        while self._whole:
-            self._queue(self._whole.popleft(), request)
-        for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
+        try:
+            self._queues.moving = True
+            records = self._lanes.poll(most, Call.BATCHES)
+            if self._policy == "atropos":
+                records.sort(key=attrgetter("_t_publish_ns"))  # upstream orders by arrival over all senders
+            if not self._queues.add(records, now):
+                self._return_late(records)
+        finally:
+            self._queues.moving = False
+        moved = bool(records or self._queues.whole)
+        self._admit(request)
+        if len(self._queues.partial):
+            self._discard_fragments(now, none_came=not records)
+        return moved
+
+    def _admit(self, request: BatchRequest) -> None:
+        """Queues the whole groups for a batch, unless they are screened out, of another split, or stale."""
+        if self.screen is None:
+            self._drop(self._queues.admit(None, *self._limits(request), self._hub.env_shares()))
+            return
+        for group in self._queues.whole:
+            if self._passes(self.screen, group):
+                self._drop(self._queues.admit(group, *self._limits(request), self._hub.env_shares()))
+            elif self._queues.reject(group):
+                for record in group.records:
+                    record.release()
+                self._screened += 1
+
+    def _passes(self, screen: Screen, group: Group) -> bool:
+        """Returns what the screen says of a group; on an exception the group stays, and is shown again."""
+        try:
+            return screen(group)
+        finally:
+            # the screen reading it does not count as the user reading it
+            hand_out([group], Call.BATCHES, looked_at=False)
+
+    def _limits(self, request: BatchRequest) -> tuple[str | None, int, int | None]:
+        return request.split, self._state.training_version, request.max_staleness
+
+    def _cut(self, request: BatchRequest) -> None:
+        """Removes the queued groups that this request must not get: of another split, or stale."""
+        self._drop(self._queues.cut(*self._limits(request)))
+
+    def _drop(self, dropped: tuple[list[Group], list[Group]]) -> None:
+        left_out, stale = dropped
+        for group in left_out:
+            for record in group.records:
+                record.release()
+            self._left_out[group.split] += 1
+        for group in stale:
+            group.discard(Discard.STALE)
+
+    def _discard_fragments(self, now_s: float, *, none_came: bool) -> None:
+        """Discards groups that will never be whole."""
+        log_contradictions(self._queues.partial)
+        left = self._lanes.finished_producers() if none_came else None
+        late, orphans = self._queues.late(now_s, self._lanes.busy_producers(), left)
+        for group in late:
             log.warning(
                 "group %s of %s has %d of %d rows after %.0f s: discarded",
                 group.group_id,
                 group.producer_id,
                 group.rows,
                 group.size,
-                self._partial.timeout_s,
+                self._queues.partial.timeout_s,
             )
+        for group in (*late, *orphans):
             group.discard(Discard.PARTIAL)
-        if not records and len(self._partial):
-            for group in self._partial.orphans(self._lanes.finished_producers()):
-                group.discard(Discard.PARTIAL)
-        return moved
-
-    def _queue(self, group: Group, request: BatchRequest) -> None:
-        """Queues a whole group for a batch, unless it is screened out, of another split, or stale."""
-        max_staleness = request.max_staleness
-        if self.screen is not None and not self._passes(self.screen, group):
-            for record in group.records:
-                record.release()
-            self._screened += 1
-        elif request.split is not None and group.split != request.split:
-            self._leave_out(group)
-        elif max_staleness is not None and self.is_stale([group], max_staleness):
-            group.discard(Discard.STALE)
-        else:
-            if max_staleness is not None:
-                self._oldest = oldest_version([group], self._oldest)
-            self._complete.add(group)
-
-    def _passes(self, screen: Screen, group: Group) -> bool:
-        """Returns what the screen says of a group; on an exception the group stays, and is shown again."""
-        try:
-            return screen(group)
-        except BaseException:
-            self._whole.appendleft(group)
-            raise
-        finally:
-            # the screen reading it does not count as the user reading it
-            hand_out([group], Call.BATCHES, looked_at=False)
-
-    def _leave_out(self, group: Group) -> None:
-        for record in group.records:
-            record.release()
-        self._left_out[group.split] += 1
-
-    def _cut(self, request: BatchRequest) -> None:
-        """Removes the queued groups that this request must not get: of another split, or stale."""
-        if self._split != request.split:
-            if request.split is not None:
-                for group in self._complete.remove(lambda group: group.split != request.split):
-                    self._leave_out(group)
-            self._split = request.split
-        self._cut_stale(request.max_staleness)
-
-    def _cut_stale(self, max_staleness: int | None) -> None:
-        """Discards stale groups. Checks all only if the oldest may be stale: arrivals are checked already."""
-        if max_staleness is None:
-            self._is_cut, self._not_cut = False, []
-            return
-        current = self._state.training_version
-        self._oldest = oldest_version(self._not_cut, self._oldest)
-        self._not_cut = []
-        if not self._is_cut or is_stale(self._oldest, current, max_staleness):
-            for group in self._complete.remove(
-                lambda group: is_stale(group.oldest_version, current, max_staleness)
-            ):
-                group.discard(Discard.STALE)
-            self._oldest = oldest_version(self._complete)
-            self._is_cut = True
 
     # -- a batch that can never be filled
 
     def held_by_caller(self, held: Batch | Held) -> None:
         """Notes a batch handed out under hold="caller", which frees no room while its holder waits."""
-        with self._lock:
-            self._handed.add(held)
+        self._handed[id(held)] = held
 
     def require_room(self, groups: int) -> None:
         """Raises BatchTooBig as a long wait for so many groups would. Never blocks."""
@@ -423,15 +369,18 @@ class BatchFormer:
 
     def _check_stuck(self, size: Want) -> None:
         """Raises BatchTooBig if this consumer holds every record in the lanes: no more can come."""
-        with self._lock:
-            here = [*self._complete, *self._partial, *itertools.chain(*self._back)]
-            handed = (each for each in self._handed if isinstance(each, Held) or not each._is_lent)
-            elsewhere = sum(len(each.records) for each in handed) if self.somebody_waits else 0
-            complete, partial = len(self._complete), len(self._partial)
+        complete, partial = self._queues.complete, list(self._queues.partial)
+        here, elsewhere = [*complete, *partial], 0
+        if self.somebody_waits:
+            handed = [held for each in self._handed.valuerefs() if (held := each()) is not None]
+            lent = (each for each in handed if isinstance(each, Held) or not each._is_lent)
+            elsewhere = sum(len(each.records) for each in lent)
         stuck = self._lanes.stuck(sum(len(group.records) for group in here) + elsewhere)
         if stuck is None:
             return
-        raise too_big(size, here, complete=complete, partial=partial, elsewhere=elsewhere, stuck=stuck)
+        raise too_big(
+            size, here, complete=len(complete), partial=len(partial), elsewhere=elsewhere, stuck=stuck
+        )
 
     # -- what comes back, and the end
 
@@ -442,90 +391,45 @@ class BatchFormer:
         """
         self._state.check_process()
         hand_out(groups, Call.BATCHES, looked_at=False)
-        with self._lock:
-            self._chosen.remove(groups)
+        if not self._queues.put_back(groups):
+            self._return_late([record for group in groups for record in group.records])
+            for group in groups:
+                group.records = []  # a record keeps its lane mapped
+
+    def _return_late(self, records: list[Record]) -> None:
+        with self._late_lock:
             if self._late is not None:
-                self._late.take(groups, closed=self._state.words_gone)
-                return
-            waiting = set(map(id, itertools.chain(self._complete, *self._back)))
-            self.put_backs += 1
-            self._back.append(
-                [
-                    group
-                    for place, group in {id(group): group for group in groups}.items()
-                    if place not in waiting
-                ]
-            )
+                self._late.take(records, closed=self._state.words_gone)
 
     def forget(self) -> None:
         """Ends every lease that was not handed out, without release: the next consumer gets those records."""
-        with self._lock:  # an iteration has finished with its records by now, or finds the consumer closed
-            self._begin_change()
-            abandon([*self._whole, *self._complete, *self._partial])
-            self._whole.clear()
-            self._complete.remove(lambda group: True)
-            self._partial, self._not_cut = GroupAssembler(0.0), []
+        with self._late_lock:
             if self._late is None:
-                self._late = LateReturns(
+                self._late = ReturnsAfterClose(
                     [lane.reader for lane in self._lanes], self._state.words.mapping, self._state.bridge
                 )
+        for group in self._queues.close():
+            group.abandon()
 
 
-class Chosen:
-    """The groups chosen for a batch whose step is not over. For one thread at a time."""
+class ReturnsAfterClose:
+    """Ends the leases of groups that come back after close(); the last return frees the bridge.
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._in_step: list[Group] = []
-
-    def add(self, groups: Iterable[Group]) -> None:
-        """Counts groups that left the queue for a batch."""
-        for group in groups:
-            self.count += not group.chosen
-            group.chosen = True
-
-    def remove(self, groups: Iterable[Group]) -> None:
-        """Stops counting groups: their step is over, or they were put back or discarded. Idempotent."""
-        for group in groups:
-            self.count -= group.chosen
-            group.chosen = False
-
-    def begin_step(self, groups: list[Group]) -> None:
-        """Starts the step of these groups, and ends the step before."""
-        self.end_step()
-        self._in_step = list(groups)
-
-    def end_step(self) -> None:
-        """Ends the step: its groups are in the policy now."""
-        self.remove(self._in_step)
-        self._in_step = []
-
-
-def abandon(groups: Iterable[Group]) -> None:
-    """Ends the groups' leases without release."""
-    for group in groups:
-        group.abandon()
-
-
-class LateReturns:
-    """Made when the consumer closes; does not keep a lane or the control segment mapped.
-
-    For one thread at a time.
+    Does not keep a lane or the control segment mapped. For one thread at a time.
     """
 
-    def __init__(self, readers: Iterable[LaneReader], control: Mapping, bridge: str) -> None:
+    def __init__(self, readers: Iterable[LaneReader], control: mapping.Mapping, bridge: str) -> None:
         self._held_in = weakref.WeakSet([reader.lane for reader in readers if reader.held])
         self._control, self._bridge = weakref.ref(control), bridge
 
-    def take(self, groups: list[Group], *, closed: bool) -> None:
-        """Ends the groups' leases without release.
+    def take(self, records: Collection[Record], *, closed: bool) -> None:
+        """Ends the records' leases without release. An interrupted call may be repeated.
 
         `closed`: close() is over, so the end of the last lease gives the bridge up.
-
-        An interrupted call may be repeated: the groups keep their records until the rest is done.
         """
-        readers = {record._lane_reader for group in groups for record in group.records}
-        abandon(groups)
+        readers = {record._lane_reader for record in records}
+        for record in records:
+            record._abandon()
         for reader in readers:
             if not reader.held:
                 self._held_in.discard(reader.lane)
@@ -533,8 +437,16 @@ class LateReturns:
                     locks.unlock(reader.lane.fd, LockByte.READER)
         if closed and not self._held_in and (control := self._control()) is not None:
             membership.leave(control.fd, self._bridge)
-        for group in groups:
-            group.records = []  # a record keeps its lane mapped
+
+
+def scheduler_of(
+    policy: Policy, allocation_wait_s: float
+) -> FairScheduler | OldestScheduler | AtroposScheduler:
+    """Returns an empty scheduler of that policy. Raises BadArgument for an unknown policy."""
+    check_choice("policy", policy, ("fair", "atropos", "oldest"))
+    if policy == "fair":
+        return FairScheduler(check_seconds("allocation_wait_s", allocation_wait_s))
+    return AtroposScheduler() if policy == "atropos" else OldestScheduler()
 
 
 def too_big(
@@ -565,18 +477,3 @@ def too_big(
         )
         + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
     )
-
-
-def scheduler_of(
-    policy: Policy, shares: Shares, is_live: Callable[[str], bool], allocation_wait_s: float
-) -> Scheduler:
-    """Returns a scheduler of that policy. `is_live` says whether a producer may still put something.
-
-    Raises BadArgument for an unknown policy.
-    """
-    check_choice("policy", policy, ("fair", "atropos", "oldest"))
-    if policy == "fair":
-        return FairScheduler(shares, is_live, allocation_wait_s)
-    if policy == "atropos":
-        return AtroposScheduler(shares)
-    return OldestScheduler()

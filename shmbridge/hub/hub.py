@@ -26,7 +26,7 @@ from shmbridge.hub.batches import Iterations
 from shmbridge.hub.counts import GroupQueue, OutsideQueue, RecentLatency, lane_counters
 from shmbridge.hub.former import BatchFormer
 from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.schedulers import Scheduling
+from shmbridge.hub.request import Scheduling
 from shmbridge.hub.state import HubState
 from shmbridge.hub.tap import Tap
 from shmbridge.hub.waiting import Waiting

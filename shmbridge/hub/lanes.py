@@ -514,9 +514,9 @@ class LaneSet:
             lane.lane.source for lane in self if not lane.dead
         }
 
-    def has_live_producer(self, producer_id: str) -> bool:
-        """Returns whether a living producer's lane is attached under this id."""
-        return any(lane.producer_id == producer_id and not lane.dead for lane in self)
+    def live_producers(self) -> set[str]:
+        """Returns the ids of living producers with an adopted lane."""
+        return {lane.producer_id for lane in self if not lane.dead}
 
     def busy_producers(self) -> set[str]:
         """Returns the ids of producers with records that are not taken yet."""

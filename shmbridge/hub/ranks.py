@@ -29,7 +29,7 @@ from shmbridge.control.messages import (
     SharesDone,
 )
 from shmbridge.errors import BadArgument, BatchTooBig
-from shmbridge.hub.schedulers import BatchRequest, is_stale
+from shmbridge.hub.request import BatchRequest, is_stale
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_name
 from shmbridge.schema import Split

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shmbridge import Record
-from shmbridge.hub.schedulers import is_stale
+from shmbridge.hub.request import is_stale
 from shmbridge.relay.wire import SourceLane
 from shmbridge.segments.discard_reasons import Discard
 

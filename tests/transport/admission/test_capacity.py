@@ -13,9 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shmbridge._ext.groups import GroupQueues, OldestScheduler
 from shmbridge.hub.admission import PROMISE_NS, OffPolicyLimit, Promises, limit_of
-from shmbridge.hub.former import Chosen
-from shmbridge.hub.schedulers import OldestScheduler, Want
 from shmbridge.record.groups import Group
 
 
@@ -29,11 +28,16 @@ class Begun:
     overtaken_by: int = 0
 
 
-def queued(version: int, producer: str = "p") -> Group:
+def queued(version: int, producer: str = "p", rows: int = 1) -> Group:
     group = Group(1, 0.0)
     group.append(
         SimpleNamespace(
-            _min_policy_version=version, rows=1, token_count=1, _lane=SimpleNamespace(producer_id=producer)
+            _min_policy_version=version,
+            _split="train",
+            _group_size=1,
+            rows=rows,
+            token_count=1,
+            _lane_reader=SimpleNamespace(about=SimpleNamespace(producer_id=producer)),
         )
     )
     return group
@@ -58,8 +62,7 @@ class Machine:
     begun: int = 0
     running: list[Begun] = field(default_factory=list)
     by_group: dict[int, Begun] = field(default_factory=dict)
-    scheduler: OldestScheduler = field(default_factory=OldestScheduler)
-    chosen: Chosen = field(default_factory=Chosen)
+    queues: GroupQueues = field(default_factory=lambda: GroupQueues(OldestScheduler(), 60.0))
     ahead: list[list[Group]] = field(default_factory=list)
     trained: list[tuple[Begun, int]] = field(default_factory=list)
 
@@ -67,7 +70,7 @@ class Machine:
         used_up = (
             self.limit.groups() - self.limit.groups(self.version - self.published) if self.shrinks else 0
         )
-        if len(self.running) + len(self.scheduler) + self.chosen.count < self.most - used_up:
+        if len(self.running) + len(self.queues.complete) + self.queues.in_flight < self.most - used_up:
             begun = Begun(self.published, self.begun, queued(self.published, f"p{self.begun % 3}"))
             self.begun += 1
             self.running.append(begun)
@@ -76,7 +79,7 @@ class Machine:
         if self.running:
             begun = self.running.pop(place % len(self.running))
             self.by_group[id(begun.group)] = begun
-            self.scheduler.add(begun.group)
+            self.queues.scheduler.add(begun.group)
 
     def give_up(self, place: int) -> None:
         if self.running:
@@ -84,11 +87,11 @@ class Machine:
 
     def form(self) -> None:
         """A batch is gathered ahead of the step."""
-        groups = self.scheduler.take(Want(self.limit.groups_per_step, None), 0.0, last=False)
+        size = self.limit.groups_per_step
+        groups = self.queues.take(size, False, 0.0, last=False, shares={}, live=(), counted=True)
         if groups is not None:
-            self.chosen.add(groups)
             self.ahead.append(groups)
-            waiting = [*self.running, *(self.by_group[id(group)] for group in self.scheduler)]
+            waiting = [*self.running, *(self.by_group[id(group)] for group in self.queues.complete)]
             for other in (self.by_group[id(group)] for group in groups):
                 for begun in waiting:
                     begun.overtaken_by += other.version > begun.version
@@ -99,14 +102,14 @@ class Machine:
         if not self.ahead:
             return
         groups = self.ahead.pop(0)
-        self.chosen.begin_step(groups)
+        self.queues.begin_step(groups)
         if publish_late:  # others begin while it is trained with
             self.begin()
         self.trained += [(self.by_group[id(group)], self.version) for group in groups]
         self.version += 1
         if self.version % self.publish_every == 0:
             self.published = self.version
-        self.chosen.end_step()
+        self.queues.end_step()
 
 
 ACTIONS = st.lists(
@@ -211,17 +214,17 @@ def test_freeing_places_before_the_version_is_out_does_not_hold() -> None:
     limit = OffPolicyLimit(1, 2)
     machine = Machine(limit, limit.groups())
     for _ in range(8):
-        while len(machine.running) + len(machine.scheduler) < limit.groups():  # without chosen.count
+        while len(machine.running) + len(machine.queues.complete) < limit.groups():  # without chosen.count
             begun = Begun(machine.version, machine.begun, queued(machine.version))
             machine.begun += 1
             machine.by_group[id(begun.group)] = begun
-            machine.scheduler.add(begun.group)
+            machine.queues.scheduler.add(begun.group)
         machine.form()
-        while len(machine.scheduler) < limit.groups():
+        while len(machine.queues.complete) < limit.groups():
             begun = Begun(machine.version, machine.begun, queued(machine.version))
             machine.begun += 1
             machine.by_group[id(begun.group)] = begun
-            machine.scheduler.add(begun.group)
+            machine.queues.scheduler.add(begun.group)
         machine.take_and_train()
     assert max(version - begun.version for begun, version in machine.trained) > 1
 
@@ -245,20 +248,38 @@ def test_promises_count_until_they_are_shown_or_over() -> None:
 
 
 def test_a_step_ends_once_whatever_says_so() -> None:
-    chosen, first, second = Chosen(), [queued(0), queued(0)], [queued(1)]
-    chosen.add(first)
-    chosen.add(second)
-    assert chosen.count == 3
-    chosen.begin_step(first)
-    assert chosen.count == 3
-    chosen.end_step()
-    chosen.end_step()
-    chosen.remove(first)
-    assert chosen.count == 1
-    chosen.begin_step(second)
-    chosen.remove(second)  # put back by its taker
-    chosen.end_step()
-    assert chosen.count == 0
+    queues = GroupQueues(OldestScheduler(), 60.0)
+
+    def taken(*versions: int) -> list[Group]:
+        for version in versions:
+            queues.scheduler.add(queued(version))
+        return queues.take(len(versions), False, 0.0, last=False, shares={}, live=(), counted=True)
+
+    first, second = taken(0, 0), taken(1)
+    assert queues.in_flight == 3
+    queues.begin_step(first)
+    assert queues.in_flight == 3
+    queues.end_step()
+    queues.end_step()
+    queues.finish(first)
+    assert queues.in_flight == 1
+    queues.begin_step(second)
+    queues.put_back(second)
+    queues.end_step()
+    assert queues.in_flight == 0
+
+
+def test_a_group_that_is_lost_before_its_step_no_longer_counts() -> None:
+    queues = GroupQueues(OldestScheduler(), 60.0)
+    for _ in range(2):
+        queues.scheduler.add(queued(0))
+    groups = queues.take(2, False, 0.0, last=False, shares={}, live=(), counted=True)
+    assert queues.in_flight == 2
+    del groups[0]
+    assert queues.in_flight == 1
+    queues.begin_again()
+    del groups[:]
+    assert queues.in_flight == 0
 
 
 def test_the_oldest_version_goes_first_and_within_it_the_first_to_come() -> None:
@@ -266,25 +287,25 @@ def test_the_oldest_version_goes_first_and_within_it_the_first_to_come() -> None
     groups = [queued(version) for version in (2, 1, 2, -1, 1)]
     for group in groups:
         scheduler.add(group)
-    first = scheduler.take(Want(3, None), 0.0, last=False)
+    first = scheduler.take(3, False, 0.0, last=False)
     assert first == [groups[3], groups[1], groups[4]]
     scheduler.put_back(first)
     assert scheduler.queued("p") == len(scheduler) == 5
-    assert scheduler.remove(lambda group: group.oldest_version < 0) == [groups[3]]
-    assert scheduler.take(Want(5, None), 0.0, last=True) is None
-    assert scheduler.take(Want(4, None), 0.0, last=False) == [groups[1], groups[4], groups[0], groups[2]]
+    scheduler.remove([groups[3]])
+    assert groups[3] not in scheduler
+    assert scheduler.take(5, False, 0.0, last=True) is None
+    assert scheduler.take(4, False, 0.0, last=False) == [groups[1], groups[4], groups[0], groups[2]]
 
 
 def test_rows_are_filled_in_order_and_a_large_group_comes_alone() -> None:
     scheduler = OldestScheduler()
-    large, small, other = (queued(version) for version in (0, 1, 2))
-    for group, rows in ((large, 9), (small, 3), (other, 3)):
-        group.rows = rows
+    large, small, other = (queued(version, rows=rows) for version, rows in ((0, 9), (1, 3), (2, 3)))
+    for group in (large, small, other):
         scheduler.add(group)
-    assert scheduler.take(Want(None, 4), 0.0, last=False) == [large]
-    assert scheduler.take(Want(None, 5), 0.0, last=False) == [small]
-    assert scheduler.take(Want(None, 5), 0.0, last=False) is None
-    assert scheduler.take(Want(None, 5), 0.0, last=True) == [other]
+    assert scheduler.take(4, True, 0.0, last=False) == [large]
+    assert scheduler.take(5, True, 0.0, last=False) == [small]
+    assert scheduler.take(5, True, 0.0, last=False) is None
+    assert scheduler.take(5, True, 0.0, last=True) == [other]
 
 
 def test_limit_of_returns_the_limit_or_none() -> None:

@@ -15,11 +15,11 @@ import threading
 import time
 
 import pytest
-from shmbridge.put import tickets
 
 import shmbridge
 from shmbridge.control import messages
 from shmbridge.control.client import ControlClient, RequestRefused
+from shmbridge.put import tickets
 from shmbridge.segments import locks
 from shmbridge.testing import wait_until
 from shmbridge.testing.faults import ASKING_FOR_TICKETS

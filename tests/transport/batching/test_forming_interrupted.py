@@ -22,7 +22,7 @@ SIZE = 4
 PUT = 3 * SIZE
 MODULES = [
     f"shmbridge.{name}"
-    for name in ("hub.former", "hub.batches", "hub.fair", "hub.schedulers", "record.groups", "atropos.queue")
+    for name in ("hub.former", "hub.batches", "hub.fair", "hub.request", "record.groups", "atropos.queue")
 ]
 POLICIES = ("fair", "shares", "oldest", "atropos", "allocations")
 # as leases are lost

@@ -189,7 +189,7 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_is_not_there(producer
     groups, held, over = consumer.take_groups(groups=1), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with consumer._hub.former._lock:
+        with consumer._closing.whole:
             held.set()
             over.wait(60)
 

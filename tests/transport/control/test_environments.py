@@ -119,7 +119,7 @@ def test_a_question_walks_the_lanes_a_few_times_however_many_environments_there_
     assert consumer.poll(0) == []  # the lanes are adopted
     ids = [table.admit(env("gsm8k", producer.producer_id)).env_id for producer in producers]
     known = [producer.producer_id for producer in producers]
-    live = consumer._lanes.has_live_producer
+    live = consumer._lanes.live_producers().__contains__
     assert consumer.queue.look_at_producers(known) == {
         each: (live(each), consumer.queue.groups(each)) for each in known
     }

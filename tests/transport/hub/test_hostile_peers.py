@@ -68,7 +68,7 @@ def test_a_batch_that_fails_for_no_group_of_its_own_loses_none(make_producer, co
     producer.put({"tokens": [[2]]})
     with monkeypatch.context() as patch:
         patch.setattr(
-            "shmbridge.hub.schedulers.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today"))
+            "shmbridge.hub.request.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today"))
         )
         with pytest.raises(MemoryError):
             next(consumer.batches(groups=2, prefetch=0))

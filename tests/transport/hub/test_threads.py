@@ -20,8 +20,8 @@ from shmbridge.control import messages
 from shmbridge.control.client import ControlClient
 from shmbridge.control.server import ControlServer
 from shmbridge.hub.batches import Prefetcher
-from shmbridge.hub.hub import Hub
 from shmbridge.hub.former import BatchFormer
+from shmbridge.hub.hub import Hub
 from shmbridge.hub.lanes import HubLane, LaneSet
 from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import LoopBell, Waiting
@@ -266,7 +266,7 @@ def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer,
 
     def close() -> None:
         producer = make_producer()
-        until(lambda: consumer._lanes.has_live_producer(producer.producer_id))  # adopted, which rings
+        until(lambda: producer.producer_id in consumer._lanes.live_producers())  # adopted, which rings
         lock, closing = producer._one_sleeper, Meanwhile(producer.close)
 
         class Held:
@@ -387,9 +387,7 @@ def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, un
         life = consumer._hub.iterations._prefetcher._thread._life
         ended, life._ended = life._ended, Interrupted()
     else:
-        joined = (
-            consumer._hub.server if thread == "control plane" else consumer._lanes._watch
-        )._thread
+        joined = (consumer._hub.server if thread == "control plane" else consumer._lanes._watch)._thread
         joined.join = interrupted
     with pytest.raises(KeyboardInterrupt):
         consumer.close()
