@@ -210,6 +210,14 @@ class Played:
     masks: Sequence[int]
 
 
+def gsm8k(checkout: Path) -> Any:
+    """Upstream's script of GSM8K, as a module; imports atroposlib and math_verify."""
+    spec = importlib.util.spec_from_file_location("upstream_gsm8k", checkout / "gsm8k_server.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def own_scores(checkout: Path, group: Sequence[Played], longest: int = 4096) -> list[float]:
     """What upstream's `score` of GSM8K says of a group, with no `AtroposGemEnv`.
 
@@ -218,9 +226,7 @@ def own_scores(checkout: Path, group: Sequence[Played], longest: int = 4096) -> 
     Args:
         longest: the config's max_token_length.
     """
-    spec = importlib.util.spec_from_file_location("upstream_gsm8k", checkout / "gsm8k_server.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = gsm8k(checkout)
     env = module.GSM8kEnv.__new__(module.GSM8kEnv)
     config, _ = module.GSM8kEnv.config_init()
     env.config = config.model_copy(update={"group_size": len(group), "max_token_length": longest})

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.environments.byte_tokenizer import byte_tokenizer
-from tests.environments.gem.upstream import SCRIPTS, Played, own_scores, write_data
+from tests.environments.gem.upstream import SCRIPTS, Played, gsm8k, own_scores, write_data
 from tests.trainers.roll.conftest import HERE
 
 ROOT, STEPS, GROUP, GROUPS, LONGEST = HERE.parents[2], 5, 4, 5, 2048
@@ -90,7 +90,7 @@ def test_rolls_pipeline_plays_upstreams_gsm8k(needs_checkout, scripts, tmp_path)
             assert run.wait() == 0, (tmp_path / "log").read_text()[-6000:]
         finally:
             run.kill()
-    system_prompt = system_prompt_of(scripts)
+    system_prompt = gsm8k(scripts).system_prompt
     metrics, groups, rewards = json.loads((tmp_path / "metrics.json").read_text()), {}, []
     for step in range(STEPS):
         with (tmp_path / f"rollouts/train/step_{step:06}.pkl").open("rb") as file:
@@ -116,11 +116,3 @@ def test_rolls_pipeline_plays_upstreams_gsm8k(needs_checkout, scripts, tmp_path)
         assert [reward for _, reward in group] == own
     assert len(rewards) == 100
     assert {1.0, -1.0} < set(rewards), "and some are worth less for length"
-
-
-def system_prompt_of(scripts: Path) -> str:
-    """GSM8K's, as upstream's script has it."""
-    text = (scripts / "gsm8k_server.py").read_text()
-    names: dict = {}
-    exec(text[text.index("system_prompt = (") : text.index("class GSM8kRow")], names)
-    return names["system_prompt"]
