@@ -27,7 +27,7 @@ def action(text: str) -> Action:
 
 @pytest.fixture(scope="module")
 def held_process(policy_tokenizer):
-    """Keeps the process of AlarmEnv for all tests that play in it; of another config, so another environment."""
+    """Keeps the process of AlarmEnv for all tests that play in it, with an environment of another config."""
     config = {"max_token_length": 78}
     with AtroposGemEnv(ALARM, tokenizer=policy_tokenizer, timeout_s=30.0, config=config) as env:
         yield env
