@@ -73,7 +73,7 @@ def start(words: Callable[..., list[str]], child_environment: dict[str, str]) ->
 
 def check_groups(consumer: shmbridge.Consumer) -> None:
     for _ in range(4):
-        with consumer.get(5) as record:
+        with consumer.get(90) as record:
             assert len(record) == 4
             assert [len(row) for row in record["step_rewards"]] == [2] * 4
             assert min(row.min() for row in record["step_rewards"]) >= 0.5
@@ -88,12 +88,21 @@ def test_groups_of_a_data_set(
     check_groups(consumer)
 
 
-def test_groups_of_environments_in_a_process_of_their_own(start: Start, consumer: shmbridge.Consumer) -> None:
-    process = start("--epochs", "1", "--env-config", "bonus=0.5", "--env-python", sys.executable)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "4 groups were put; lost: none" in output
+def test_sigterm_ends_it_in_order(start: Start, bridge: str, consumer: shmbridge.Consumer) -> None:
+    """With environments in a process of their own."""
+    process = start("--shuffle", "1", "--env-config", "bonus=0.5", "--env-python", sys.executable)
     check_groups(consumer)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "Traceback" not in errors
+    wait_until(
+        lambda: (
+            not any(
+                lane.alive for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes
+            )
+        )
+    )
 
 
 def test_flags_of_tags_and_rewards(words: Callable[..., list[str]], consumer: shmbridge.Consumer) -> None:
@@ -107,23 +116,6 @@ def test_flags_of_tags_and_rewards(words: Callable[..., list[str]], consumer: sh
         )
         assert any(each.isdigit() for each in said)
         assert any(record.json("extra")["env_metrics"]["reasoning_traces"])
-
-
-def test_sigterm_ends_it_in_order(start: Start, bridge: str, consumer: shmbridge.Consumer) -> None:
-    process = start("--shuffle", "1")
-    with consumer.get(90):
-        pass
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
-    assert "Traceback" not in errors
-    wait_until(
-        lambda: (
-            not any(
-                lane.alive for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes
-            )
-        )
-    )
 
 
 def test_a_call_that_never_returns_does_not_keep_it(start: Start, tmp_path: Path) -> None:
