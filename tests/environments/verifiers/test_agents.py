@@ -110,14 +110,9 @@ async def demonstrated(bridge: str, consumer: shmbridge.Consumer, tokenizer: Any
             (dialogue,) = record.json("messages")
             assert [each["role"] for each in dialogue] == ["system", "user", "assistant", "tool", "assistant"]
             tokens, mask = record["tokens"][0].copy(), record["loss_mask"][0].astype(bool)
-            said = [
-                tokenizer.encode(each, add_special_tokens=False)
-                for each in (call(record["instance_id"][0].split("#")[0]), "done<|end|>")
-            ]
-            versions = record["token_versions"][0][mask].tolist()
-            assert versions == [0] * (sum(versions.count(n) for n in (0, 1)) - len(said[1])) + [1] * len(
-                said[1]
-            )
+            done = len(tokenizer.encode("done<|end|>", add_special_tokens=False))
+            sampled = int(mask.sum())
+            assert record["token_versions"][0][mask].tolist() == [0] * (sampled - done) + [1] * done
             rows.append((tokens, mask, tokenizer.decode(tokens[mask])))
     return rows
 
@@ -164,7 +159,7 @@ class Warmer(followed.Models):
         import torch
 
         with torch.no_grad():
-            self._model.lm_head.weight.copy_(self._first[-1] * (1 - 0.05 * (version % 3)))
+            self._model.lm_head.weight.copy_(self._first[-1] * (1 - 0.15 * (version % 3)))
         return self._model
 
 
@@ -218,19 +213,22 @@ async def test_a_model_that_calls_the_tool_while_its_weights_change(
     tokens = row["tokens"].tolist()
     assert (
         np.abs(models.logprobs(0, tokens) - models.logprobs(1, tokens))[row["loss_mask"][1:] == 1].max()
-        > 1e-3
+        > 6e-4  # check() allows 3e-4
     )
 
 
 async def test_mini_swe_agent_wants_a_container(
-    bridge: str, consumer: shmbridge.Consumer, tmp_path: Path, tokenizer: Any
+    bridge: str,
+    consumer: shmbridge.Consumer,
+    tmp_path: Path,
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """verifiers refuses it on the host itself; each episode's error says so."""
+    """verifiers refuses it on the host itself: each episode fails, and the log says why."""
     agent = AGENT | {"harness": {"id": "mini_swe_agent"}}
     how: dict[str, Any] = {"renderer": RENDERER, "group_size": 1, "lane_bytes": "4M"}
     config, folder = CONFIG | {"agent": agent}, str(tmp_path / "model")
-    async with scripted(tokenizer) as url:
-        with pytest.raises(ValueError, match=r"'mini_swe_agent' needs a container runtime"):
-            async with VerifiersRollout(bridge, url, folder, config, **how) as rollout:
-                await rollout.run(rollout.tasks(epochs=1), rollout.play, 1)
-                raise ValueError(str(rollout.losses))
+    async with scripted(tokenizer) as url, VerifiersRollout(bridge, url, folder, config, **how) as rollout:
+        assert await rollout.run(rollout.tasks(epochs=1), rollout.play, 1) == 0
+    assert rollout.losses.episodes == {"EnvError": 1}
+    assert "'mini_swe_agent' needs a container runtime" in caplog.text
