@@ -114,9 +114,15 @@ build/peers/.installed: $(VENV)/.installed tests/adapters/agreement/peers.txt te
 test-vllm: $(VLLM)/.installed ## a live vLLM takes weights from a learner; its environment, .venvs/vllm, is made first: minutes
 	export SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=.; $(call LOOK,$(VLLM)/bin/python -m pytest tests/adapters/vllm_live,$(TWO))
 
+# The plugins that these tests use: each process of pytest would take two seconds to import all that .venv has, hypothesis for one.
+# And each of the sixty that the tests start would compile this checkout again where no bytecode is written.
+test-environments: export OMP_NUM_THREADS := 1
+test-environments: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+test-environments: export PYTHONDONTWRITEBYTECODE :=
+test-environments: export PYTEST_PLUGINS := xdist.plugin,pytest_asyncio.plugin,pytest_timeout
 test-environments: $(ENVS)/.installed $(VFS)/.installed ## SkyRL-Gym, gem under Ray, verifiers and plain Python environments, with their own packages
-	export OMP_NUM_THREADS=1; $(call LOOK,$(ENVS)/bin/python -m pytest -m 'not long' --ignore=tests/environments/verifiers tests/environments,$(TWO))
-	export OMP_NUM_THREADS=1; $(call LOOK,$(VFS)/bin/python -m pytest -m 'not long' tests/environments/verifiers,$(TWO))
+	$(call LOOK,$(ENVS)/bin/python -m pytest -m 'not long' --ignore=tests/environments/verifiers tests/environments,$(TWO))
+	$(call LOOK,$(VFS)/bin/python -m pytest -m 'not long' tests/environments/verifiers,$(TWO))
 
 # An environment on top of .venv, whose torch and Atropos it uses: $(1) its folder, $(2) the list of what it has of its own. egg_info is for the
 # entry points by which a trainer finds its adapter.

@@ -17,7 +17,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ray": ("ray",),
     "skyrl-gym": ("skyrl_gym", *_ROLLOUT),
     "tui": ("textual",),
-    "verifiers": ("verifiers", "renderers", *_ROLLOUT),
+    "verifiers": ("verifiers", "renderers", "starlette", "uvicorn", *_ROLLOUT),
 }
 
 

@@ -81,7 +81,7 @@ class Front:
             names = [name for name, _ in scope["headers"]]
             asks = b"origin" in names and b"access-control-request-method" in names
             if self._strict and scope["method"] == "OPTIONS" and asks:
-                await self._app(scope, no_body, send)
+                await self._app(scope, no_body(), send)
                 return
         await self._gate(scope, receive, send)
 

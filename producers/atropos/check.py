@@ -108,8 +108,12 @@ def _none(script: Path, why: str, environment: str = "") -> Checked:
     return Checked(str(script), environment, no, no, no)
 
 
-def _imported(script: Path) -> Checked:
-    """Imports a script in this process, and looks at its class."""
+def look_at(script: Path) -> Checked:
+    """Returns what a script's environment can: `checked` does this in a process that is for it alone.
+
+    Imports the script in this process, under the name of its file, and its folder takes the first place of
+    `sys.path`; a script may begin threads, or end the process. Blocks meanwhile; main thread.
+    """
     try:
         ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError) as wrong:
@@ -153,6 +157,8 @@ def _imported(script: Path) -> Checked:
 
 def _environment(module: Any) -> type[Any] | None:
     """The environment that a script begins: the last class of its own that can collect."""
+    if "atroposlib.envs.base" not in sys.modules:
+        return None  # nothing of the script has a base class of Atropos, whose import takes seconds
     from atroposlib.envs.base import BaseEnv
 
     own = [
@@ -348,7 +354,7 @@ def _nodes(trees: Any) -> Iterator[ast.AST]:
 
 def _main(script: str, descriptor: str) -> None:
     """What the process of a check does: the answer goes where the script's own prints do not."""
-    answer = json.dumps(asdict(_imported(Path(script))))
+    answer = json.dumps(asdict(look_at(Path(script))))
     os.write(int(descriptor), answer.encode())
     os._exit(0)  # whatever threads the script has begun
 

@@ -9,10 +9,7 @@ and the graph of the session, in the same task, keeps them beside the call. Writ
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import socket
-from collections.abc import Iterator
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
@@ -23,14 +20,12 @@ from openenv.core.harness.capture.server import UpstreamPool, create_app
 from openenv.core.harness.capture.sessions import Session, SessionRegistry
 from openenv.core.harness.capture.validate_llm import list_models, validate_llm
 
-from shmbridge.httpd.door import Bounds, Headers, Refused, listen
-from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, refusal_headers
-from shmbridge.httpd.server import Server
+from shmbridge.httpd.door import Bounds, Headers
+from shmbridge.httpd.server import LoopServer
 from shmbridge.producers.rollout import NoTokens, ServerFailed
 from shmbridge.producers.rollout.responses import Span, completions_in
 
-_BODY, _BODIES = 64 << 20, 256 << 20  # bytes of a request, and of all that are read at once
-_TAKES_POSTS = ("POST", "DELETE")
+_BOUNDS = Bounds(body_bytes=64 << 20, bodies_bytes=256 << 20)
 _UNKNOWN = -1
 
 _spans: ContextVar[tuple[Span, ...]] = ContextVar("versions_of_the_answer", default=())
@@ -95,13 +90,6 @@ class _Engines(UpstreamPool):
         return noting(client), level
 
 
-class _Proxy(Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the program that the proxy is a part of."""
-        yield
-
-
 class Capture:
     """The proxy, served by the running event loop. An async context manager, or `start` and `close`.
 
@@ -139,9 +127,7 @@ class Capture:
         self.admin_key = secrets.token_hex(16)
         self._host, self._port, self._api_key = host, port, api_key
         self._most_tokens, self._most_calls = max_output_tokens, max_calls
-        self._socket: socket.socket | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._proxy: _Proxy | None = None
+        self._proxy: LoopServer | None = None
         self.registry, self.inference, self.url = _Sessions(max_calls), None, ""
 
     async def start(self) -> None:
@@ -163,33 +149,21 @@ class Capture:
         self.inference = noting(app.state.inference)
         app.state.registry = self.registry
         app.state.upstreams = _Engines(default_client=self.inference, default_level="tokens")
-        takes, bounds = Takes(_BODY, HeldBytes(_BODIES, in_line=False)), Bounds()
-        gate = Gate(
+        self._proxy = LoopServer(
             app,
             check=_anybody,
-            takes=lambda path, method: takes if method in _TAKES_POSTS else None,
-            refused=_refusal,
-            bounds=bounds,
+            reads=lambda path, method: method in ("POST", "DELETE"),
+            bounds=_BOUNDS,
+            host=self._host,
+            port=self._port,
         )
-        self._socket = listen(self._host, self._port)
-        ready = asyncio.Event()
-        self._proxy = _Proxy(gate, bounds, ready=ready.set)
-        self._serving = asyncio.create_task(self._proxy.serve([self._socket]))
-        served = asyncio.create_task(ready.wait())
-        await asyncio.wait({served, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.is_set():
-            served.cancel()
-            self._serving.result()
-            raise ServerFailed("the capture proxy ended before it served", hint="see the log")
-        self.url = f"http://{self._host}:{self._socket.getsockname()[1]}"
+        await self._proxy.start()
+        self.url = self._proxy.url
 
     async def close(self) -> None:
         """Ends serving, and closes the connections to the inference server."""
-        if self._proxy is not None and self._serving is not None:
-            self._proxy.should_exit = True
-            await asyncio.gather(self._serving, return_exceptions=True)
-        if self._socket is not None:
-            self._socket.close()
+        if self._proxy is not None:
+            await self._proxy.close()
         if self.inference is not None:
             await self.inference.aclose()
 
@@ -224,8 +198,3 @@ class Capture:
 
 def _anybody(header: Headers) -> None:
     """Whoever has a session's id may ask; the application looks at it."""
-
-
-def _refusal(refused: Refused) -> Any:
-    answer = {"error": {"message": str(refused), "type": "invalid_request_error"}}
-    return json_answer(answer, refused.status, refusal_headers(refused))

@@ -2,29 +2,37 @@
 
 verifiers keeps no policy version, and its client gives up where the server is away for a moment. The door
 passes requests and responses through as they are, asks again for a server that is away or that aborted an
-answer before its first token, and reads the versions in what passes. Used by `rollout.py`.
+answer before its first token, and reads the versions in what passes. Its bodies pass the front door of all
+HTTP servers here (`shmbridge.httpd`). Used by `rollout.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import json
+import secrets
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from shmbridge import ShmBridgeError
+from shmbridge.httpd.door import Bounds, Headers, Refused, Site
 from shmbridge.producers.rollout import HttpServer, ServerFailed, abort_waits_s
 from shmbridge.producers.rollout.responses import completions_in
 
 Tokens = npt.NDArray[np.int32]
 
 GENERATE = "/inference/v1/generate"
-_MOST_BYTES = 64 << 20  # of a request
-_SESSION = "X-Session-ID"  # verifiers' header: the trace's id
+# verifiers' client opens 1,000 connections at most. A request's body is held until it is answered, so that it
+# can be asked again: the next waits for room as long as an answer may take.
+BOUNDS = Bounds(body_bytes=64 << 20, bodies_bytes=256 << 20, room_s=600.0)
+_SESSION = "x-session-id"  # verifiers' header: the trace's id
+_SECRET = "x-shmbridge-secret"
 
 
 def key_of(tokens: Tokens, prompt: int) -> tuple[int, bytes]:
@@ -51,66 +59,80 @@ class Door:
     """An HTTP server on a port of this host that passes requests on to `server`. For one event loop; an async
     context manager.
 
+    It takes bodies within `bounds`, and requests with the headers in `headers` alone: a program of an agent
+    on this host, or a browser's page, could sample unseen otherwise.
+
     Args:
         server: the inference server; it must have vLLM's route `/inference/v1/generate`.
+        bounds: of its connections and bodies.
 
     Attributes:
         heard: by the id of its trace; only what is listened for is noted.
+        headers: those with the secret, new each time.
         url: what verifiers' client asks, once entered.
     """
 
-    def __init__(self, server: HttpServer) -> None:
-        self._server = server
+    def __init__(self, server: HttpServer, bounds: Bounds = BOUNDS) -> None:
+        self._server, self._bounds = server, bounds
+        self._site, self._secret = Site(hint="ask it by its address, not from a page"), secrets.token_hex(16)
         self.heard: dict[str, Heard] = {}
+        self.headers = {_SECRET: self._secret}
         self.url = ""
-        self._runner: Any = None
+        self._listening: Any = None
 
     async def __aenter__(self) -> Self:
-        from aiohttp import web
+        from shmbridge.httpd.server import LoopServer
 
-        application = web.Application(client_max_size=_MOST_BYTES)
-        application.router.add_post(GENERATE, self._generate)
-        application.router.add_get("/{path:.*}", self._pass)
-        # A client that is gone, as of an episode that was late, ends its request to the server.
-        self._runner = web.AppRunner(
-            application, access_log=None, shutdown_timeout=1, handler_cancellation=True
+        self._listening = LoopServer(
+            self._answer,
+            check=self._check,
+            reads=lambda path, method: (path, method) == (GENERATE, "POST"),
+            bounds=self._bounds,
         )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = self._runner.addresses[0]
-        self.url = f"http://{host}:{port}/v1"
+        await self._listening.start()
+        self.url = f"{self._listening.url}/v1"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._runner.cleanup()
+        await self._listening.close()
 
-    async def _pass(self, request: Any) -> Any:
-        return await self._response("GET", request.path, None)
+    def _check(self, header: Headers) -> None:
+        self._site.check(header)
+        if not hmac.compare_digest(header(_SECRET).encode(), self._secret.encode()):
+            raise Refused(403, f"{_SECRET} is not this door's -> ask the inference server itself", "token")
 
-    async def _generate(self, request: Any) -> Any:
-        raw = await request.read()
-        heard = self.heard.get(request.headers.get(_SESSION, ""))
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request. If its client is gone, as of an episode that was late, it ends at the server, too."""
+        from shmbridge.httpd.gate import json_answer, unless_gone
+
+        method, path = scope["method"], scope["path"]
+        if (path, method) == (GENERATE, "POST"):
+            session = dict(scope["headers"]).get(_SESSION.encode(), b"").decode("latin-1")
+            work = self._generated(bytes((await receive())["body"]), self.heard.get(session))
+        elif method == "GET" and path != GENERATE:
+            work = self._answered("GET", path, None)
+        else:
+            detail = f"{method} {path} is not passed on -> POST {GENERATE}, or GET another path"
+            raise Refused(405, detail, "path")
+        status, said = await unless_gone(work, receive)
+        await json_answer(msgspec.Raw(said), status)(scope, receive, send)
+
+    async def _generated(self, raw: bytes, heard: Heard | None) -> tuple[int, bytes]:
         waits_s = abort_waits_s()
         while True:
-            response = await self._response("POST", GENERATE, raw)
-            if response.status != 200 or heard is None:
-                return response
-            body = await asyncio.to_thread(json.loads, response.body)  # with routes it has megabytes
-            if not _is_aborted(body):
-                _note(heard, raw, body)
-                return response
+            status, said = await self._answered("POST", GENERATE, raw)
+            if status != 200 or heard is None:
+                return status, said
+            if await asyncio.to_thread(_note, heard, raw, said):  # with routes it has megabytes
+                return status, said
             heard.asked_again += 1
             await asyncio.sleep(next(waits_s))
 
-    async def _response(self, method: str, path: str, raw: bytes | None) -> Any:
-        from aiohttp import web
-
+    async def _answered(self, method: str, path: str, raw: bytes | None) -> tuple[int, bytes]:
         try:
-            status, said = await self._server.answered(method, path, raw)
+            return await self._server.answered(method, path, raw)
         except ServerFailed as error:
-            status, said = 502, json.dumps({"error": {"message": str(error)}}).encode()
-        return web.Response(status=status, body=said, content_type="application/json")
+            return 502, json.dumps({"error": {"message": str(error)}}).encode()
 
 
 class NoTokenRoute(ShmBridgeError):
@@ -126,17 +148,27 @@ def _is_aborted(body: Any) -> bool:
     return isinstance(first, dict) and first.get("finish_reason") == "abort" and not first.get("token_ids")
 
 
-def _note(heard: Heard, raw: bytes, body: Any) -> None:
-    """Notes the completions of a response; of one in another form, nothing is known."""
+def _note(heard: Heard, raw: bytes, said: bytes) -> bool:
+    """Notes the completions of an answer, of which nothing is known if it has another form; False, and
+    nothing noted, if it was aborted. In any thread.
+    """
+    try:
+        body = json.loads(said)
+        if _is_aborted(body):
+            return False
+        asked = json.loads(raw)["token_ids"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return True
     for number, completion in enumerate(completions_in(body)):
         if completion.output is None:
             continue
         prompt = completion.prompt
         if prompt is None:
-            prompt = np.asarray(json.loads(raw)["token_ids"], np.int32)
+            prompt = np.asarray(asked, np.int32)
         versions = np.full(len(completion.output), -1, np.int32)
         for version, start, end in completion.spans:
             versions[start:end] = version
         key = key_of(np.concatenate([prompt, completion.output]), len(prompt))
         heard.versions[key] = versions
         heard.reasons[key] = str(body["choices"][number].get("finish_reason"))
+    return True

@@ -85,7 +85,8 @@ class VerifiersRollout(Runner[Run]):
             await self._open.enter_async_context(self._door)
             client = {
                 "base_url": self._door.url,
-                "api_key_var": "SHMBRIDGE_NO_KEY",  # the door wants none, and none of the user's gets here
+                "headers": self._door.headers,
+                "api_key_var": "SHMBRIDGE_NO_KEY",  # none of the user's gets here
                 "renderer_model_name": self._tokenizer,
                 **({} if self._renderer is None else {"renderer": dict(self._renderer)}),
             }

@@ -44,6 +44,7 @@ class Gate:
 
     A body is read only if a route takes it and there is room. Its memory is held until the app returns, or
     calls `scope["booking"].release()`. `scope["arrived_s"]` is the monotonic time at which the request came.
+    An app may raise Refused before it answers, and ClientDisconnect at any time, as `unless_gone` does.
 
     Args:
         app: the application; it gets all bodies in one message.
@@ -78,7 +79,8 @@ class Gate:
             self._check(lambda name: b", ".join(headers.get(name.encode(), ())).decode("latin-1"))
             takes = self._takes(scope["path"], scope["method"])
             if takes is None:
-                await self._app(scope, no_body, send)
+                bare = headers.keys().isdisjoint((b"content-length", b"transfer-encoding"))
+                await self._app(scope, receive if bare else no_body(), send)
                 return
             booking = scope["booking"] = Booking(takes.memory)
             try:
@@ -89,6 +91,8 @@ class Gate:
                 await self._app(scope, again, send)
         except Refused as refused:
             await self._refused(refused)(scope, receive, send)
+        except ClientDisconnect:
+            return  # nobody waits for the answer
         finally:
             if booking is not None:
                 booking.release()
@@ -158,9 +162,16 @@ class Gate:
         return body
 
 
-async def no_body() -> Message:
-    """Is the `receive` of a request whose body no route takes; the connection discards the body."""
-    return {"type": "http.request", "body": b"", "more_body": False}
+def no_body() -> Receive:
+    """Returns the `receive` of a request whose body no route takes: the connection discards the body, and the
+    end of the connection is not seen behind it.
+    """
+    return _replay(b"", _nothing_more)
+
+
+async def _nothing_more() -> Message:
+    waiting: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await waiting  # until the task of the request ends
 
 
 def _replay(body: bytes | bytearray, receive: Receive) -> Receive:

@@ -1,4 +1,4 @@
-"""uvicorn within bounds: connections that must send their heads in time, and a server that ends in order."""
+"""uvicorn within bounds: connections that must send their heads in time, and servers that end in order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shmbridge.httpd.door import LINGER_S, Bounds, Places, limit_unread_answer
+from shmbridge.httpd.door import LINGER_S, Bounds, Headers, Places, limit_unread_answer, listen
+from shmbridge.httpd.gate import Gate, HeldBytes, Takes, openai_error
 
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -219,3 +220,81 @@ class Server(uvicorn.Server):
         """Ends serving."""
         self._ending()
         await super().shutdown(sockets)
+
+
+class LoopServer:
+    """Serves an application in the running event loop, beside what else its program does: signals are the
+    program's. Refusals have the form of the OpenAI API.
+
+    For one event loop; an async context manager, or `start` and `close`, each once.
+
+    Args:
+        app: gets whole bodies, as `Gate` gives them.
+        check: raises Refused for who may not ask; before anything is read.
+        reads: whether the body of a path and method is read.
+        bounds: of connections, and of bodies, one and all.
+        host, port: where it listens; port 0: a free one.
+
+    Attributes:
+        url: where it is asked, once started.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        check: Callable[[Headers], None],
+        reads: Callable[[str, str], bool],
+        bounds: Bounds,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        takes = Takes(bounds.body_bytes, HeldBytes(bounds.bodies_bytes, in_line=False), bounds.room_s)
+        gate = Gate(
+            app,
+            check=check,
+            takes=lambda path, method: takes if reads(path, method) else None,
+            refused=openai_error,
+            bounds=bounds,
+        )
+        self._ready = asyncio.Event()
+        self._server = _Beside(gate, bounds, ready=self._ready.set)
+        self._host, self._port = host, port
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Begins to serve. Raises BadArgument: the address cannot be bound."""
+        self._socket = listen(self._host, self._port)
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        served = asyncio.create_task(self._ready.wait())
+        await asyncio.wait({served, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._ready.is_set():
+            served.cancel()
+            self._serving.result()
+            raise OSError("the server ended before it served")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+
+    async def close(self) -> None:
+        """Ends serving; waits a moment for answers in progress. Also where it did not start."""
+        if self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class _Beside(Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the program."""
+        yield

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,15 +62,16 @@ def test_skyrl_example_learns_from_rewards_of_steps(tmp_path):
     assert last > first + 0.1, (first, last)
 
 
-async def test_gem_example_steps_an_atropos_environment(bridge, make_consumer, tiny, policy_server):
+def test_gem_example_steps_an_atropos_environment(
+    bridge, make_consumer, tiny, policy_server, monkeypatch, capsys
+):
+    """In this process, which has imported gem and Atropos already."""
     consumer = make_consumer()
     words = ["--bridge", bridge, "--server", policy_server, "--tokenizer", str(tiny), "--max-tokens", "4"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "examples/gem_env.py"), *words, "--max-groups", "2", "--group-size", "4",
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    out, _ = await asyncio.wait_for(process.communicate(), 100)
-    assert (process.returncode, out) == (0, b"2 groups\n")
+    example = str(ROOT / "examples/gem_env.py")
+    monkeypatch.setattr(sys, "argv", [example, *words, "--max-groups", "2", "--group-size", "4"])
+    runpy.run_path(example, run_name="__main__")
+    assert capsys.readouterr().out == "2 groups\n"
     for _ in range(2):
         with consumer.get(timeout_s=5) as record:
             assert len(record) == 4

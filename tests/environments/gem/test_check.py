@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from shmbridge.producers.atropos.check import checked
+from shmbridge.producers.atropos.check import Checked, checked, look_at
 from shmbridge.producers.gem import AtroposGemEnv, EnvFailed, NotSuspendable
 from shmbridge.testing import wait_until
 
@@ -77,6 +78,7 @@ SCRIPTS = {
     "none": ("x = 1\n", "it has no subclass of BaseEnv that collects trajectories"),
     "broken": ("def (:\n", "it cannot be read: invalid syntax (<unknown>, line 1)"),
 }  # fmt: skip
+APART = ("exits", "killed", "missing", "none")  # what matters of these is their process
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:
@@ -86,31 +88,62 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_check_says_what_a_script_can(tmp_path):
-    for name, (text, *_) in SCRIPTS.items():
-        (tmp_path / f"{name}.py").write_text(text)
+@pytest.fixture
+def look(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Checked]:
+    """What is said of a script, which is imported here, where Atropos is imported already."""
+
+    def look(script: Path) -> Checked:
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        try:
+            return look_at(script)
+        finally:
+            sys.modules.pop(script.stem, None)
+
+    return look
+
+
+def written(folder: Path, name: str) -> Path:
+    script = folder / f"{name}.py"
+    script.write_text(SCRIPTS[name][0])
+    return script
+
+
+def expected(name: str) -> list[str]:
+    verdicts = SCRIPTS[name][1:]
+    return list(verdicts) if len(verdicts) == 3 else [f"no: {verdicts[0]}"] * 3
+
+
+def verdicts(said: Checked) -> list[str]:
+    return [str(each) for each in (said.attached, said.stepped, said.evaluated)]
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in APART])
+def test_check_says_what_a_script_can(tmp_path, look, name):
+    assert verdicts(look(written(tmp_path, name))) == expected(name)
+
+
+def test_a_script_may_end_its_process_and_need_no_atropos(tmp_path):
     with ThreadPoolExecutor(2) as threads:
-        said = dict(
-            zip(SCRIPTS, threads.map(checked, [tmp_path / f"{name}.py" for name in SCRIPTS]), strict=True)
-        )
-    for name, (_, *verdicts) in SCRIPTS.items():
-        expected = verdicts if len(verdicts) == 3 else [f"no: {verdicts[0]}"] * 3
-        given = said[name]
-        assert [str(each) for each in (given.attached, given.stepped, given.evaluated)] == expected, name
+        said = list(threads.map(checked, [written(tmp_path, name) for name in APART]))
+    assert [verdicts(each) for each in said] == [expected(name) for name in APART]
 
 
 def test_what_a_script_begins_is_waited_for_by_nobody_and_ended(tmp_path):
-    script = tmp_path / "leaves.py"
-    begins = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {HOLDS!r}])\n"
-    note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-    script.write_text(begins + note + SCRIPTS["plain"][0])
-    assert str(checked(script, timeout_s=60.0).stepped) == "yes"
-    pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not alive(pid), 20)
-    script.write_text(begins + note + "import time\ntime.sleep(3333)\n")
-    (tmp_path / "pid").unlink()
-    assert str(checked(script, timeout_s=20.0).attached) == "no: importing it took more than 20 s"
-    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 20)
+    """Where all is well, as the command line says it, and where importing it never ends."""
+    scripts = [tmp_path / "leaves.py", tmp_path / "holds.py"]
+    for script, rest in zip(scripts, (SCRIPTS["plain"][0], HOLDS), strict=True):
+        begins = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {HOLDS!r}])\n"
+        note = f"open({str(script.with_suffix('.pid'))!r}, 'w').write(str(child.pid))\n"
+        script.write_text(begins + note + rest)
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(checked, scripts[1], timeout_s=10.0)
+        done = command("--check", scripts[0])
+        assert done.returncode == 0
+        assert done.stdout == f"{scripts[0]}, Env\n  attached:  yes\n  stepped:   yes\n  evaluated: yes\n"
+        assert str(held.result().attached) == "no: importing it took more than 10 s"
+    for script in scripts:
+        pid = int(script.with_suffix(".pid").read_text())
+        wait_until(lambda pid=pid: not alive(pid), 20)
 
 
 def alive(pid: int) -> bool:
@@ -122,12 +155,7 @@ def alive(pid: int) -> bool:
 
 
 def test_check_of_the_command_line(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text(SCRIPTS["plain"][0])
-    done = command("--check", script)
-    assert done.returncode == 0
-    assert done.stdout == f"{script}, Env\n  attached:  yes\n  stepped:   yes\n  evaluated: yes\n"
-    script.write_text(SCRIPTS["missing"][0])
+    script = written(tmp_path, "missing")
     done = command(script, "--check", "--json")
     assert done.returncode == 1, "it cannot be attached"
     said = json.loads(done.stdout)
@@ -139,10 +167,9 @@ def test_check_of_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["plain", "four", "silent"])
-def test_what_check_says_is_what_happens(tmp_path, policy_tokenizer, name):
-    script = tmp_path / f"{name}.py"
-    script.write_text(SCRIPTS[name][0])
-    stepped = checked(script).stepped
+def test_what_check_says_is_what_happens(tmp_path, policy_tokenizer, look, name):
+    script = written(tmp_path, name)
+    stepped = look(script).stepped
     replay = any("replay=True" in why for why in stepped.why)
     try:
         arguments = {"tokenizer": policy_tokenizer, "timeout_s": 20.0}
@@ -162,9 +189,9 @@ def test_what_check_says_is_what_happens(tmp_path, policy_tokenizer, name):
             env.reset()
 
 
-def test_check_names_judges_and_processes():
-    alarm = checked(ENVS / "alarm_env.py")
+def test_check_names_judges_and_processes(look):
+    alarm = look(ENVS / "alarm_env.py")
     assert str(alarm.stepped) == "yes: in a process of its own: alarm_env.py calls signal in line 62"
     assert "begins nothing" in str(alarm.attached)
-    judged = str(checked(ENVS / "judged_env.py").stepped)
+    judged = str(look(ENVS / "judged_env.py").stepped)
     assert judged == "yes: it asks a judge in score: judge={...}"

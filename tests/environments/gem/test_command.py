@@ -63,26 +63,23 @@ def server():
 
 
 @pytest.fixture
-def command(bridge, server, policy_tokenizer, tmp_path):
-    """Start it: `command(*arguments)`, its output in a file."""
+def needed(bridge, server, policy_tokenizer):
+    """The arguments that all need."""
+    where = ["--bridge", bridge, "--server", server, "--tokenizer", policy_tokenizer]
+    return [*where, "--group-size", "2"]
+
+
+@pytest.fixture
+def command(needed, tmp_path):
+    """Start it as a process: `command(*arguments)`, its output in a file."""
     started = []
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
-        common = [
-            "--bridge",
-            bridge,
-            "--server",
-            server,
-            "--tokenizer",
-            policy_tokenizer,
-            "--group-size",
-            "2",
-        ]
         path = os.pathsep.join([str(ROOT), str(ENVS), os.environ.get("PYTHONPATH", "")])
         with (tmp_path / "said").open("wb") as output:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", "shmbridge.producers.gem", *common, *arguments],
+                    [sys.executable, "-W", "ignore", "-m", "shmbridge.producers.gem", *needed, *arguments],
                     stdout=output,
                     stderr=output,
                     env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
@@ -96,13 +93,12 @@ def command(bridge, server, policy_tokenizer, tmp_path):
         process.wait(30)
 
 
-def test_command_plays_a_game(command, make_consumer, tmp_path):
+def test_command_plays_a_game(needed, make_consumer, capsys):
+    """In this process, as what follows it: processes of their own are started where their end matters."""
     consumer = make_consumer()
-    child = command(
-        "--env", "game:GuessTheNumber-v0-easy", "--max-groups", "3", "--max-turns", "4", "--seed", "7"
-    )
-    assert child.wait(250) == 0, (tmp_path / "said").read_text()
-    assert "3 groups were put; lost: none" in (tmp_path / "said").read_text()
+    words = ["--env", "game:GuessTheNumber-v0-easy", "--max-groups", "3", "--max-turns", "4", "--seed", "7"]
+    assert main([*needed, *words]) == 0
+    assert "3 groups were put; lost: none" in capsys.readouterr().out
     seeds = set()
     for _ in range(3):
         record = consumer.get(timeout_s=5)
@@ -112,16 +108,28 @@ def test_command_plays_a_game(command, make_consumer, tmp_path):
     assert seeds == {7, 8, 9}
 
 
-def test_command_plays_an_atropos_environment(command, make_consumer, policy_tokenizer, tmp_path):
+def test_command_of_which_all_groups_failed(needed, gem_envs, capsys):
+    words = ["--env", "test:Echo", "--import", "gem", "--env-arg", "breaks=true", "--max-groups", "2"]
+    assert main([*needed, *words]) == 1
+    said = capsys.readouterr().out
+    assert "0 groups were put; lost: 4 episodes KeyError, 2 groups KeyError" in said
+
+
+def test_command_plays_an_atropos_environment_until_it_is_told_to_end(
+    command, make_consumer, policy_tokenizer, tmp_path
+):
     consumer = make_consumer()
     arguments = [f"environment={ENVS / 'atropos_envs.py'}:GroupEnv", f"tokenizer={policy_tokenizer}"]
     arguments += ['config={"turns": 2, "score": -1.0}']
-    child = command("--env", "atropos", "--max-groups", "2", *(f"--env-arg={each}" for each in arguments))
-    assert child.wait(250) == 0, (tmp_path / "said").read_text()
+    child = command("--env", "atropos", *(f"--env-arg={each}" for each in arguments))
     for _ in range(2):
-        record = consumer.get(timeout_s=5)
+        record = consumer.get(timeout_s=250)
         assert record["score"].tolist() == [-1.0, -1.0]
         assert len(record["turn_ends"][0]) == 2
+        record.release()
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(250) == 143, (tmp_path / "said").read_text()
+    assert "Traceback" not in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize(
@@ -157,21 +165,4 @@ def test_command_does_not_wait_for_a_call_that_never_returns(command, tmp_path):
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == 130, (tmp_path / "said").read_text()
     assert "did not return within 3 s" in (tmp_path / "said").read_text()
-    assert "Traceback" not in (tmp_path / "said").read_text()
-
-
-def test_command_of_which_all_groups_failed(command, tmp_path):
-    words = ["--env", "test:Echo", "--import", "gem_envs", "--env-arg", "breaks=true", "--max-groups", "2"]
-    assert command(*words).wait(250) == 1
-    assert (
-        "0 groups were put; lost: 4 episodes KeyError, 2 groups KeyError" in (tmp_path / "said").read_text()
-    )
-
-
-def test_command_ends_in_order(command, make_consumer, tmp_path):
-    consumer = make_consumer()
-    child = command("--env", "test:Echo", "--import", "gem_envs", "--env-arg", "turns=3")
-    consumer.get(timeout_s=250).release()
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(250) == 143, (tmp_path / "said").read_text()
     assert "Traceback" not in (tmp_path / "said").read_text()

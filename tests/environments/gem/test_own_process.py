@@ -25,6 +25,14 @@ def action(text: str) -> Action:
     return Action(text, tokens, [-0.25] * len(tokens))
 
 
+@pytest.fixture(scope="module")
+def held_process(policy_tokenizer):
+    """Keeps the process of AlarmEnv for all tests that play in it, with an environment of another config."""
+    config = {"max_token_length": 78}
+    with AtroposGemEnv(ALARM, tokenizer=policy_tokenizer, timeout_s=30.0, config=config) as env:
+        yield env
+
+
 @pytest.fixture
 def make_alarm(policy_tokenizer):
     made = []
@@ -39,34 +47,7 @@ def make_alarm(policy_tokenizer):
 
 
 @pytest.mark.timeout(300)
-def test_an_environment_that_sets_alarms_runs_in_its_own_process(make_alarm):
-    """By itself, and with the same process for all that play it here; a seed is an item there, too."""
-    env, other = make_alarm(), make_alarm()
-    assert env._remote.pid == other._remote.pid != os.getpid()
-    observation, info = env.reset(seed=4)
-    assert (observation, info["options"]) == ("say 1", {"max_tokens": 9})
-    assert other.reset(seed=4)[0] == "say 1"
-    assert other.reset(seed=5)[0] == "say 2"
-    _, reward, terminated, truncated, info = env.step(action("1"))
-    assert (reward, terminated, truncated, info["filtered"]) == (1.0, True, False, True)
-    assert info["group"]["inference_logprobs"][0][-2:] == [-0.25, -0.25]
-    _, reward, *_, info = other.step("1")
-    assert (reward, info["retokenised"]) == (-1.0, True)
-    assert isinstance(env.sample_random_action(), str)
-    pid = env._remote.pid
-    env.close()
-    with pytest.raises(Closed):
-        env.step("1")
-    assert other.reset(seed=9)[0] == "say 3"
-    del other, env
-    gc.collect()
-    make_alarm.__closure__[0].cell_contents.clear()
-    gc.collect()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=20)
-
-
-@pytest.mark.timeout(300)
-def test_siblings_and_errors_in_another_process(make_alarm):
+def test_siblings_and_errors_in_another_process(make_alarm, held_process):
     siblings = [make_alarm(group_size=3) for _ in range(3)]
 
     def play(env, text):
@@ -91,27 +72,39 @@ def test_siblings_and_errors_in_another_process(make_alarm):
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_process_costs_its_episodes_and_is_started_again(make_alarm):
-    env = make_alarm()
-    env.reset()
-    pid = env._remote.pid
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EnvProcessEnded, match="exit status -9"):
-        env.step("1")
-    assert env.reset()[0] == "say 1", "its items begin again"
-    assert env._remote.pid != pid
-    assert env.step("1")[1] == 1.0
+def test_a_process_that_ends_costs_its_episodes_and_is_started_again(policy_tokenizer):
+    """Killed, then with its main thread blocked, then closed; what the environment forked ends with it."""
+    with AtroposGemEnv(f"{ENVS / 'alarm_env.py'}:PoolEnv", tokenizer=policy_tokenizer, timeout_s=5.0) as env:
+        killed, forked, shown = begun(env)
+        assert shown.endswith(" 1")
+        pid, _, shown = begun(env)
+        assert (pid, shown[-2:]) == (killed, " 2")
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(EnvProcessEnded, match="exit status -9"):
+            env.step("1")
+        wait_until(lambda: not any_alive(forked), timeout_s=20)
+        blocked, forked, shown = begun(env)
+        assert blocked != killed
+        assert shown.endswith(" 1"), "its items begin again"
+        with pytest.raises(EnvProcessEnded, match="the environment blocks the main thread"):
+            env.step(action("block"))
+        wait_until(lambda: not any_alive(forked), timeout_s=20)
+        pid, forked, shown = begun(env)
+        assert pid not in (killed, blocked)
+        assert env.step(action(shown))[1] == 1.0
+    wait_until(lambda: not any_alive(forked), timeout_s=20)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", ["close", "kill"])
-def test_what_an_environment_forked_ends_with_its_process(policy_tokenizer, how):
-    with AtroposGemEnv(f"{ENVS / 'alarm_env.py'}:PoolEnv", tokenizer=policy_tokenizer, timeout_s=60.0) as env:
-        pids = [int(each) for each in env.reset()[0].removeprefix("say ").split(",")]
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        if how == "kill":
-            os.kill(env._remote.pid, signal.SIGKILL)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=20)
+def begun(env):
+    """An episode's process, the processes that its environment forked, and the right answer."""
+    shown = env.reset()[0].removeprefix("say ")
+    forked = [int(each) for each in shown.partition(" ")[0].split(",")]
+    assert all(Path(f"/proc/{pid}").exists() for pid in forked)
+    return env._remote.pid, forked, shown
+
+
+def any_alive(pids):
+    return any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_without_a_process_the_alarm_is_an_error(make_alarm):
@@ -121,7 +114,7 @@ def test_without_a_process_the_alarm_is_an_error(make_alarm):
         env.step("1")
 
 
-def test_arguments_go_there_in_any_mapping(make_alarm):
+def test_arguments_go_there_in_any_mapping(make_alarm, held_process):
     """ROLL's are OmegaConf's."""
     from types import MappingProxyType
 
@@ -148,12 +141,31 @@ def test_what_wants_the_main_thread_is_told_from_its_script(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_process_whose_thread_is_blocked_ends_and_another_begins(policy_tokenizer):
-    with AtroposGemEnv(ALARM, tokenizer=policy_tokenizer, timeout_s=3.0) as env:
-        env.reset(seed=1)
-        pid = env._remote.pid
-        with pytest.raises(EnvProcessEnded, match="the environment blocks the main thread"):
-            env.step(action("block"))
-        assert env.reset(seed=1)[0] == "say 1"
-        assert env._remote.pid != pid
-        assert env.step(action("1"))[1] == 1.0
+def test_an_environment_that_sets_alarms_runs_in_its_own_process(make_alarm, held_process):
+    """By itself, and with the same process for all that play it here; a seed is an item there, too.
+
+    The last test: it ends the process.
+    """
+    env, other = make_alarm(), make_alarm()
+    assert env._remote.pid == other._remote.pid != os.getpid()
+    observation, info = env.reset(seed=4)
+    assert (observation, info["options"]) == ("say 1", {"max_tokens": 9})
+    assert other.reset(seed=4)[0] == "say 1"
+    assert other.reset(seed=5)[0] == "say 2"
+    _, reward, terminated, truncated, info = env.step(action("1"))
+    assert (reward, terminated, truncated, info["filtered"]) == (1.0, True, False, True)
+    assert info["group"]["inference_logprobs"][0][-2:] == [-0.25, -0.25]
+    _, reward, *_, info = other.step("1")
+    assert (reward, info["retokenised"]) == (-1.0, True)
+    assert isinstance(env.sample_random_action(), str)
+    pid = env._remote.pid
+    env.close()
+    with pytest.raises(Closed):
+        env.step("1")
+    assert other.reset(seed=9)[0] == "say 3"
+    del other, env
+    held_process.close()
+    gc.collect()
+    make_alarm.__closure__[0].cell_contents.clear()
+    gc.collect()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=20)

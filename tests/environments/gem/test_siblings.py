@@ -200,12 +200,13 @@ def conversation(answers: list[str], prompts: list[str]) -> list[dict[str, str]]
 
 @pytest.mark.parametrize("form", ["whole", "goes_on", "without_first", "trained", "bare"])
 @pytest.mark.parametrize("left_out", [0, 1])
-def test_a_row_is_never_another_siblings(form, left_out):
+@pytest.mark.parametrize("groups", [100, pytest.param(300, marks=pytest.mark.long)])
+def test_a_row_is_never_another_siblings(form, left_out, groups):
     """Random groups of short answers: each sibling gets a row of its own conversation, or EnvFailed."""
     tokenizer, random = byte_tokenizer(), Random(f"{form} {left_out}")
     tokenizer.apply_chat_template = PlainTokens(tokenizer)  # as of an environment that is played
     told = failed = 0
-    for _ in range(300):
+    for _ in range(groups):
         turns, size = random.randint(1, 3), random.randint(2, 5)
         prompts = [random.choice(["a or b?", "more", "ab", "1"]) for _ in range(turns)]
         words = ["a", "b", "ab", "or", "1", "mo", "a long answer"]
@@ -244,7 +245,7 @@ def test_a_row_is_never_another_siblings(form, left_out):
             if row is None:
                 here = [said[number] for number, *_ in rows]
                 assert said.count(said[at]) > here.count(said[at])
-    assert told > 100
+    assert told > groups / 3
     assert not failed or form not in ("whole", "goes_on", "trained")
 
 

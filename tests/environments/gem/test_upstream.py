@@ -15,7 +15,7 @@ import pytest
 from shmbridge.producers.atropos.check import checked
 from shmbridge.producers.gem import Action, register
 from tests.environments.byte_tokenizer import byte_tokenizer
-from tests.environments.gem.upstream import SCRIPTS, own_scores, write_data
+from tests.environments.gem.upstream import SCRIPTS, Played, own_scores, write_data
 
 GROUP = 4
 
@@ -125,13 +125,15 @@ def test_a_hundred_episodes_of_gsm8k_have_the_environments_own_scores(make, chec
             shown = asked(*siblings[number].reset(seed=seed))
             text = script.right(shown) if rights[number] else script.wrong
             text = f"<think>{'hm ' * 700 * longer[number]}{number}</think>" + text.rpartition("</think>")[2]
-            return shown, text, siblings[number].step(action(text))
+            _, reward, *_, info = siblings[number].step(action(text))
+            row = info["group"]
+            return Played(shown, text, row["tokens"][0], row["masks"][0]), reward
 
         with ThreadPoolExecutor(GROUP) as threads:
             played.append(list(threads.map(play, range(GROUP))))
-    rewards = [[step[1] for _, _, step in group] for group in played]
+    rewards = [[reward for _, reward in group] for group in played]
     assert sum(map(len, rewards)) == 100
-    assert rewards == [own_scores(checkout, group) for group in played]
+    assert rewards == [own_scores(checkout, [each for each, _ in group]) for group in played]
     assert {1.0, -1.0} < {each for group in rewards for each in group}, "and some are worth less for length"
 
 

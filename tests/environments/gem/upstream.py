@@ -196,28 +196,55 @@ def _set(folder: Path, splits: dict[str, list[dict[str, Any]]], config: str = "d
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
 
 
-def own_scores(checkout: Path, group: Sequence[tuple[str, str, Any]]) -> list[float]:
-    """What upstream's `score` of GSM8K says of what was shown, said and got, with no `AtroposGemEnv`.
+@dataclass(frozen=True)
+class Played:
+    """One answer to a problem of GSM8K: what was shown and said, and the row that Atropos makes of it.
 
-    Main thread only. Of a group that it drops, what it had in its ScoredDataGroup as it did: all are equal.
+    Attributes:
+        tokens, masks: of the whole row; a mask is the token id where it was sampled, else -100.
     """
+
+    shown: str
+    said: str
+    tokens: Sequence[int]
+    masks: Sequence[int]
+
+
+def gsm8k(checkout: Path) -> Any:
+    """Upstream's script of GSM8K, as a module; imports atroposlib and math_verify."""
     spec = importlib.util.spec_from_file_location("upstream_gsm8k", checkout / "gsm8k_server.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def own_scores(checkout: Path, group: Sequence[Played], longest: int = 4096) -> list[float]:
+    """What upstream's `score` of GSM8K says of a group, with no `AtroposGemEnv`.
+
+    Main thread only. Of a group that it drops, what it had in its ScoredDataGroup as it did: all are equal.
+
+    Args:
+        longest: the config's max_token_length.
+    """
+    module = gsm8k(checkout)
     env = module.GSM8kEnv.__new__(module.GSM8kEnv)
     config, _ = module.GSM8kEnv.config_init()
-    env.config = config.model_copy(update={"group_size": len(group), "max_token_length": 4096})
+    env.config = config.model_copy(update={"group_size": len(group), "max_token_length": longest})
     env.percent_correct_buffer = []
-    first, second = re.findall(r"What is (\d+) plus (\d+)\?", group[0][0])[-1]
-    rows = []
-    for number, (shown, text, step) in enumerate(group):
-        tokens, masks = step[4]["group"]["tokens"][0], step[4]["group"]["masks"][0]
-        messages = ({"role": "user", "content": shown}, {"role": "assistant", "content": text})
-        gold = f"\\boxed{{{int(first) + int(second)}}}"
-        rows.append(
-            {"messages": messages, "gold_answer": gold, "finish_reason": "stop", "tokens": tokens,
-             "masks": masks, "logprobs": [number]}
-        )  # fmt: skip
+    rows = [
+        {
+            "messages": (
+                {"role": "user", "content": each.shown},
+                {"role": "assistant", "content": each.said},
+            ),
+            "gold_answer": f"\\boxed{{{_sum(group[0].shown)}}}",
+            "finish_reason": "stop",
+            "tokens": each.tokens,
+            "masks": each.masks,
+            "logprobs": [number],
+        }
+        for number, each in enumerate(group)
+    ]
     scored = asyncio.run(env.score(rows))
     if scored is None:
         return [1.0 if each else -1.0 for each in env.percent_correct_buffer]

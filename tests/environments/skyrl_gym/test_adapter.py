@@ -95,20 +95,14 @@ def first(consumer: shmbridge.Consumer, process: subprocess.Popen[str], log: Pat
     raise AssertionError(log.read_text()[-4000:])
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["here", "own process"])
-def test_groups_arrive_whole(
-    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path, separate: bool
-) -> None:
-    consumer = make_consumer(run=RUN)
-    settings = {"separate_process": "true", "env_imports": "counting_env"} if separate else {}
+def whole(serve: Start, consumer: shmbridge.Consumer, tmp_path: Path, **settings: str) -> Any:
+    """Checks three groups; returns the adapter's process and those in which its environments ran."""
     process = serve("--step-rewards", thought_start_tag="1", thought_end_tag="?", **settings)
     records = 0
-    pids = set()
     while records < 3:
         with first(consumer, process, tmp_path / "env.log") as record:
             records += 1
             noted = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-            pids |= {each["pid"] for each in noted}
             group = record.to_scored_data()
             metrics = record.json("extra")["env_metrics"]
             assert group["env_metrics"] == metrics
@@ -120,12 +114,52 @@ def test_groups_arrive_whole(
                     each["content"] for each in group["messages"][row] if each["role"] == "assistant"
                 )
                 assert (metrics["reasoning_traces"][row] is not None) <= ("1" in said)
-    assert pids == {process.pid} or separate
-    assert process.pid not in pids or not separate
+    return process, pids_in(tmp_path)
+
+
+def pids_in(folder: Path) -> set[int]:
+    return {json.loads(line)["pid"] for line in (folder / "log").read_text().splitlines()}
+
+
+def test_groups_arrive_whole_and_errors_of_environments_are_no_rows(
+    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], data: str, tmp_path: Path
+) -> None:
+    with Path(data).open("a") as rows:
+        rows.write(json.dumps(task(uid="bad", breaks_at=2)) + "\n")
+    consumer, log = make_consumer(run=RUN), tmp_path / "env.log"
+    process, pids = whole(serve, consumer, tmp_path)
+    assert pids == {process.pid}
+    give_up = time.monotonic() + 90
+    while "an episode was lost, further ones" not in log.read_text() and time.monotonic() < give_up:
+        with first(consumer, process, log) as record:
+            assert record["instance_id"][0] != "4"
+    assert "an episode was lost, further ones" in log.read_text()
+    assert "ZeroDivisionError: as the task wants" in log.read_text()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
-    if separate:
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=10)
+
+
+def test_the_adapter_goes_on_after_the_end_of_the_environments_process(
+    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path
+) -> None:
+    """Groups from another process arrive as whole, and it ends with the adapter."""
+    consumer = make_consumer(run=RUN)
+    process, pids = whole(serve, consumer, tmp_path, separate_process="true", env_imports="counting_env")
+    (pid,) = pids
+    assert pid != process.pid
+    os.kill(pid, signal.SIGKILL)
+    give_up = time.monotonic() + 90
+    while pids_in(tmp_path) == {pid} and time.monotonic() < give_up:
+        with first(consumer, process, tmp_path / "env.log"):
+            pass
+    pids = pids_in(tmp_path)
+    assert len(pids) == 2
+    assert (
+        "it is started again, 1 of 5: [SB514] the environments' process" in (tmp_path / "env.log").read_text()
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=10)
 
 
 def check(record: Any, group: dict[str, Any], row: int, noted: list[dict[str, Any]]) -> None:
@@ -160,48 +194,6 @@ def check(record: Any, group: dict[str, Any], row: int, noted: list[dict[str, An
     assert spans == group.get("trace_spans", [[]] * 4)[row]
     assert len(tokens) < RUN.max_token_len
     assert (record["token_versions"][row] >= 0).tolist() == trained  # stamped from the server's responses
-
-
-def test_errors_of_environments_are_no_rows(
-    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path
-) -> None:
-    path = tmp_path / "mixed.jsonl"
-    rows = [task(uid="bad", breaks_at=2), task(uid="good", max_turns=1)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    consumer = make_consumer(run=RUN)
-    process = serve(skyrl_repo_id=str(path), enable_process_rewards="false")
-    for _ in range(2):
-        with first(consumer, process, tmp_path / "env.log") as record:
-            assert record.to_scored_data()["instance_id"] == ["1"] * 4
-            assert "step_rewards" not in record
-            assert record.json("extra")["env_metrics"]["prm_supported"] is False
-    wait_until(
-        lambda: "an episode was lost, further ones" in (tmp_path / "env.log").read_text(), timeout_s=30
-    )
-    assert "ZeroDivisionError: as the task wants" in (tmp_path / "env.log").read_text()
-
-
-def test_the_adapter_goes_on_after_the_end_of_the_environments_process(
-    serve: Start, make_consumer: Callable[..., shmbridge.Consumer], tmp_path: Path
-) -> None:
-    consumer = make_consumer(run=RUN)
-    process = serve(separate_process="true", env_imports="counting_env")
-
-    def pids() -> set[int]:
-        return {json.loads(line)["pid"] for line in (tmp_path / "log").read_text().splitlines()}
-
-    with first(consumer, process, tmp_path / "env.log"):
-        pass
-    (pid,) = pids()
-    os.kill(pid, signal.SIGKILL)
-    give_up = time.monotonic() + 90
-    while pids() == {pid} and time.monotonic() < give_up:
-        with first(consumer, process, tmp_path / "env.log"):
-            pass
-    assert len(pids()) == 2
-    assert (
-        "it is started again, 1 of 5: [SB514] the environments' process" in (tmp_path / "env.log").read_text()
-    )
 
 
 def test_its_command_names_the_data_set(tiny: Path, data: str) -> None:
@@ -251,6 +243,7 @@ async def test_a_group_that_lost_episodes_is_sent_by_baseenv(tiny: Path, tmp_pat
     path.write_text(json.dumps(task(max_turns=1)) + "\n")
     config, servers = SkyRLAdapter.config_init()
     settings = {"skyrl_repo_id": str(path), "use_wandb": False, "group_size": 4, "episode_s": 5.0}
+    settings |= {"enable_process_rewards": False}
     settings |= {"tokenizer_name": str(tiny), "ensure_scores_are_not_same": False}
     env = SkyRLAdapter(config.model_copy(update=settings), servers, testing=True)
     env.max_token_len = -1
@@ -269,6 +262,8 @@ async def test_a_group_that_lost_episodes_is_sent_by_baseenv(tiny: Path, tmp_pat
     group, _ = await env.collect_trajectories(0)
     await env.handle_send_to_api(group)
     assert [len(each["tokens"]) for each in sent] == [3]
+    assert "step_rewards" not in sent[0]
+    assert sent[0]["env_metrics"]["prm_supported"] is False
     assert env.losses.episodes == {"ConnectionError": 1}
 
 

@@ -33,32 +33,30 @@ def data(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def start(
-    bridge: str, tiny: Path, data: str, policy_server: str, child_environment: dict[str, str]
-) -> Iterator[Start]:
-    """Starts the command with the flags that all need; others take their place or follow."""
-    started = []
+def words(bridge: str, tiny: Path, data: str, policy_server: str) -> Callable[..., list[str]]:
+    """The flags that all need; others take their place or follow."""
 
-    def run(*flags: str, **instead: str) -> subprocess.Popen[str]:
+    def words(*flags: str, **instead: str) -> list[str]:
         needed = {
             "bridge": bridge,
             "server": policy_server,
             "tokenizer": str(tiny),
             "repo-id": data,
         } | instead
-        words = [word for name, value in needed.items() for word in (f"--{name}", value)]
-        command = [sys.executable, "-m", "shmbridge.producers.skyrl_gym", *words, "--import", "counting_env"]
-        command += [
-            "--lane-bytes",
-            "1M",
-            "--max-tokens",
-            "6",
-            "--context",
-            "100",
-            "--group-size",
-            "4",
-            *flags,
-        ]
+        given = [word for name, value in needed.items() for word in (f"--{name}", value)]
+        given += ["--import", "counting_env", "--lane-bytes", "1M", "--max-tokens", "6", "--context", "100"]
+        return [*given, "--group-size", "4", *flags]
+
+    return words
+
+
+@pytest.fixture
+def start(words: Callable[..., list[str]], child_environment: dict[str, str]) -> Iterator[Start]:
+    """Starts the command as a process, where its end or another one's matters."""
+    started = []
+
+    def run(*flags: str, **instead: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "shmbridge.producers.skyrl_gym", *words(*flags, **instead)]
         started.append(
             subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment
@@ -73,40 +71,27 @@ def start(
         each.communicate()
 
 
-@pytest.mark.parametrize("where", [[], ["--env-python", sys.executable]], ids=["here", "own process"])
-def test_groups_of_a_data_set(start: Start, consumer: shmbridge.Consumer, where: list[str]) -> None:
-    process = start("--epochs", "1", "--env-config", "bonus=0.5", *where)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "4 groups were put; lost: none" in output
+def check_groups(consumer: shmbridge.Consumer) -> None:
     for _ in range(4):
-        with consumer.get(5) as record:
+        with consumer.get(90) as record:
             assert len(record) == 4
             assert [len(row) for row in record["step_rewards"]] == [2] * 4
             assert min(row.min() for row in record["step_rewards"]) >= 0.5
             assert record.json("extra")["env_metrics"]["prm_supported"]
 
 
-def test_flags_of_tags_and_rewards(start: Start, consumer: shmbridge.Consumer) -> None:
-    """Digits stand for tags: the tiny model says nothing else."""
-    process = start("--max-groups", "2", "--no-process-rewards", *[
-        word for digit in range(10) for word in ("--thought-tags", str(digit), ":")
-    ])  # fmt: skip
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    with consumer.get(5) as record:
-        assert "step_rewards" not in record
-        said = "".join(
-            each["content"] for row in record.json("messages") for each in row if each["role"] == "assistant"
-        )
-        assert any(each.isdigit() for each in said)
-        assert any(record.json("extra")["env_metrics"]["reasoning_traces"])
+def test_groups_of_a_data_set(
+    words: Callable[..., list[str]], consumer: shmbridge.Consumer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words("--epochs", "1", "--env-config", "bonus=0.5")) == 0
+    assert "4 groups were put; lost: none" in capsys.readouterr().out
+    check_groups(consumer)
 
 
 def test_sigterm_ends_it_in_order(start: Start, bridge: str, consumer: shmbridge.Consumer) -> None:
-    process = start("--shuffle", "1")
-    with consumer.get(90):
-        pass
+    """With environments in a process of their own."""
+    process = start("--shuffle", "1", "--env-config", "bonus=0.5", "--env-python", sys.executable)
+    check_groups(consumer)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
@@ -118,6 +103,19 @@ def test_sigterm_ends_it_in_order(start: Start, bridge: str, consumer: shmbridge
             )
         )
     )
+
+
+def test_flags_of_tags_and_rewards(words: Callable[..., list[str]], consumer: shmbridge.Consumer) -> None:
+    """Digits stand for tags: the tiny model says nothing else."""
+    tags = [word for digit in range(10) for word in ("--thought-tags", str(digit), ":")]
+    assert main(words("--max-groups", "2", "--no-process-rewards", *tags)) == 0
+    with consumer.get(5) as record:
+        assert "step_rewards" not in record
+        said = "".join(
+            each["content"] for row in record.json("messages") for each in row if each["role"] == "assistant"
+        )
+        assert any(each.isdigit() for each in said)
+        assert any(record.json("extra")["env_metrics"]["reasoning_traces"])
 
 
 def test_a_call_that_never_returns_does_not_keep_it(start: Start, tmp_path: Path) -> None:
@@ -174,14 +172,17 @@ def test_a_command_that_cannot_start_exits_with_two(start: Start) -> None:
     assert "] no environment 'chess' is registered" in errors
 
 
-def test_environments_that_fail_end_it(start: Start, tmp_path: Path) -> None:
+def test_environments_that_fail_end_it(
+    words: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     path = tmp_path / "breaking.jsonl"
     path.write_text(json.dumps(task(breaks_at=1)) + "\n")
-    process = start("--stop-after-failures", "2", **{"repo-id": str(path)})
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
-    assert "error: [SB511] groups failed 2 times in a row" in errors
-    assert "as the task wants" in errors
+    assert main(words("--stop-after-failures", "2", **{"repo-id": str(path)})) == 1
+    assert "error: [SB511] groups failed 2 times in a row" in capsys.readouterr().err
+    assert "as the task wants" in caplog.text
 
 
 def test_help_has_examples(child_environment: dict[str, str]) -> None:

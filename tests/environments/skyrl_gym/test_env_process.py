@@ -55,6 +55,20 @@ def process(
     started.close()
 
 
+@pytest.fixture(scope="module")
+def shared(
+    child_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EnvProcess]:
+    """One for the tests that leave it as it was."""
+    path = tmp_path_factory.mktemp("shared") / "rows.jsonl"
+    path.write_text(json.dumps(task()) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", child_environment["PYTHONPATH"])
+        started = EnvProcess(server_command(str(path)), modules=["counting_env"])
+    with started:
+        yield started
+
+
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -62,7 +76,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def test_the_same_episodes_as_here(
+async def test_the_same_episodes_as_here_until_it_is_closed(
     bridge: str, consumer: shmbridge.Consumer, process: EnvProcess, pieces: Any, tmp_path: Path
 ) -> None:
     tasks = SkyRLTasks(process.rows())
@@ -82,10 +96,13 @@ async def test_the_same_episodes_as_here(
     noted = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert len(noted) == 16  # each was closed
     assert {each["pid"] for each in noted} == {process.pid}
+    process.close()
+    assert gone(process.pid)
+    process.close()
 
 
-async def test_an_error_there_is_an_error_here(bridge: str, process: EnvProcess, pieces: Any) -> None:
-    server, play = Scripted(pieces, lambda prompt, number: "1"), SkyRLPlay(process.make)
+async def test_an_error_there_is_an_error_here(bridge: str, shared: EnvProcess, pieces: Any) -> None:
+    server, play = Scripted(pieces, lambda prompt, number: "1"), SkyRLPlay(shared.make)
     async with Rollout(
         bridge, server, pieces, group_size=2, env_metrics=play.env_metrics, lane_bytes="1M"
     ) as rollout:
@@ -101,15 +118,15 @@ async def test_an_error_there_is_an_error_here(bridge: str, process: EnvProcess,
 
 
 async def test_what_is_no_json_is_the_environments_error(
-    bridge: str, process: EnvProcess, pieces: Any
+    bridge: str, shared: EnvProcess, pieces: Any
 ) -> None:
-    play = SkyRLPlay(process.make)
+    play = SkyRLPlay(shared.make)
     async with Rollout(bridge, Scripted(pieces, lambda prompt, number: "1"), pieces, group_size=2) as rollout:
         tasks = SkyRLTasks([task(odd_metrics=True)])
         assert await rollout.run(tasks.repeated(epochs=1), play) == 0
         assert rollout.failed == {"EnvironmentFailed": 1}
     play.close()
-    process.check()
+    shared.check()
 
 
 @pytest.mark.parametrize("where", ["slow_init", "slow"])
@@ -246,13 +263,6 @@ def test_a_process_that_does_not_start_says_why(data: str, tmp_path: Path) -> No
         missing.rows()
 
 
-def test_closing_ends_it(process: EnvProcess) -> None:
-    process.wait_ready()
-    process.close()
-    assert gone(process.pid)
-    process.close()
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_parent(data: str, child_environment: dict[str, str], how: signal.Signals) -> None:
     command = [sys.executable, str(HERE / "envs" / "process_owner.py"), data]
@@ -275,9 +285,9 @@ def test_a_parent_that_is_gone_already(data: str, child_environment: dict[str, s
     assert done.returncode == 1
 
 
-def test_others_cannot_call_it(process: EnvProcess) -> None:
-    process.wait_ready()
-    url = f"http://127.0.0.1:{process._port}/rows"
+def test_others_cannot_call_it(shared: EnvProcess) -> None:
+    shared.wait_ready()
+    url = f"http://127.0.0.1:{shared._port}/rows"
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=10)
 

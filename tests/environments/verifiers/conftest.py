@@ -60,17 +60,20 @@ def child_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture
-def program(tmp_path: Path, child_environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
-    """Starts a module of ours as a process of its own, which ends with the test."""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@contextmanager
+def programs(folder: Path, environment: dict[str, str]) -> Iterator[Start]:
+    """Starts modules of ours as processes of their own, with logs in `folder`; they end with the block."""
     with ExitStack() as stack:
 
         @contextmanager
         def running(module: str, *words: object) -> Iterator[subprocess.Popen[str]]:
-            log = stack.enter_context((tmp_path / f"{module.rsplit('.', 1)[-1]}.log").open("a"))
+            log = stack.enter_context((folder / f"{module.rsplit('.', 1)[-1]}.log").open("a"))
             command = [sys.executable, "-m", module, *map(str, words)]
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=child_environment
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
             )
             try:
                 yield process
@@ -91,16 +94,28 @@ def program(tmp_path: Path, child_environment: dict[str, str]) -> Iterator[Calla
 
 
 @pytest.fixture
+def program(tmp_path: Path, child_environment: dict[str, str]) -> Iterator[Start]:
+    """Starts a module of ours as a process of its own, which ends with the test."""
+    with programs(tmp_path, child_environment) as start:
+        yield start
+
+
+def following(program: Start, bridge: str, tiny: Path, port: int = 0) -> tuple[str, subprocess.Popen[str]]:
+    """Starts a policy server that follows the bridge; returns its address and its process."""
+    process = program(
+        "shmbridge.consumers.policy_server", "--bridge", bridge, "--model", tiny, "--port", port
+    )
+    line = process.stdout.readline()
+    assert "http://" in line, line
+    return "http://" + line.split("http://")[1].split()[0], process
+
+
+@pytest.fixture
 def serve(program: Callable[..., Any], tiny: Path, bridge: str) -> Callable[..., Any]:
     """Starts a policy server that follows the bridge; returns its address and its process."""
 
     def start(port: int = 0) -> tuple[str, subprocess.Popen[str]]:
-        process = program(
-            "shmbridge.consumers.policy_server", "--bridge", bridge, "--model", tiny, "--port", port
-        )
-        line = process.stdout.readline()
-        assert "http://" in line, line
-        return "http://" + line.split("http://")[1].split()[0], process
+        return following(program, bridge, tiny, port)
 
     return start
 

@@ -1,11 +1,12 @@
-"""kill -9 of the environment, of the inference server and of the consumer: no task is lost, none comes twice
-unmarked.
+"""kill -9 of the environment, of the inference server, of the consumer, and of the learner: no task is lost,
+none comes twice unmarked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import subprocess
 import sys
 import threading
@@ -162,3 +163,59 @@ async def test_the_consumer_is_killed(
     assert len({each[:2] for each in got}) == rows
     once = Counter(each[:2] for each in got if each[2] == "False")
     assert set(once.values()) == {1}
+
+
+def test_the_learner_is_killed(
+    bridge: str, tiny: Path, policy_server: str, program: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Between two checkpoints: the resumed model has every group once, but for those that still wait.
+
+    Each step trains two groups, and each is named in samples.jsonl.
+    """
+    run, steps = tmp_path / "run", 8
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        text = (run / name).read_text() if (run / name).exists() else ""
+        return [json.loads(each) for each in text.splitlines(keepends=True) if each.endswith("\n")]
+
+    learns = [
+        *("--bridge", bridge, "--model", tiny, "--run-dir", run, "--steps", steps, "--save-every", 4),
+        *("--groups", 2, "--group-size", GROUP, "--sample-every", 1, "--threads", 1, "--max-token-len", 64),
+    ]
+    learner = program("shmbridge", "train", *learns)
+    environment = program("shmbridge", "env", *words(bridge, policy_server, tiny, "--concurrency", 1))
+    until(lambda: len(lines("metrics.jsonl")) > 4, learner)
+    learner.kill()
+    learner.wait(30)
+    first, before = lines("samples.jsonl"), len(lines("metrics.jsonl"))
+    saved = max(int(each.name.split("-")[1]) for each in (run / "checkpoints").glob("step-*"))
+    in_checkpoint = [each["group_id"] for each in first if each["step"] <= saved]
+    not_in_it = {each["group_id"] for each in first if each["step"] > saved}
+    assert len(in_checkpoint) == 2 * saved
+    assert not_in_it
+    learner = program("shmbridge", "train", *learns, "--resume")
+    assert environment.wait(90) == 0
+    assert f"{TASKS} groups were put; lost: none" in environment.stdout.read()
+    assert learner.wait(90) == 0
+
+    second = lines("samples.jsonl")[len(first) :]
+    assert [each["step"] for each in second] == [
+        each for step in range(saved, steps) for each in [step + 1] * 2
+    ]
+    trained = Counter([*in_checkpoint, *(each["group_id"] for each in second)])
+    waiting: Counter[str] = Counter()
+    with shmbridge.Consumer(bridge) as consumer:
+        while sum(waiting.values()) < TASKS - len(trained):
+            with consumer.get(5) as record:
+                waiting[str(record.meta.group_id)] += 1
+        with pytest.raises(ConsumerEmpty):
+            consumer.get(0.1)
+        assert not [name for name, n in consumer.stats().items() if n and name.startswith("discarded_total")]
+    assert set((trained + waiting).values()) == {1}
+    assert (len(trained), len(waiting)) == (2 * steps, TASKS - 2 * steps)
+    # what the killed learner had trained and not saved says so when it comes again
+    marked = {each["step"]: each["trajectories_redelivered"] for each in lines("metrics.jsonl")[before:]}
+    again = Counter(each["step"] for each in second if each["group_id"] in not_in_it)
+    assert sum(again.values()) == len(not_in_it)
+    assert all(marked[step] >= GROUP * groups for step, groups in again.items())
+    assert sum(marked.values()) < GROUP * len(second)  # and what is new does not

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 import shmbridge
 from shmbridge.weights import WeightsWriter
-from tests.environments.verifiers.conftest import HERE_ALONE, Noting, larger
+from tests.environments.verifiers.conftest import HERE_ALONE, Noting, Start, following, larger, programs
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,37 +45,60 @@ class Models:
         return logits.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
-async def published(consumer: shmbridge.Consumer, writer: WeightsWriter, models: Models, over: Any) -> int:
-    """Publishes new weights every half a second, until `over`; returns the last version."""
-    version = 0
-    while not over.is_set():
-        model = models.of(version)
-        await asyncio.to_thread(writer.publish, version, list(model.named_parameters()))
-        consumer.publish_policy_version(version)
-        version += 1
-        try:
-            await asyncio.wait_for(over.wait(), 0.5)
-        except TimeoutError:
-            continue
-    return version - 1
+class Followed:
+    """A bridge whose weights a policy server follows, for the whole file: a start costs seconds."""
+
+    def __init__(self, bridge: str, consumer: shmbridge.Consumer, url: str, tiny: Path) -> None:
+        self.bridge, self.consumer, self.url, self.tiny = bridge, consumer, url, tiny
+        self.writer, self.models, self.version = WeightsWriter(bridge), Models(tiny), 0
+
+    async def publish(self, over: asyncio.Event) -> None:
+        """Publishes new weights every half a second, until `over`."""
+        while not over.is_set():
+            model = self.models.of(self.version)
+            await asyncio.to_thread(self.writer.publish, self.version, list(model.named_parameters()))
+            self.consumer.publish_policy_version(self.version)
+            self.version += 1
+            try:
+                await asyncio.wait_for(over.wait(), 0.5)
+            except TimeoutError:
+                continue
+
+
+@pytest.fixture(scope="module")
+def followed(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, child_environment: dict[str, str]
+) -> Iterator[Followed]:
+    bridge = f"t-followed-{os.getpid()}-{os.urandom(2).hex()}"
+    try:
+        with (
+            shmbridge.Consumer(bridge) as consumer,
+            programs(tmp_path_factory.mktemp("followed"), child_environment) as program,
+        ):
+            url, _ = following(program, bridge, tiny)
+            followed = Followed(bridge, consumer, url, tiny)
+            with followed.writer:
+                yield followed
+    finally:
+        report = shmbridge.clean(bridge, dry_run=False)
+    assert not report.kept
 
 
 async def played(
-    bridge: str, consumer: shmbridge.Consumer, url: str, tiny: Path, config: Any, groups: int, **how: Any
+    followed: Followed, config: Any, groups: int, **how: Any
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """The traces of so many groups, and the rows that arrived, while weights are published."""
     rows: list[dict[str, Any]] = []
     over = asyncio.Event()
-    with WeightsWriter(bridge) as writer:
-        publishing = asyncio.create_task(published(consumer, writer, Models(tiny), over))
-        rollout = Noting(bridge, url, str(tiny), config, lane_bytes="16M", **how)
-        async with rollout:
-            assert await rollout.run(rollout.tasks(), rollout.play, groups) == groups, rollout.summary()
-        over.set()
-        await publishing
+    publishing = asyncio.create_task(followed.publish(over))
+    rollout = Noting(followed.bridge, followed.url, str(followed.tiny), config, lane_bytes="16M", **how)
+    async with rollout:
+        assert await rollout.run(rollout.tasks(), rollout.play, groups) == groups, rollout.summary()
+    over.set()
+    await publishing
     assert rollout.losses.episodes == {}
     for _ in range(groups):
-        with consumer.get(10) as record:
+        with followed.consumer.get(10) as record:
             about = record.json("extra")["rows"]
             messages = record.json("messages")
             for row in range(len(record)):
@@ -87,11 +111,11 @@ async def played(
     return [trace for group in rollout.noted for run in group for trace in run.traces], rows
 
 
-def check(traces: list[Any], rows: list[dict[str, Any]], tiny: Path) -> set[int]:
+def check(traces: list[Any], rows: list[dict[str, Any]], models: Models) -> set[int]:
     """Each row is a branch of one of the traces, each branch a row; returns the versions that sampled."""
     branches = {(trace.id, each.index): (trace, each) for trace in traces for each in trace.branches}
     assert len(rows) == len(branches)
-    models, versions = Models(tiny), set()
+    versions: set[int] = set()
     for row in rows:
         trace, branch = branches.pop((row["about"]["trace"], row["about"]["branch"]))
         mask = np.array(branch.sampled_mask)
@@ -118,46 +142,30 @@ def check(traces: list[Any], rows: list[dict[str, Any]], tiny: Path) -> set[int]
 
 
 @pytest.mark.parametrize("groups", [24, pytest.param(200, marks=pytest.mark.long)])
-async def test_a_taskset_of_ones_own(
-    bridge: str, consumer: shmbridge.Consumer, tiny: Path, serve: Callable[..., Any], groups: int
-) -> None:
-    url, _ = await asyncio.to_thread(serve)
-    traces, rows = await played(
-        bridge, consumer, url, tiny, larger(tasks=9), groups, group_size=4, sampling={"max_tokens": 6}
-    )
-    assert len(check(traces, rows, tiny)) > 1
+async def test_a_taskset_of_ones_own(followed: Followed, groups: int) -> None:
+    traces, rows = await played(followed, larger(tasks=9), groups, group_size=4, sampling={"max_tokens": 6})
+    assert len(check(traces, rows, followed.models)) > 1
     assert len(rows) == groups * 4
     assert {row["about"]["metrics"]["letters"] for row in rows}
 
 
 @pytest.mark.parametrize("groups", [24, pytest.param(200, marks=pytest.mark.long)])
-async def test_a_textarena_game(
-    bridge: str, consumer: shmbridge.Consumer, tiny: Path, serve: Callable[..., Any], groups: int
-) -> None:
+async def test_a_textarena_game(followed: Followed, groups: int) -> None:
     """Its engine and verifiers' environment around it, with a game that needs no list of words."""
-    url, _ = await asyncio.to_thread(serve)
     player = {**HERE_ALONE, "harness": {"id": "larger_digit"}, "max_turns": 2}
     config = {"taskset": {"id": "games", "game": "GuessTheNumber-v0"}, "player": player}
-    traces, rows = await played(bridge, consumer, url, tiny, config, groups, **SHORT)
-    check(traces, rows, tiny)
+    traces, rows = await played(followed, config, groups, **SHORT)
+    check(traces, rows, followed.models)
     assert len(rows) >= groups * 2
 
 
 @pytest.mark.parametrize("groups", [24, pytest.param(200, marks=pytest.mark.long)])
-async def test_an_openenv_server(
-    bridge: str,
-    consumer: shmbridge.Consumer,
-    tiny: Path,
-    serve: Callable[..., Any],
-    program: Callable[..., Any],
-    groups: int,
-) -> None:
-    url, _ = await asyncio.to_thread(serve)
+async def test_an_openenv_server(followed: Followed, program: Start, groups: int) -> None:
     server = program("openenv_digits")
     address = await asyncio.to_thread(server.stdout.readline)
     resets = [{"seed": number} for number in range(10)]
     player = {**HERE_ALONE, "harness": {"id": "larger_digit"}}
     config = {"taskset": {"id": "openenv", "base_url": address.strip(), "resets": resets}, "player": player}
-    traces, rows = await played(bridge, consumer, url, tiny, config, groups, **SHORT)
-    check(traces, rows, tiny)
+    traces, rows = await played(followed, config, groups, **SHORT)
+    check(traces, rows, followed.models)
     assert all(json.loads(row["messages"][0]["content"])["observation"]["digit"] in range(10) for row in rows)

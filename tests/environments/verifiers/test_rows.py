@@ -257,7 +257,7 @@ async def test_the_server_works_for_no_client_that_is_gone() -> None:
     try:
         async with Door(server) as door, ClientSession(timeout=ClientTimeout(total=60)) as client:
             url = door.url.removesuffix("/v1") + GENERATE
-            asking = asyncio.create_task(client.post(url, json={"token_ids": [1]}))
+            asking = asyncio.create_task(client.post(url, json={"token_ids": [1]}, headers=door.headers))
             await asyncio.wait_for(begun.wait(), 20)
             asking.cancel()
             await asyncio.wait_for(over.wait(), 20)

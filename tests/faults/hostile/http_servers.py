@@ -2,16 +2,19 @@
 
     python http_servers.py KIND BRIDGE FOLDER
 
-KIND: gateway, strict, policy, environments, scrapes. Prints the port. FOLDER has a model, rows, and a
-stand-in for the package skyrl_gym, whose environments are not asked for anything here.
+KIND: gateway, strict, policy, environments, scrapes, verifiers. Prints the port. FOLDER has a model, rows,
+and a stand-in for the package skyrl_gym, whose environments are not asked for anything here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from shmbridge.httpd.door import Bounds
 
@@ -73,6 +76,43 @@ def scrapes(bridge: str, folder: Path) -> None:
     with ScrapeServer(("127.0.0.1", 0), Exporter(lambda: [bridge]), bounds=bounds) as server:
         print(server.server_port, flush=True)
         server.serve_forever()
+
+
+def verifiers(bridge: str, folder: Path) -> None:
+    """The door before a stand-in of an inference server, which answers one body alone and counts all."""
+    from aiohttp import web
+
+    from shmbridge.producers.rollout import HttpServer
+    from shmbridge.producers.verifiers.door import GENERATE, Door
+
+    came: list[int] = []
+
+    async def generate(request: Any) -> Any:
+        body = await request.read()
+        came.append(len(body))
+        return web.json_response({}, status=200 if body == b'{"token_ids": [1]}' else 400)
+
+    async def count(request: Any) -> Any:
+        return web.json_response({"came": len(came), "most": max(came, default=0)})
+
+    async def serve() -> None:
+        application = web.Application(client_max_size=4 * LIMIT)
+        application.router.add_post(GENERATE, generate)
+        application.router.add_get("/came", count)
+        runner = web.AppRunner(application, shutdown_timeout=1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server, over = HttpServer("http://{}:{}".format(*runner.addresses[0]), api="vllm"), asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
+        door = Door(server, BOUNDS)
+        door._secret = "secret"
+        async with door:
+            print(door.url.split(":")[2].split("/")[0], flush=True)
+            await over.wait()
+        await server.close()
+        await runner.cleanup()
+
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ import shmbridge
 from shmbridge.testing import wait_until
 
 ROOT = Path(__file__).parents[3]
-KINDS = ["gateway", "strict", "policy", "environments", "scrapes"]
-NEEDED = {"gateway": "fastapi", "strict": "fastapi", "policy": "torch"}
+KINDS = ["gateway", "strict", "policy", "environments", "scrapes", "verifiers"]
+NEEDED = {"gateway": "fastapi", "strict": "fastapi", "policy": "torch", "verifiers": "aiohttp"}
 MIB = 1 << 20
 LIMIT = 8 * MIB  # http_servers.py: bytes of a body
 PAUSE_S, HEAD_S = 1.5, 2.0
@@ -44,6 +44,7 @@ GOOD = {
     "policy": ("POST", "/generate", b'{"prompt": "1", "max_tokens": 1}', ""),
     "environments": ("POST", "/rows", b"{}", "X-Shmbridge-Secret: secret\r\n"),
     "scrapes": ("GET", "/healthz", b"", ""),
+    "verifiers": ("POST", "/inference/v1/generate", b'{"token_ids": [1]}', "X-Shmbridge-Secret: secret\r\n"),
 }
 
 
@@ -236,6 +237,7 @@ PATHS = {
     "policy": ["/generate", "/v1/completions", "/v1/chat/completions"],
     "environments": ["/row", "/init", "/step", "/metrics", "/close"],
     "scrapes": ["/metrics", "/healthz"],
+    "verifiers": ["/inference/v1/generate"],
 }
 
 
@@ -287,7 +289,8 @@ def test_a_hostile_first_line(server: Running, first: bytes) -> None:
 def test_a_wrong_request_is_told_what_to_send(server: Running, first: str, refused: set[int]) -> None:
     """With a head and one next action, also where the library of the server refuses it."""
     with server.connect() as client:
-        client.sendall(first.format(GOOD[server.kind][1]).encode() + b"\r\n\r\n")
+        _, path, _, more = GOOD[server.kind]
+        client.sendall(f"{first.format(path)}\r\n{more}\r\n".encode())
         client.shutdown(socket.SHUT_WR)
         found = b"".join(iter(lambda: client.recv(1 << 16), b""))
     (status,) = read_statuses(found)
@@ -454,9 +457,8 @@ def test_an_answer_that_is_not_read_has_an_end(server: Running) -> None:
     """Its connection and its memory are free after a pause, though the client keeps the connection."""
     if server.kind == "scrapes":
         return  # one short answer a connection
-    path, body = {"policy": ("/health", b""), "environments": ("/rows", b"{}")}.get(
-        server.kind, ("/stats", b"")
-    )
+    some = {"policy": ("/health", b""), "environments": ("/rows", b"{}"), "verifiers": ("/came", b"")}
+    path, body = some.get(server.kind, ("/stats", b""))
     head = server.head(f"Content-Length: {len(body)}", path=path, method="POST" if body else "GET")
     before = server.descriptors
     with contextlib.ExitStack() as clients:
@@ -517,14 +519,48 @@ def test_connections_that_reset(server: Running) -> None:
 
 
 def test_a_wrong_secret_comes_before_the_body(server: Running) -> None:
-    """An environment server's refusal is there before a byte of the body is sent, and none is read."""
-    if server.kind != "environments":
+    """The refusal is there before a byte of the body is sent, and none is read."""
+    if "secret" not in GOOD[server.kind][3]:
         return
-    before = server.resident
-    for secret in ("", "X-Shmbridge-Secret: secreT\r\n"):
+    before, path = server.resident, GOOD[server.kind][1]
+    for secret in ("", "X-Shmbridge-Secret: secreT\r\n", "X-Shmbridge-Secret: \xff\r\n"):
         with server.connect() as client:
-            client.sendall(
-                b"POST /rows HTTP/1.1\r\nHost: a\r\n%sContent-Length: 400000000\r\n\r\n" % secret.encode()
-            )
+            head = f"POST {path} HTTP/1.1\r\nHost: a\r\n{secret}Content-Length: 400000000\r\n\r\n"
+            client.sendall(head.encode("latin-1"))
             assert statuses(client) == [403]
     assert server.resident - before < 10 * MIB
+
+
+def test_a_refused_body_is_named_and_not_passed_on(server: Running) -> None:
+    """verifiers' door: too large, of another site or without the secret, it does not reach the model."""
+    if server.kind != "verifiers":
+        return
+
+    def came() -> dict[str, int]:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as asking:
+            asking.request("GET", "/came", headers={"X-Shmbridge-Secret": "secret"})
+            return json.loads(asking.getresponse().read())
+
+    before = came()
+    _, path, body, _ = GOOD["verifiers"]
+    own = {"X-Shmbridge-Secret": "secret"}
+    for status, headers, sent, said in (
+        (413, own, b" " * (LIMIT + 1), f"has {LIMIT + 1} bytes, at most {LIMIT} are taken"),
+        (413, own | {"Transfer-Encoding": "chunked"}, b" " * (LIMIT + 1), f"has more than {LIMIT} bytes"),
+        (413, own | {"Content-Encoding": "gzip"}, gzip.compress(b" " * 9 * LIMIT), "once gunzipped"),
+        (403, own | {"Host": "evil.example.com"}, body, "evil.example.com"),
+        (403, own | {"Origin": "http://evil.example.com"}, body, "Origin"),
+        (403, {}, body, "x-shmbridge-secret"),
+        (403, {"Authorization": "Bearer secret"}, body, "x-shmbridge-secret"),
+    ):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as asking:
+            chunks = iter([sent]) if "Transfer-Encoding" in headers else sent
+            asking.request("POST", path, chunks, headers, encode_chunked="Transfer-Encoding" in headers)
+            answer = asking.getresponse()
+            error = json.loads(answer.read())["error"]
+            assert (answer.status, error["code"]) == (status, status)
+            assert said in error["message"]
+    assert came() == before
+    assert before["most"] <= LIMIT
+    assert server.good() == 200
+    assert came()["came"] == before["came"] + 1

@@ -117,17 +117,17 @@ def agentic_compute_advantage(
 
 def install() -> None:
     """Puts the stand-ins where the adapter imports ROLL from."""
-    pipeline = _module("roll.pipeline.agentic.agentic_pipeline")
+    pipeline = module("roll.pipeline.agentic.agentic_pipeline")
     pipeline.AgenticPipeline, pipeline.agentic_compute_advantage = AgenticPipeline, agentic_compute_advantage
     sys.modules[__name__ + ".pipeline"] = pipeline
-    _module("roll.utils.constants").RAY_NAMESPACE = "roll"
-    _module("roll.distributed.scheduler.protocol").DataProto = DataProto
-    _module("roll.pipeline.agentic.env_manager.base_env_manager").BaseEnvManager = BaseEnvManager
-    _module("roll.pipeline.agentic.agentic_actor_worker").ActorWorker = ActorWorker
-    _module("roll.third_party.fsdp2.model_update").gather_fsdp2_weights = gather_fsdp2_weights
+    module("roll.utils.constants").RAY_NAMESPACE = "roll"
+    module("roll.distributed.scheduler.protocol").DataProto = DataProto
+    module("roll.pipeline.agentic.env_manager.base_env_manager").BaseEnvManager = BaseEnvManager
+    module("roll.pipeline.agentic.agentic_actor_worker").ActorWorker = ActorWorker
+    module("roll.third_party.fsdp2.model_update").gather_fsdp2_weights = gather_fsdp2_weights
 
 
-def _module(path: str) -> ModuleType:
+def module(path: str) -> ModuleType:
     """Makes a module and the packages above it."""
     parts = path.split(".")
     for end in range(1, len(parts) + 1):

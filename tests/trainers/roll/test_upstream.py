@@ -1,145 +1,118 @@
-"""ROLL's own environment managers over upstream's gsm8k_server.py, unedited: 100 episodes in groups of 4.
+"""ROLL's own agentic pipeline over upstream's gsm8k_server.py, unedited: 100 episodes in groups of 4.
 
-Needs SHMBRIDGE_ROLL_CHECKOUT and SHMBRIDGE_ATROPOS_CHECKOUT. Ray and the policy are stand-ins: ROLL's
-managers, one in a thread for each environment of a group, as its worker has them, are as they are.
+Needs SHMBRIDGE_ROLL_CHECKOUT and SHMBRIDGE_ATROPOS_CHECKOUT. `play_on_cpu.py` says what runs and what is
+replaced: vLLM's strategy, by one that says answers that are written there.
 """
 
+import json
 import os
-import random
+import pickle
+import re
+import subprocess
 import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
-from shmbridge.producers.gem import register
 from tests.environments.byte_tokenizer import byte_tokenizer
-from tests.environments.gem.upstream import SCRIPTS, own_scores, write_data
-from tests.trainers.roll.conftest import Queue
+from tests.environments.gem.upstream import SCRIPTS, Played, gsm8k, own_scores, write_data
+from tests.trainers.roll.conftest import HERE
 
-GROUP, EPISODES = 4, 25
+ROOT, STEPS, GROUP, GROUPS, LONGEST = HERE.parents[2], 5, 4, 5, 2048
 
 
-def manager_of(number: int, environment: str, tokenizer, queue, lock):
-    """ROLL's manager of one of the group's environments."""
-    from roll.pipeline.agentic.env_manager import traj_env_manager
+@pytest.fixture
+def scripts() -> Path:
+    """The folder of upstream's environments."""
+    named = os.environ.get("SHMBRIDGE_ATROPOS_CHECKOUT")
+    if not named:
+        pytest.skip("not run: SHMBRIDGE_ATROPOS_CHECKOUT names no checkout of Atropos")
+    return Path(named).resolve() / "environments"
 
-    config = OmegaConf.create(
-        {
-            "env_type": "atropos", "tag": "gsm8k", "env_id": number, "group_id": 0, "group_seed": 7,
-            "max_steps": 1, "max_tokens_per_step": 4096,
-            "config": {
-                "environment": environment, "tokenizer": "tokenizer", "items": 200, "group_size": GROUP,
-                "config": {"use_wandb": False, **SCRIPTS["gsm8k"].config}, "timeout_s": 200.0,
-            },
-        }
-    )  # fmt: skip
-    template = {"agent_system_template": "solve it", "agent_template": "{observation}"}
-    pipeline = SimpleNamespace(
-        custom_envs={"gsm8k": template}, sequence_length=16384, skip_mock_system_prompt=True
+
+def write_model(folder: Path) -> None:
+    """A tiny random model, whose tokens are bytes."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(3)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=LONGEST,
+        bos_token_id=None,
+        **shape,
+        **heads,
+        **ends,
     )
-    generating = SimpleNamespace(max_new_tokens=4096, to_dict=dict)
-    worker = SimpleNamespace(
-        llm_proxy=SimpleNamespace(proxy_type="random", proxy_config={}), generating_args=generating
-    )
-    return traj_env_manager.TrajEnvManager(worker, pipeline, config, tokenizer, None, queue, lock)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def played(batch, row: int, system_prompt: str) -> Played:
+    """One of ROLL's rows: what was shown and said, and its tokens as Atropos' managed server has them."""
+    tokenizer = byte_tokenizer()
+    ids, trained = batch.batch["input_ids"][row], batch.batch["response_mask"][row].bool()
+    prompt = tokenizer.decode(ids[batch.batch["prompt_mask"][row].bool()])
+    shown = re.search(r"What is \d+ plus \d+\?", prompt)[0]
+    assert prompt.endswith(f"{system_prompt}\n\n{shown}<|end|>\n<|assistant|>"), prompt
+    said = ids[trained].tolist()
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": shown}]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    text = tokenizer.decode(said[:-1])
+    assert said[-1] == tokenizer.eos_token_id
+    return Played(shown, text, [*asked, *said], [*[-100] * len(asked), *said])
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_rolls_managers_play_upstreams_gsm8k(needs_checkout, tmp_path, monkeypatch):
-    checkout = os.environ.get("SHMBRIDGE_ATROPOS_CHECKOUT")
-    if not checkout:
-        pytest.skip("not run: SHMBRIDGE_ATROPOS_CHECKOUT names no checkout of Atropos")
+@pytest.mark.timeout(1800)
+def test_rolls_pipeline_plays_upstreams_gsm8k(needs_checkout, scripts, tmp_path):
+    """The scores in the batches that ROLL trains are the environment's own; the engine has ROLL's weights."""
     from roll.distributed.scheduler.protocol import DataProto
-    from roll.pipeline.agentic.env_manager import traj_env_manager
-    from roll.pipeline.agentic.llm_proxy import RandomProxy
 
-    scripts = Path(checkout).resolve() / "environments"
-    register()
     write_data(tmp_path)
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    monkeypatch.chdir(tmp_path)
-    for name, value in {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}.items():
-        monkeypatch.setenv(name, value)
-    if "datasets" in sys.modules:
-        monkeypatch.setattr(sys.modules["datasets"].config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(traj_env_manager.ray, "get", lambda value: value)
-    chance = random.Random(11)
-
-    def sampled(self, messages, lm_input, generation_config):
-        """A policy that is right most of the time, and at length now and then."""
-        text = (
-            SCRIPTS["gsm8k"].right(messages[-1]["content"])
-            if chance.random() < 0.5
-            else SCRIPTS["gsm8k"].wrong
+    write_model(tmp_path / "model")
+    environment = os.environ | {
+        "SHMBRIDGE_ROLL_CHECKOUT": str(Path(needs_checkout).resolve()), "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "USE_TF": "0", "ROLL_LOG_DIR": str(tmp_path / "logs"),
+        "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "play_on_cpu.py"), str(scripts / SCRIPTS["gsm8k"].path)]
+    with (tmp_path / "log").open("w+") as log:
+        run = subprocess.Popen(
+            [*command, str(tmp_path), "--steps", str(STEPS)], stdout=log, stderr=log, env=environment
         )
-        text = f"<think>{'hm ' * 700 * (chance.random() < 0.3)}</think>" + text.rpartition("</think>")[2]
-        lm_input.batch["responses"] = tokenizer([text], return_tensors="pt", add_special_tokens=False)[
-            "input_ids"
-        ]
-        return lm_input
-
-    monkeypatch.setattr(RandomProxy, "generate", sampled)
-    environment = str(scripts / SCRIPTS["gsm8k"].path)
-    queues, managers, steps = [Queue(EPISODES) for _ in range(GROUP)], [], [[] for _ in range(GROUP)]
-    for number in range(GROUP):
-        manager = manager_of(number, environment, tokenizer, queues[number], threading.Lock())
-        manager.update_step(0)
-        watched(manager, steps[number], queues[number])
-        managers.append(manager)
-    failed = []
-
-    def run(manager):
         try:
-            manager.run_rollout_loop(DataProto(meta_info={"seed": 3}))
-        except BaseException as error:
-            failed.append(error)
-            raise
-
-    threads = [threading.Thread(target=run, args=(manager,)) for manager in managers]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(500)
-    assert not failed
-    rewards = [
-        [float(rollout.non_tensor_batch["episode_scores"][0]) for rollout in queue.rollouts]
-        for queue in queues
-    ]
-    assert [len(each) for each in rewards] == [EPISODES] * GROUP
-    for episode in range(EPISODES):
-        group = [steps[number][episode] for number in range(GROUP)]
-        assert len({shown for shown, _, _ in group}) == 1, "siblings have one item"
-        assert [rewards[number][episode] for number in range(GROUP)] == pytest.approx(
-            own_scores(scripts, group), abs=1e-6
-        )
-    for manager in managers:
-        manager.env.close()
-
-
-def watched(manager, steps: list, queue) -> None:
-    """Notes what its environment was given and gave; the loop ends with the queue's episodes."""
-    env, shown = manager.env, []
-    reset, step, original = env.reset, env.step, queue._next
-
-    def noting_reset(seed=None):
-        observation, info = reset(seed=seed)
-        shown[:] = [info["new_messages"][-1]["content"]]
-        return observation, info
-
-    def noting_step(action):
-        stepped = step(action)
-        steps.append((shown[0], action.removesuffix("<|end|>"), stepped))
-        return stepped
-
-    def next_episode(group_id, env_id=None):
-        episode = original(group_id, env_id)
-        manager.running = episode is not None
-        return episode
-
-    env.reset, env.step = noting_reset, noting_step
-    queue.get_episode_id.remote = next_episode
+            assert run.wait() == 0, (tmp_path / "log").read_text()[-6000:]
+        finally:
+            run.kill()
+    system_prompt = gsm8k(scripts).system_prompt
+    metrics, groups, rewards = json.loads((tmp_path / "metrics.json").read_text()), {}, []
+    for step in range(STEPS):
+        with (tmp_path / f"rollouts/train/step_{step:06}.pkl").open("rb") as file:
+            batch: DataProto = pickle.load(file)
+        columns = batch.non_tensor_batch
+        assert len(batch) == GROUP * GROUPS
+        assert sorted(columns["env_ids"]) == list(range(GROUP * GROUPS))
+        scores = [float(each) for each in columns["episode_scores"]]
+        for row, name in enumerate(columns["traj_group_id"]):
+            placed = batch.batch["scores"][row].nonzero().flatten().tolist()
+            last = int(batch.batch["attention_mask"][row].sum()) - 1
+            assert placed in ([last], []), "on the last token"
+            assert float(batch.batch["scores"][row, last]) == np.float32(scores[row])
+            groups.setdefault(name, []).append((played(batch, row, system_prompt), scores[row]))
+        assert metrics[step]["critic/score/mean"] == pytest.approx(np.mean(scores), abs=1e-6)
+        difference = metrics[step]["actor/train_infer_diff_token_mean@sum"]
+        assert abs(difference) < 1e-6, "the engine has the weights that are trained"
+        rewards += scores
+    assert [len(each) for each in groups.values()] == [GROUP] * GROUPS * STEPS
+    for group in groups.values():
+        assert len({each.shown for each, _ in group}) == 1, "siblings have one item"
+        own = own_scores(scripts, [each for each, _ in group], LONGEST)
+        assert [reward for _, reward in group] == own
+    assert len(rewards) == 100
+    assert {1.0, -1.0} < set(rewards), "and some are worth less for length"

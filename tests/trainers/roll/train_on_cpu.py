@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, os.environ["SHMBRIDGE_ROLL_CHECKOUT"])
 ROOT = str(Path(__file__).parents[3])
 
+import cpu_platform  # noqa: E402
 import ray  # noqa: E402
-import torch  # noqa: E402
 from dacite import from_dict  # noqa: E402
 from roll.distributed.executor.model_update_group import ModelUpdateGroup  # noqa: E402
 from roll.distributed.executor.worker import Worker  # noqa: E402
@@ -29,27 +29,12 @@ from roll.distributed.scheduler.decorator import Dispatch, register  # noqa: E40
 from roll.pipeline.agentic.agentic_actor_worker import ActorWorker  # noqa: E402
 from roll.pipeline.agentic.agentic_config import AgenticConfig  # noqa: E402
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline  # noqa: E402
-from roll.platforms.cpu import CpuPlatform  # noqa: E402
 from roll.utils.constants import RAY_NAMESPACE  # noqa: E402
 
 from shmbridge.consumers.roll.actor_worker import ShmActorWorker  # noqa: E402
 from shmbridge.consumers.roll.pipeline import ShmAgenticPipeline  # noqa: E402
 
-# ROLL asks its platform for these, and its CPU platform asks torch.cpu, which has none of them.
-for name in [
-    "empty_cache",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-]:
-    setattr(CpuPlatform, name, staticmethod(lambda *_: None))
-for name in ["memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"]:
-    setattr(CpuPlatform, name, staticmethod(lambda *_: 0))
-CpuPlatform.mem_get_info = staticmethod(lambda *_: (1, 1))
-CpuPlatform.device_memory_used = staticmethod(lambda *_: 0)
-CpuPlatform.random = SimpleNamespace(get_rng_state_all=list, set_rng_state_all=lambda _: None)
-CpuPlatform.get_rng_state = staticmethod(torch.get_rng_state)
-CpuPlatform.set_rng_state = staticmethod(torch.set_rng_state)
+cpu_platform.complete()
 
 
 class NoEngine(Worker):

@@ -80,4 +80,5 @@ class PoolEnv(AlarmEnv):
     async def get_next_item(self):
         loop = asyncio.get_running_loop()
         pids = await asyncio.gather(*(loop.run_in_executor(self.pool, os.getpid) for _ in range(4)))
-        return {**await super().get_next_item(), "number": ",".join(map(str, sorted(set(pids))))}
+        item = await super().get_next_item()
+        return {"number": f"{','.join(map(str, sorted(set(pids))))} {item['number']}"}
