@@ -103,8 +103,10 @@ def not_admitted(
     elif control.paused:
         culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
     elif isinstance(answer, Full):
-        running, waiting = answer.running, answer.committed
-        culprit += f": {running} groups are generated, {waiting} wait or are trained with, of {answer.limit}"
+        culprit += (
+            f": {answer.running} groups are being generated and {answer.committed} wait or are trained "
+        )
+        culprit += f"with, of {answer.limit}"
     numbers = {"producer": producer_id, "tickets": tickets, "timeout_s": timeout_s}
     return obstacle(error, "no ticket", culprit=culprit, hint=hint, **numbers)
 
