@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from shmbridge._ext.column import WORTH_A_LOOK
 from shmbridge._ext.pack import BadValue
 from shmbridge.errors import BadArgument, InvalidRecord
 from shmbridge.other_names import did_you_mean, nearest
@@ -216,6 +217,7 @@ def groups_of(groups: Any) -> Iterable[Any]:
     )
 
 
+_WORTH_A_LOOK = frozenset(WORTH_A_LOOK)
 _NO_MASK = "neither loss_mask, masks nor prompt_length: learners train nothing of it -> write one of these"
 _GREEDY = (
     "a temperature below 1e-5: its log-probabilities mean nothing -> sample at the temperature of training"
@@ -240,8 +242,11 @@ class PutNotices:
         if type(group) is not dict and not isinstance(group, Mapping):
             # Arrow: check only which columns there are, not their values.
             group = dict.fromkeys(group.schema.names, True)
-        if all(_lacks(group.get(name), nulls) for name in ("loss_mask", "masks", "prompt_length")):
+        masks = group.get("loss_mask"), group.get("masks")
+        if _lacks(masks[0], nulls) and _lacks(masks[1], nulls) and _lacks(group.get("prompt_length"), nulls):
             self._warn_once(_NO_MASK)
+        if _WORTH_A_LOOK.isdisjoint(group):
+            return
         if any(_is(value, below=1e-5) for value in _settings(group, "temperature")):
             self._warn_once(_GREEDY)
         if any(_is(value, below=1.0) for value in _settings(group, "top_p")) or any(
