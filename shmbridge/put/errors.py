@@ -92,6 +92,7 @@ _REASONS = ", ".join(f"'{name}' ({code})" for code, name in enumerate(FINISH_REA
 _ENDS = "step_ends are exclusive: tokens 0 to 2 and 3 to 6 end at [3, 7], one end for each of step_rewards"
 _PROMPT = "prompt_length counts the row's first tokens, those of its prompt; None or -1: unknown"
 _VERSION = "policy_version is the version when generation began, or (oldest, newest)"
+_PER_TOKEN = "one value per token: {name}=[[0.0, 0.0, 1.0]]; one number a row is score=[1.0]"
 _PADDING = "leave it out, and the padding too: rows have lengths of their own"
 # The examples of a column, of a kind of columns, or of a library.
 _EXAMPLES = {
@@ -110,14 +111,8 @@ _EXAMPLES = {
     ("step_ends", "count"): _ENDS,
     ("token_versions", "older"): _VERSION,
     ("token_versions", "newer"): _VERSION,
-    (
-        "token_rewards",
-        "row",
-    ): "one value per token: {name}=[[0.0, 0.0, 1.0]]; one number a row is score=[1.0]",
-    (
-        "token_rewards",
-        "length",
-    ): "one value per token: {name}=[[0.0, 0.0, 1.0]]; one number a row is score=[1.0]",
+    ("token_rewards", "row"): _PER_TOKEN,
+    ("token_rewards", "length"): _PER_TOKEN,
     ("masks", "null row"): "give it masks, -100 for each token that is not trained, or leave the row out",
     ("masks", "length"): "one value per token, prompt included: -100 where nothing is trained",
     ("loss_mask", "length"): "one value per token, prompt included: 0 where nothing is trained",
@@ -134,10 +129,7 @@ _EXAMPLES = {
     ("split", "unknown"): "it is an argument: put(group, split='eval')",
     ("env_name", "unknown"): "it is an argument: Producer(bridge, env_name='gsm8k')",
     ("producer_id", "unknown"): "it is an argument: Producer(bridge, producer_id='mine')",
-    (
-        "prompt_ids",
-        "no tokens",
-    ): "join them: tokens=[prompt + completion, ...], prompt_length=[len(prompt), ...]",
+    ("prompt_ids", "no tokens"): "tokens=[prompt + completion, ...], prompt_length=[len(prompt), ...]",
     ("None", "group"): "skip None: an environment that made no group puts none",
     ("a list", "group"): "put({{'tokens': [row, ...], 'score': [...]}}), or put_many(groups) for several",
     ("a pandas DataFrame", "group"): "put(frame.to_dict('list'))",
