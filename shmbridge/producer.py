@@ -27,16 +27,23 @@ from shmbridge.config import (
     check_timeout,
     format_size,
 )
-from shmbridge.errors import BadArgument, Closed, InvalidRecord, LaneFull, RecordTooBig, ShmBridgeError
-from shmbridge.put import producer_errors
-from shmbridge.put.agreement import check_agrees_with_bridge
-from shmbridge.put.claim import Slot
-from shmbridge.put.counters import lane_counters
-from shmbridge.put.new_lane import create_lane
-from shmbridge.put.planner import RecordPlanner, Version, as_invalid, checked_stamp, groups_of
+from shmbridge.errors import (
+    BadArgument,
+    BridgeDraining,
+    ClaimOpen,
+    Closed,
+    InvalidRecord,
+    LaneFull,
+    LaneQuarantined,
+    RecordTooBig,
+    ShmBridgeError,
+)
+from shmbridge.put import lane
+from shmbridge.put.errors import as_invalid, groups_of
+from shmbridge.put.lane import LOOK_S, OwnNames, Slot, check_agrees_with_bridge, create_lane, lane_counters
+from shmbridge.put.planner import RecordPlanner, Version, checked_stamp
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.put.still_linked import LOOK_S, OwnNames
 from shmbridge.put.tickets import Ticket, Tickets
 from shmbridge.schema import Split, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement
@@ -263,7 +270,7 @@ class Producer(OneProcess):
             with suppress(ValueError):
                 self._waiting.remove(plan)
         if plan.sequence is None:  # close() came first and had no room
-            raise producer_errors.closed_while_waiting(self.producer_id)
+            raise lane.obstacle(Closed, "closed while waiting", producer=self.producer_id)
         return plan.sequence
 
     def claim(
@@ -349,7 +356,9 @@ class Producer(OneProcess):
         try:
             if isinstance(group, RelayedRecord):
                 if self.origin is None:
-                    raise producer_errors.no_origin(self.producer_id, group.sequence)
+                    raise lane.obstacle(
+                        InvalidRecord, "no origin", producer=self.producer_id, sequence=group.sequence
+                    )
                 return self._planner.relayed(group, self._writer.newest_origin)
             return self._planner.plan(group, self._stamp(group_id, group_size, version, split), foreign)
         except (InvalidRecord, RecordTooBig):
@@ -369,7 +378,7 @@ class Producer(OneProcess):
         if newest is not None and operator.index(newest) > published:
             self._fast_put.ahead += 1
             if self._fast_put.ahead == 1:
-                log.warning("%s", producer_errors.ahead(self.producer_id, self.bridge, newest, published))
+                log.warning("%s", lane.ahead(self.producer_id, self.bridge, newest, published))
         return stamp
 
     def _held_back(self) -> bool:
@@ -379,11 +388,13 @@ class Producer(OneProcess):
     def _is_paused(self) -> bool:
         self._check_open()
         if self._writer.quarantined:
-            raise producer_errors.quarantined(self.producer_id, self._control.hub_pid)
+            raise lane.obstacle(
+                LaneQuarantined, "quarantined", producer=self.producer_id, pid=self._control.hub_pid
+            )
         if self._writer.claiming:
-            raise producer_errors.claim_open(self.producer_id)
+            raise lane.obstacle(ClaimOpen, "claim open", producer=self.producer_id)
         if self._control.draining:
-            raise producer_errors.draining(self.bridge)
+            raise lane.obstacle(BridgeDraining, "draining", bridge=self.bridge)
         self._names.check()
         return bool(self._control.paused)
 
@@ -448,16 +459,14 @@ class Producer(OneProcess):
             time.sleep(min(left_s, 0.02))
 
     def _lane_full(self, plan: Plan, waited_s: float) -> LaneFull:
-        return producer_errors.lane_full(
-            self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s
-        )
+        return lane.lane_full(self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s)
 
     def _publish(self, slot: Slot) -> None:
         """Checks and publishes the values that the caller wrote into an open claim."""
         self._check_open()
         if (name := slot.unused) is not None and slot.is_open:
             self._drop(slot.plan, Drop.INVALID)
-            raise producer_errors.unwritten(name)
+            raise as_invalid(BadValue(name, -1, -1, None, "unwritten"), self.columns)
         try:
             slot.plan.finish(slot)
             self._planner.fragments.note(slot.plan)
@@ -466,7 +475,7 @@ class Producer(OneProcess):
             raise as_invalid(bad, self.columns, None) from None
         except ClaimLost:
             self._check_open()
-            raise producer_errors.claim_over() from None
+            raise lane.obstacle(ClaimOpen, "claim over") from None
 
     def _drop(self, plan: Plan, reason: Drop) -> None:
         # set first: a signal handler that closes drops the waiting plans too
@@ -571,12 +580,12 @@ class Producer(OneProcess):
 
     def _check_process(self) -> None:
         if self._lane.forked:
-            raise producer_errors.forked(self.producer_id)
+            raise lane.obstacle(Closed, "forked", producer=self.producer_id)
 
     def _check_open(self) -> None:
         self._check_process()
         if self._closed:
-            raise producer_errors.closed(self.producer_id)
+            raise lane.obstacle(Closed, "closed", producer=self.producer_id)
 
     def close(self, drain: bool = False, timeout_s: float | None = None) -> None:
         """Leaves the bridge; committed records stay for the consumer.
@@ -602,7 +611,8 @@ class Producer(OneProcess):
                 self._names.check_reachable()
                 left = _left(began, timeout_s)
                 if left <= 0:
-                    raise producer_errors.not_drained(self.producer_id, self._writer.outstanding, timeout_s)
+                    numbers = {"records": self._writer.outstanding, "timeout_s": timeout_s}
+                    raise lane.obstacle(LaneFull, "not drained", producer=self.producer_id, **numbers)
                 self._sleep(left)
         finally:
             self._leave()
@@ -625,7 +635,7 @@ class Producer(OneProcess):
             raise
 
     def _give_back(self) -> None:
-        self._names.say_what_is_left()
+        self._names.log_unreachable()
         # Before _closed is set, in case an interrupt ended close() above: a thread in begin_group checks only
         # the tickets.
         self._tickets.end()

@@ -65,6 +65,8 @@ def shown(value: Any) -> str:
     value = _as_python(value)
     if is_dtype(value):
         return f"an array of {_dtype_name(value)}"
+    if is_tensor(value) and value.is_nested:  # has no shape
+        return "a nested tensor"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return _array_shown(value)
     if not isinstance(value, _PLAIN):

@@ -4,6 +4,7 @@ import numpy as np
 
 CHECKED_COLUMNS: tuple[str, ...]
 LOGPROBS: tuple[str, ...]
+WORTH_A_LOOK: tuple[str, ...]
 
 class BeyondLayout(OverflowError): ...
 class WrongLengths(ValueError): ...

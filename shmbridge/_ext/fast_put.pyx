@@ -1,8 +1,8 @@
 """The grammar of `put`: the forms that a group's columns may have, and the plan of the group's record.
 
 C reads rows that are lists, tuples, 1-D arrays, CPU tensors or None; (flat array, lengths); 2-D arrays; rows
-of rows; one number a row. A Converter (shmbridge.put.convert) turns every other value into one of these, and
-makes the errors. pack.pyx packs the values.
+of rows; one number a row. A Converter (shmbridge.put.convert) turns every other value into one of
+these. pack.pyx packs the values.
 """
 
 cimport numpy as cnp
@@ -83,7 +83,7 @@ cdef class ColumnForms:
     def plan(self, group, Stamp stamp not None, source=None, bint fold_masks=True):
         """The plan of a group's record. Without `fold_masks`, masks are stored beside loss_mask.
 
-        Raises InvalidRecord; BadValue; BeyondLayout.
+        Raises BadValue; BeyondLayout.
         """
         return self.make_plan(group, stamp, source, fold_masks, self._converter)
 
@@ -117,7 +117,7 @@ cdef class ColumnForms:
                 column = None
             else:
                 if form.name is not key and form.name != key and form.name in given:
-                    raise converter.errors.second(form.name, key)
+                    raise BadValue(form.name, -1, -1, key, "twice")
                 if form is self._masks and "loss_mask" not in given:
                     self.add_masks(columns, tokens, value, fold_masks, group, converter)
                     continue
@@ -130,7 +130,7 @@ cdef class ColumnForms:
                 unknown = {} if unknown is None else unknown
                 unknown[key] = value
             else:
-                raise converter.errors.unknown(key, value, converter.table, tokens.entries)
+                raise BadValue(key, -1, -1, value, "unknown")
         if unknown is not None or has_extra:
             value = given.get("extra")
             value = value if unknown is None else converter.extra(value, unknown)
@@ -163,15 +163,12 @@ cdef class ColumnForms:
         if score is not None and not self._foreign and score.tag == TAG_VALUES and score.entries == rows:
             row = empty_row(tokens, score)
             if row >= 0:
-                raise converter.errors.scored_nothing(row)
+                raise BadValue("tokens", row, -1, None, "scored")
         for place in range(PyList_GET_SIZE(columns)):
             column = <PackedColumn>PyList_GET_ITEM(columns, place)
             row = difference(column, tokens)
             if row != FITS:
-                wrong = converter.errors.unequal(column, tokens, row)
-                if column.form.per_record or not self._foreign:
-                    raise wrong
-                converter.note_uneven(wrong)
+                converter.uneven(column, tokens, row)
                 uneven = True
         if not small_number(env, &env_id):
             env_id = converter.env_id(env)
@@ -181,9 +178,12 @@ cdef class ColumnForms:
     cdef PackedColumn read_tokens(self, dict given, group, converter):
         cdef PackedColumn tokens = read(self._tokens, given.get("tokens"), group, None, converter)
         if not tokens.entries:
-            raise converter.errors.no_tokens(given)
+            if not given:
+                raise BadValue("", -1, -1, None, "no columns")
+            raise BadValue("tokens", -1, -1, given.get("tokens", list(given)),
+                           "no rows" if "tokens" in given else "no tokens")
         if tokens.validity is not None:
-            raise converter.errors.null_row(tokens)
+            raise BadValue("tokens", tokens.validity.index(0), -1, None, "null row")
         return tokens
 
     cdef int add_masks(self, list columns, PackedColumn tokens, value, bint fold, group, converter) except -1:
@@ -196,7 +196,7 @@ cdef class ColumnForms:
             return 0
         column = read(self._masks, value, group, tokens, converter)
         if column.validity is not None and not self._foreign:
-            raise converter.errors.null_row(column)
+            raise BadValue("masks", column.validity.index(0), -1, None, "null row")
         columns.append(column)
         if column.tag == TAG_VALUES:
             value = converter.loss_mask(value)

@@ -8,9 +8,12 @@ class BadValue(ValueError):
     column: str
     row: int
     position: int
-    value: object
-    reason: str
-    def __init__(self, column: str, row: int, position: int, value: object, reason: str) -> None: ...
+    value: Any
+    fault: str
+    limit: Any
+    def __init__(
+        self, column: str, row: int, position: int, value: object, fault: str, limit: object = None
+    ) -> None: ...
 
 class LossyMasks(Exception): ...
 

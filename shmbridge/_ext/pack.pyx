@@ -50,15 +50,16 @@ cdef extern from "lane_copy.h" nogil:
 cnp.import_array()
 
 
-NEGATIVE = "is negative: a token id is 0 or more"
-
-
 class BadValue(ValueError):
-    """A value that its column cannot hold."""
+    """A value, row or column that cannot be put, and the `limit` that it broke.
 
-    def __init__(self, column, row, position, value, reason):
-        super().__init__(column, row, position, value, reason)
-        self.column, self.row, self.position, self.value, self.reason = column, row, position, value, reason
+    `fault` is one of those in shmbridge.put.errors; `row` and `position` are -1 where they say nothing.
+    """
+
+    def __init__(self, column, row, position, value, fault, limit=None):
+        super().__init__(column, row, position, value, fault, limit)
+        self.column, self.row, self.position, self.value = column, row, position, value
+        self.fault, self.limit = fault, limit
 
 
 class LossyMasks(Exception):
@@ -79,9 +80,9 @@ cdef int64_t write_values(PackedColumn column, uint8_t* to, bint is_cold) except
     if cnp.PyArray_CheckExact(column.rows):  # all values
         count = array_size(column.rows)
         if <uint64_t>count > column.count:
-            raise_resized(column, 0, count, NULL)
+            raise_resized(column, 0, count, column.count)
         if <uint64_t>count < column.count:
-            raise_smaller(column, 0, end - to - count * item)
+            raise_resized(column, 0, count, column.count)
         return write_array(column, 0, <cnp.ndarray><PyObject*>column.rows, first, to, count, is_cold)
     if column.form.kind == KIND_BYTES:
         lane_copy(to, PyBytes_AS_STRING(column.rows), column.count, is_cold)
@@ -90,7 +91,7 @@ cdef int64_t write_values(PackedColumn column, uint8_t* to, bint is_cold) except
     for source in <list>column.rows:
         count = array_size(source) if cnp.PyArray_CheckExact(source) else PySequence_Fast_GET_SIZE(source)
         if planned != NULL and count != planned[row] or <uint64_t>count > <uint64_t>(end - to) // item:
-            raise_resized(column, row, count, planned)
+            raise_resized(column, row, count, column.count if planned == NULL else planned[row])
         if count:
             if cnp.PyArray_CheckExact(source):
                 none += write_array(column, row, <cnp.ndarray>source, first, to, count, is_cold)
@@ -99,7 +100,7 @@ cdef int64_t write_values(PackedColumn column, uint8_t* to, bint is_cold) except
         to += count * item
         row += 1
     if to != end:
-        raise_smaller(column, max(row - 1, 0), end - to)
+        raise_resized(column, max(row - 1, 0), (to - first) // item, column.count)
     return none
 
 
@@ -113,16 +114,9 @@ cdef inline const uint32_t* planned_lengths(PackedColumn column) noexcept:
     return <const uint32_t*>PyBytes_AS_STRING(lengths)
 
 
-cdef int raise_resized(PackedColumn column, Py_ssize_t row, Py_ssize_t count,
-                       const uint32_t* planned) except -1:
-    """Raises for a row whose length has changed since the group was handed over."""
-    then = "smaller" if planned == NULL else planned[row]
-    return raise_bad(column, row, 0, count, f"is a length that was {then} when the group was handed over")
-
-
-cdef int raise_smaller(PackedColumn column, Py_ssize_t row, Py_ssize_t missing) except -1:
-    reason = "bytes are missing: the group became smaller after it was handed over"
-    raise BadValue(column.form.name, row, 0, missing, reason)
+cdef int raise_resized(PackedColumn column, Py_ssize_t row, Py_ssize_t count, uint64_t planned) except -1:
+    """Raises for a row, or a whole column, whose length has changed since the group was handed over."""
+    return raise_bad(column, row, 0, count, "resized", planned)
 
 
 cdef inline Py_ssize_t array_size(object array) noexcept:
@@ -279,13 +273,13 @@ def copy_array(PackedColumn column not None, Py_ssize_t row, source, to):
         outside = (source < limits.min) | (source > limits.max) if kind != "b" else np.zeros(0, bool)
         if outside.any():
             position = int(outside.argmax())
-            raise_bad(column, row, position, int(source[position]), f"does not fit {to.dtype}")
+            raise_bad(column, row, position, int(source[position]), "range")
         to[:] = source
     elif (to.dtype.kind == "f" and kind in "fiub") or (to.dtype.kind == "b" and kind == "b"):
         with np.errstate(over="ignore"):
             to[:] = source
     else:
-        raise_bad(column, row, 0, source.dtype, f"cannot become {to.dtype}")
+        raise_bad(column, row, 0, source.dtype, "dtype")
 
 
 cdef int64_t check_column(PackedColumn column, uint8_t* values) except -1:
@@ -321,7 +315,7 @@ cdef int check_negative(PackedColumn column, uint8_t* first, uint8_t* values, Py
         bad = first_bad32(values, count, NEGATIVE_IS_BAD)
     if bad >= 0:
         row, position = row_of(column.lengths, (values - first) // 4 + bad)
-        raise BadValue(column.form.name, row, position, (<int32_t*>values)[bad], NEGATIVE)
+        raise BadValue(column.form.name, row, position, (<int32_t*>values)[bad], "negative")
     return 0
 
 
@@ -342,12 +336,14 @@ cdef int check_finite(PackedColumn column, uint8_t* first, uint8_t* values, Py_s
 
 cdef int raise_unfit(PackedColumn column, Py_ssize_t row, Py_ssize_t position, value) except -1:
     """Of a value that its column's type does not hold, or a negative token."""
-    negative = column.form.role == IS_TOKENS and isinstance(value, (int, np.integer)) and -(1 << 31) <= value < 0
-    reason = NEGATIVE if negative else f"does not fit {column.form.dtype}"
-    return raise_bad(column, row, position, value, reason)
+    fault = "none" if value is None else "type"
+    if isinstance(value, (int, np.integer)):
+        fault = "negative" if column.form.role == IS_TOKENS and -(1 << 31) <= value < 0 else "range"
+    return raise_bad(column, row, position, value, fault)
 
 
-cdef int raise_bad(PackedColumn column, Py_ssize_t row, Py_ssize_t position, value, reason) except -1:
+cdef int raise_bad(PackedColumn column, Py_ssize_t row, Py_ssize_t position, value, str fault,
+                   limit=None) except -1:
     """A scalar column is packed as if it were one row: its positions are rows."""
     if column.form.kind == KIND_SCALAR:
         row, position = position, 0
@@ -357,7 +353,7 @@ cdef int raise_bad(PackedColumn column, Py_ssize_t row, Py_ssize_t position, val
         row = row_of(column.lengths, row)[0]
     elif type(column.rows) is not list or len(column.rows) != column.entries:
         row, position = row_of(column.lengths, position)
-    raise BadValue(column.form.name, row, position, value, reason)
+    raise BadValue(column.form.name, row, position, value, fault, limit)
 
 
 cdef int raise_non_finite(PackedColumn column, Py_ssize_t position, value) except -1:
@@ -370,7 +366,7 @@ cdef int raise_non_finite(PackedColumn column, Py_ssize_t position, value) excep
         row, position = row_of(column.lengths, position)
     else:
         position = 0
-    raise BadValue(column.form.name, row, position, float(value), "is not finite")
+    raise BadValue(column.form.name, row, position, float(value), "finite")
 
 
 def row_of(lengths, position):

@@ -266,7 +266,7 @@ cdef class Plan:
                     column.count, <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries,
                     column.form.item_bytes, column.form.check_seed, self._first_row, self._check_every,
                 ):
-                    raise BadValue(column.name, 0, 0, column.count, "values, fewer than its lengths make")
+                    raise BadValue(column.name, 0, 0, column.count, "resized", int(column.lengths.sum()))
         return 0
 
     cdef int check_steps(self, const uint8_t* base) except -1:
@@ -288,15 +288,13 @@ cdef class Plan:
             last = 0
             if rewards != NULL and counts[row] not in (0, rewards[row]) and is_there(self._rewards, row):
                 place = min(counts[row], rewards[row])
-                raise BadValue("step_ends", row, place, counts[row], f"ends for {rewards[row]} step_rewards")
+                raise BadValue("step_ends", row, place, counts[row], "count", rewards[row])
             for place in range(counts[row]):
                 if end[place] <= last:
-                    reason = f"is not after {last}: ends of steps rise, from 1"
-                    raise BadValue("step_ends", row, place, end[place], reason)
+                    raise BadValue("step_ends", row, place, end[place], "order", last)
                 last = end[place]
             if last > tokens[row]:
-                reason = f"is beyond the row's {tokens[row]} tokens"
-                raise BadValue("step_ends", row, counts[row] - 1, last, reason)
+                raise BadValue("step_ends", row, counts[row] - 1, last, "beyond", tokens[row])
             end += counts[row]
         return 0
 
@@ -316,11 +314,9 @@ cdef class Plan:
         tokens = <const uint32_t*>PyBytes_AS_STRING(self._tokens.row_lengths)
         for row in range(self._prompts.entries):
             if prompts[row] < -1:
-                reason = "is negative: a prompt has 0 tokens or more, or -1, unknown"
-                raise BadValue("prompt_length", row, 0, prompts[row], reason)
+                raise BadValue("prompt_length", row, 0, prompts[row], "negative")
             if prompts[row] > 0 and <uint32_t>prompts[row] > tokens[row]:
-                reason = f"is beyond the row's {tokens[row]} tokens"
-                raise BadValue("prompt_length", row, 0, prompts[row], reason)
+                raise BadValue("prompt_length", row, 0, prompts[row], "beyond", tokens[row])
         return 0
 
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1:
@@ -340,13 +336,11 @@ cdef class Plan:
         if self.stamp.said == SAID_NOTHING:
             self._slot.min_policy_version, self._slot.max_policy_version = oldest, newest
         elif oldest < self.stamp.oldest:
-            reason = f"is older than policy_version {self.stamp.oldest}, under which generation began"
-            raise self.contradicted(values, oldest, reason)
+            raise self.contradicted(values, oldest, "older")
         elif self.stamp.said == SAID_OLDEST:
             self._slot.max_policy_version = max(self.stamp.oldest, newest)
         elif newest > self.stamp.newest:
-            reason = f"is newer than policy_version {self.stamp.newest}, the newest that was given"
-            raise self.contradicted(values, newest, reason)
+            raise self.contradicted(values, newest, "newer")
         return 0
 
     cdef object contradicted(self, const int32_t* values, int64_t version, str reason):
@@ -357,7 +351,8 @@ cdef class Plan:
         ends = np.cumsum(self._versions.lengths, dtype=np.int64)
         row = int(np.searchsorted(ends, place, "right"))
         position = place - int(ends[row - 1]) if row else place
-        return BadValue(self._versions.name, row, position, version, reason)
+        limit = self.stamp.oldest if reason == "older" else self.stamp.newest
+        return BadValue(self._versions.name, row, position, version, reason, limit)
 
     def view(self, memory, PackedColumn column not None):
         """The column's values inside `memory` of the claim, as a flat array of its dtype."""

@@ -1,14 +1,3 @@
-"""The parts of `put`: forms, conversion, the plan of a record, an open claim, errors."""
+"""The parts of `put`: forms, conversion, the plan of a record, errors, and the lane that it goes to."""
 
-__all__ = [
-    "agreement",
-    "claim",
-    "convert",
-    "counters",
-    "new_lane",
-    "planner",
-    "producer_errors",
-    "recorded",
-    "relayed",
-    "still_linked",
-]
+__all__ = ["convert", "errors", "lane", "planner", "recorded", "relayed"]

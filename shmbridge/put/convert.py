@@ -14,11 +14,9 @@ import numpy as np
 
 from shmbridge._ext.column import Form, PackedColumn
 from shmbridge._ext.pack import BadValue, int32_of, row_of
-from shmbridge.errors import InvalidRecord
-from shmbridge.put import group_errors
-from shmbridge.put.untrainable_notices import PutNotices
+from shmbridge.put.errors import PutNotices, as_invalid
 from shmbridge.schema import FINISH_REASONS, JSON_COLUMNS, Column, Columns, Kind, Tag
-from shmbridge.shown import is_tensor, shown
+from shmbridge.shown import is_tensor
 
 Array = np.ndarray[Any, Any]
 _ATROPOS_MARKS = ("masks", "scores")
@@ -29,15 +27,13 @@ class Converter:
     """Converts uncommon values of a group to common ones. Keeps nothing of a group; for the producer's
     thread.
 
-    A method raises InvalidRecord for a shape, BadValue for a value, with column, row and numbers.
+    Whatever cannot be converted is a BadValue.
 
     Args:
         table: the lane's columns.
         foreign: whether the groups come from Atropos, and may have what Atropos accepts.
         notices: logs rows that do not fit; None: nothing is logged.
     """
-
-    errors = group_errors
 
     def __init__(self, table: Columns, foreign: bool = False, notices: PutNotices | None = None) -> None:
         self.table, self._foreign, self._notices = table, foreign, notices
@@ -48,7 +44,7 @@ class Converter:
             return with_reason_codes(_from_arrow(group, self.table))
         if isinstance(group, Mapping):
             return with_reason_codes(dict(group.items()))
-        raise group_errors.no_group(group)
+        raise BadValue("", -1, -1, group, "group")
 
     def convert(self, form: Form, value: Any, group: Any, rows: int) -> Any:
         """Returns a value in a form that C reads, or its column; None for side data not one value a row."""
@@ -59,23 +55,22 @@ class Converter:
             of_atropos = isinstance(group, Mapping) and any(mark in group for mark in _ATROPOS_MARKS)
             return self._json(form, column, value, rows, self._foreign or of_atropos)
         if is_nested(value):
-            raise group_errors.not_rows(column, value, f"pass {form.name}.unbind()")
+            raise BadValue(form.name, -1, -1, value, "library", "unbind()")
         if column.kind is not Kind.SCALAR and type(value).__module__.split(".")[0] == "pyarrow":
-            raise group_errors.not_rows(column, value, f"pass {form.name}.to_pylist()")
+            raise BadValue(form.name, -1, -1, value, "library", "to_pylist()")
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-            raise group_errors.not_rows(column, value)
-        if is_tensor(value) and not _is_readable(value):
-            raise group_errors.not_on_cpu(column, value, None)
+            raise BadValue(form.name, -1, -1, value, "rows")
+        _check_readable(column, value, -1)
         try:
             if column.kind is Kind.MAP:
                 return _maps(form, column, value)
             if column.kind is Kind.BYTES:
                 return _texts(form, column, value)
             return _COMMON[column.kind](column, value)
-        except (InvalidRecord, BadValue):
+        except BadValue:
             raise
         except _CANNOT as wrong:
-            raise group_errors.not_of_type(column, wrong) from wrong
+            raise BadValue(form.name, -1, -1, value, "converter", _first_line(wrong)) from wrong
 
     def loss_mask(self, masks: Any) -> Any:
         """Returns the loss_mask that Atropos' masks stand for."""
@@ -83,9 +78,7 @@ class Converter:
         try:
             trained = [None if row is None else np.not_equal(row, -100) for row in rows]
         except (TypeError, ValueError, RuntimeError) as wrong:
-            raise group_errors.not_of_type(
-                self.table["masks"], wrong, hint="masks are -100, or the token, for each token"
-            ) from wrong
+            raise BadValue("masks", -1, -1, masks, "converter", _first_line(wrong)) from wrong
         return (trained[0], masks[1]) if is_flat(masks) else trained
 
     def extra(self, extra: Any, unknown: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,17 +94,23 @@ class Converter:
         except TypeError:
             number = -1
         if not 0 <= number < 1 << 31:
-            raise InvalidRecord(
-                f"env_id {shown(value)} is not an environment's number",
-                hint="the number that registering it gave, from 0; leave it out elsewhere",
-                column="env_id",
-            )
+            raise BadValue("env_id", -1, -1, value, "env_id")
         return number
 
-    def note_uneven(self, wrong: InvalidRecord) -> None:
-        """Notes a column of a foreign group that does not fit its tokens."""
+    def uneven(self, column: PackedColumn, tokens: PackedColumn, row: int) -> None:
+        """Refuses a column that does not fit the tokens, in `row` or, if negative, in its number of rows; one
+        of a foreign group is logged.
+        """
+        fault, value, limit = "row count", column.entries, tokens.entries
+        if column.form.per_record:
+            fault = "per record"
+        elif row >= 0 and column.lengths is not None and tokens.lengths is not None:
+            fault, value, limit = "length", int(column.lengths[row]), int(tokens.lengths[row])
+        bad = BadValue(column.name, max(row, -1), -1, value, fault, limit)
+        if column.form.per_record or not self._foreign:
+            raise bad
         if self._notices is not None:
-            self._notices.uneven({wrong.column: wrong.message})
+            self._notices.warn_uneven(column.name, as_invalid(bad, self.table).message)
 
     def _json(
         self, form: Form, column: Column, value: Any, rows: int, of_atropos: bool
@@ -119,6 +118,10 @@ class Converter:
         if column.per_record:
             return _texts(form, column, [self._as_text(column.name, 0, value, of_atropos)])
         values = list(value) if isinstance(value, (list, tuple)) else []
+        if len(values) != rows and not self._foreign:
+            if isinstance(value, (list, tuple)):
+                raise BadValue(column.name, -1, -1, len(values), "row count", rows)
+            raise BadValue(column.name, -1, -1, value, "side", rows)
         if len(values) != rows:
             return None
         texts: list[bytes | str | None] = [None] * rows
@@ -139,7 +142,7 @@ class Converter:
                 raise ValueError("NaN and infinity have no JSON")
             return text
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
-            raise group_errors.no_json(name, row, wrong) from None
+            raise BadValue(name, row, -1, value, "json", _first_line(wrong)) from None
 
 
 def first_masked(value: Any) -> int | None:
@@ -149,17 +152,19 @@ def first_masked(value: Any) -> int | None:
     return int(np.ma.getmaskarray(value).reshape(-1).argmax())
 
 
-def checked_lengths(name: str, lengths: Any, rows: int | None = None) -> Array:
-    """Returns a caller's row lengths as uint32; `rows`: of a claim. Raises InvalidRecord if they are not
-    lengths.
-    """
+def _first_line(wrong: Exception) -> str:
+    return (str(wrong).splitlines() or [type(wrong).__name__])[0][:160]
+
+
+def checked_lengths(name: str, lengths: Any, fault: str = "lengths") -> Array:
+    """Returns a caller's row lengths as uint32. Raises BadValue with that fault if they are not lengths."""
     try:
         found = np.asarray(lengths)
     except _CANNOT:
-        raise group_errors.no_lengths(name, lengths, rows) from None
+        raise BadValue(name, -1, -1, lengths, fault) from None
     no_lengths = first_masked(lengths) is not None or found.ndim != 1 or found.dtype.kind not in "iu"
     if no_lengths or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
-        raise group_errors.no_lengths(name, lengths, rows)
+        raise BadValue(name, -1, -1, lengths, fault)
     return found.astype(np.uint32)
 
 
@@ -204,14 +209,17 @@ def _array(value: Any) -> Array:
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
-def _is_readable(tensor: Any) -> bool:
-    """Returns whether a tensor's numbers are in the CPU's memory, one after another."""
-    return str(tensor.device) == "cpu" and str(tensor.layout) == "torch.strided"
+def _check_readable(column: Column, value: Any, row: int) -> None:
+    """Raises BadValue for a tensor whose numbers are not in the CPU's memory, one after another."""
+    if is_tensor(value):
+        device, layout = str(value.device), str(value.layout).removeprefix("torch.")
+        if (device, layout) != ("cpu", "strided"):
+            raise BadValue(column.name, row, -1, device, "device", layout)
 
 
 def _check_mask(column: Column, row: int, position: int | None) -> None:
     if position is not None:
-        raise BadValue(column.name, row, position, np.ma.masked, "is no value: the array is masked there")
+        raise BadValue(column.name, row, position, np.ma.masked, "masked")
 
 
 def _row(column: Column, number: int, row: Any) -> Any:
@@ -219,12 +227,11 @@ def _row(column: Column, number: int, row: Any) -> Any:
     if isinstance(row, (list, tuple)):
         return row
     if isinstance(row, (str, bytes, Mapping)) or not (hasattr(row, "__array__") or hasattr(row, "__len__")):
-        raise BadValue(column.name, number, 0, row, "is not a row of numbers")
-    if is_tensor(row) and not _is_readable(row):
-        raise group_errors.not_on_cpu(column, row, number)
+        raise BadValue(column.name, number, 0, row, "row")
+    _check_readable(column, row, number)
     array = _array(row)
     if array.ndim != 1:
-        raise BadValue(column.name, number, 0, row, "is not one-dimensional")
+        raise BadValue(column.name, number, 0, row, "row")
     _check_mask(column, number, first_masked(row))
     return array
 
@@ -234,7 +241,7 @@ def _scalars(column: Column, value: Any) -> Any:
         return list(value)
     flat = _array(value)
     if flat.ndim != 1:
-        raise BadValue(column.name, 0, 0, flat.shape, "is not one value a row")
+        raise BadValue(column.name, 0, 0, flat.shape, "shape")
     if (place := first_masked(value)) is not None:
         _check_mask(column, place, 0)
     return flat
@@ -245,7 +252,7 @@ def _lists(column: Column, value: Any) -> Any:
         return [None if row is None else _row(column, number, row) for number, row in enumerate(list(value))]
     flat, lengths = _array(value[0]), checked_lengths(column.name, value[1])
     if int(lengths.sum()) != len(flat):
-        raise group_errors.other_sum(column.name, len(flat), int(lengths.sum()))
+        raise BadValue(column.name, -1, -1, len(flat), "sum", int(lengths.sum()))
     if (place := first_masked(value[0])) is not None:
         _check_mask(column, *row_of(lengths, place))
     return flat, lengths
@@ -270,7 +277,7 @@ def _maps(form: Form, column: Column, value: Any) -> PackedColumn:
     for number, row in enumerate(pairs):
         for key, each in row.items():
             if not isinstance(key, str):
-                raise BadValue(column.name, number, 0, key, "is not a name")
+                raise BadValue(column.name, number, 0, key, "key")
             keys.append(_utf8(column, number, key))
             values.append(each)
     return PackedColumn(
@@ -289,7 +296,7 @@ def _pairs(column: Column, number: int, row: Any) -> dict[Any, Any]:
     try:
         return {} if row is None else dict(row)
     except (TypeError, ValueError):
-        raise group_errors.no_map(column.name, number, row) from None
+        raise BadValue(column.name, number, -1, row, "dict") from None
 
 
 def _texts(form: Form, column: Column, value: Iterable[Any]) -> PackedColumn:
@@ -313,7 +320,7 @@ def _validity(rows: list[Any]) -> Array | None:
 
 def _utf8(column: Column, row: int, value: Any) -> bytes:
     if not isinstance(value, (str, bytes, bytearray, memoryview)):
-        raise BadValue(column.name, row, 0, value, f"is not {column.type_name}")
+        raise BadValue(column.name, row, 0, value, "type")
     try:
         raw = value.encode() if isinstance(value, str) else bytes(value)
         if column.text and not isinstance(value, str):
@@ -321,7 +328,7 @@ def _utf8(column: Column, row: int, value: Any) -> bytes:
         return raw
     except UnicodeError as wrong:
         at = wrong.start if isinstance(wrong, UnicodeEncodeError | UnicodeDecodeError) else 0
-        raise BadValue(column.name, row, at, value, "is not Unicode text") from None
+        raise BadValue(column.name, row, at, value, "unicode") from None
 
 
 def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
@@ -329,7 +336,7 @@ def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
     try:
         msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
-        raise BadValue(name, row, 0, text, f"is no JSON: {wrong}") from None
+        raise BadValue(name, row, 0, text, "not json", wrong) from None
     return text
 
 

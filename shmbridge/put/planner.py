@@ -18,18 +18,14 @@ from shmbridge._ext.column import BeyondLayout, PackedColumn
 from shmbridge._ext.pack import BadValue
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import format_size, whole_number
-from shmbridge.errors import InvalidRecord, RecordTooBig
-from shmbridge.other_names import did_you_mean, nearest
+from shmbridge.errors import RecordTooBig
 from shmbridge.put.convert import Converter, checked_lengths, with_reason_codes
-from shmbridge.put.group_errors import as_invalid as as_invalid
-from shmbridge.put.group_errors import as_written
-from shmbridge.put.group_errors import groups_of as groups_of
+from shmbridge.put.errors import PutNotices, as_invalid, refused
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.relayed import RelayedRecord
-from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
-from shmbridge.shown import counted, kind_of, shown
+from shmbridge.shown import counted
 
 Version = int | tuple[int, int] | None
 _LONGEST_GROUP_ID = 4096
@@ -44,56 +40,26 @@ def checked_stamp(
     Raises InvalidRecord.
     """
     if not isinstance(split, str) or split not in ("train", "eval"):
-        raise InvalidRecord(f'split={shown(split)} is not "train" or "eval"', hint=_split_hint(split))
+        raise refused("split", split)
     try:
-        name = str(group_id)
-    except Exception:  # of an object of the caller's, or an int of thousands of digits
-        name = "\ud800"
-    raw_id = name.encode(errors="replace")
-    if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != name:
-        raise InvalidRecord(
-            f"group_id {shown(group_id)} is not text of at most {_LONGEST_GROUP_ID} bytes of UTF-8",
-            hint='a short id, group_id="question-1", and the rest in extra={...}',
-        )
+        raw_id = str(group_id).encode()
+    except Exception:  # not UTF-8, an int of thousands of digits, or of an object of the caller's
+        raw_id = None
+    if raw_id is None or len(raw_id) > _LONGEST_GROUP_ID:
+        raise refused("group_id", group_id, _LONGEST_GROUP_ID)
     if group_size is not None and not (_is_int(group_size) and 1 <= group_size < 1 << 31):
-        raise InvalidRecord(
-            f"group_size={shown(group_size)} is not a number of rows",
-            hint="group_size=8: rows of the whole group; leave it out for a group put whole",
-        )
+        raise refused("group_size", group_size)
     bounds = version if isinstance(version, tuple) else (version, version)
     given = [current if bound is None else whole_number(bound) for bound in bounds]
     oldest, newest = given if len(given) == 2 else (None, None)
     if oldest is None or newest is None or not -1 <= oldest <= newest < 1 << 62:
-        raise InvalidRecord(
-            f"policy_version={shown(version)} is not a version, or (oldest, newest)",
-            hint=_version_hint(version),
-        )
+        raise refused("policy_version", version)
     said = 0 if version is None else 2 if isinstance(version, tuple) else 1
     return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval", said)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _split_hint(split: object) -> str:
-    if isinstance(split, str) and split:
-        return 'split="train"' if split.lower().startswith("tr") else 'split="eval"'
-    return 'leave it out for "train"'
-
-
-def _version_hint(version: object) -> str:
-    if isinstance(version, str) and version.isdigit():
-        return f"policy_version={version}, without quotes"
-    if isinstance(version, float) and version.is_integer() and version >= 0:
-        return f"policy_version={int(version)}, a whole number"
-    if isinstance(version, (tuple, list)) and len(version) == 2 and all(map(_is_int, version)):
-        oldest, newest = sorted(map(int, version))
-        return f"a tuple, oldest first: policy_version=({oldest}, {newest})"
-    return (
-        "policy_version=3: the version when generation began, from 0; leave it out for "
-        "producer.policy_version"
-    )
 
 
 class RecordPlanner:
@@ -154,7 +120,7 @@ class RecordPlanner:
     def look(self, group: Any, *, nulls: bool = True) -> None:
         """Logs what learners will not train of a group; `nulls=False`: no row of it is None."""
         if self.notices is not None:
-            self.notices.look(group, nulls=nulls)
+            self.notices.warn_untrainable(group, nulls=nulls)
 
     def with_masks_as_they_are(self, plan: Plan) -> Plan:
         """Returns a plan of the same group with its Atropos masks not folded."""
@@ -166,12 +132,14 @@ class RecordPlanner:
 
         Raises InvalidRecord, RecordTooBig.
         """
-        rows = _checked_claim(rows, lengths)
         try:
+            rows = _checked_claim(rows, lengths)
             columns = {
                 name: _claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()
             }
             plan = self.forms.claimed(list(columns.values()), columns["tokens"], columns.get("score"), stamp)
+        except BadValue as bad:
+            raise as_invalid(bad, self.table) from None
         except BeyondLayout as wrong:
             raise _beyond_the_layout(wrong) from None
         self.look(dict.fromkeys(lengths, True))
@@ -184,9 +152,7 @@ class RecordPlanner:
         try:
             plan = forms.plan(group, stamp, (group, foreign), fold_masks)
         except BadValue as bad:
-            raise as_invalid(bad, self.table, group) from None
-        except InvalidRecord as wrong:
-            raise as_written(wrong, group) from wrong.__cause__
+            raise as_invalid(bad, self.table, group) from bad.__cause__
         except BeyondLayout as wrong:
             raise _beyond_the_layout(wrong) from None
         return self._fitting(plan)
@@ -195,10 +161,7 @@ class RecordPlanner:
         """Returns the plan. Raises RecordTooBig; InvalidRecord for a fragment that contradicts its group."""
         size, of_group = plan.extent_bytes, plan.stamp.group_size
         if of_group and of_group < plan.rows:
-            raise InvalidRecord(
-                f"group_size={of_group} is less than the {counted(plan.rows, 'row')} given",
-                hint=f"group_size={plan.rows} or more, of all fragments; leave it out for a whole group",
-            )
+            raise refused("small group", of_group, plan.rows)
         if not checked:
             self.fragments.check(plan)
         if size <= self.most_bytes:
@@ -228,15 +191,9 @@ class Fragments:
         size, rows = known
         name = stamp.group_id.decode()
         if stamp.group_size != size:
-            raise InvalidRecord(
-                f"group {name!r} has group_size={stamp.group_size}, and an earlier fragment said {size}",
-                hint="one group_size= for all fragments of a group, and a group_id of its own for each group",
-            )
+            raise refused("other size", stamp.group_size, (name, size))
         if rows + plan.rows > size:
-            raise InvalidRecord(
-                f"group {name!r} has {rows} rows of group_size={size} already, and {plan.rows} more are put",
-                hint="group_size= is the number of rows of all fragments together",
-            )
+            raise refused("full group", size, (name, rows + plan.rows))
 
     def note(self, plan: Plan) -> None:
         """Notes a committed fragment."""
@@ -255,44 +212,26 @@ def _beyond_the_layout(wrong: BeyondLayout) -> RecordTooBig:
 
 
 def _checked_claim(rows: object, lengths: object) -> int:
-    """Returns the rows of a claim. Raises InvalidRecord."""
+    """Returns the rows of a claim. Raises BadValue."""
     if not _is_int(rows) or rows < 1:  # type: ignore[operator]
-        raise InvalidRecord(f"rows={shown(rows)} is no number of rows from 1", hint="rows=8")
+        raise BadValue("", -1, -1, rows, "claim rows")
     if not isinstance(lengths, Mapping):
-        raise InvalidRecord(
-            f"a claim's lengths are {kind_of(lengths)}, not a mapping from column to lengths",
-            hint='claim(2, {"tokens": [3, 5], "score": None})',
-        )
+        raise BadValue("", -1, -1, lengths, "claim")
     if "tokens" not in lengths:
-        has = ", ".join(map(shown, lengths)) or "nothing"
-        meant = next((name for name in lengths if nearest(name, ("tokens",))), None)
-        hint = f"rename {meant!r} to 'tokens'" if meant else 'add the length of each row: {"tokens": [3, 5]}'
-        raise InvalidRecord(f"a claim needs 'tokens', and has {has}", hint=hint, column="tokens")
+        raise BadValue("tokens", -1, -1, list(lengths), "no tokens")
     return operator.index(rows)  # type: ignore[arg-type]
 
 
 def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> PackedColumn:
     column = table.get(name)
     if column is None:
-        if name in ALIASES:
-            hint = f"claims have the columns' own names: {ALIASES[name]!r}"
-        else:
-            hint = did_you_mean(name, table) or "declare it: Producer(schema=pyarrow.schema([...]))"
-        raise InvalidRecord(f"unknown column {shown(name)} in a claim", hint=hint, column=str(name))
+        raise BadValue(name, -1, -1, None, "unknown")
     if column.kind not in (Kind.LIST, Kind.SCALAR):
-        raise InvalidRecord(
-            f"column {name!r} is {column.type_name}, and only numbers and lists of numbers can be claimed",
-            hint=f"put the group with {name!r}, or leave it out",
-            column=name,
-        )
+        raise BadValue(name, -1, -1, None, "claim type")
     form, rows = table.forms[name], 1 if column.per_record else rows
     if column.kind is Kind.SCALAR:
         return PackedColumn(form, entries=rows, count=rows)
-    lengths = checked_lengths(name, wanted, rows)
+    lengths = checked_lengths(name, wanted, "claim lengths")
     if lengths.shape != (rows,):
-        raise InvalidRecord(
-            f"column {name!r}: {counted(len(lengths), 'length')} for {counted(rows, 'row')}",
-            hint=f"one length for each row: claim({len(lengths) or 1}, ...), or {counted(rows, 'length')}",
-            column=name,
-        )
+        raise BadValue(name, -1, -1, len(lengths), "claim count", rows)
     return PackedColumn(form, entries=rows, count=int(lengths.sum()), lengths=lengths)

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Self
 from shmbridge._ext import header, lane_writer
 from shmbridge._ext.mapping import Mapping
 from shmbridge.config import deadline_of
-from shmbridge.errors import ClaimOpen, NoConsumer, NotAdmitted, ShmBridgeError
-from shmbridge.put import producer_errors
+from shmbridge.errors import (
+    BridgeDraining,
+    ClaimOpen,
+    Closed,
+    LaneQuarantined,
+    NoConsumer,
+    NotAdmitted,
+    ShmBridgeError,
+)
+from shmbridge.put.lane import not_admitted, obstacle
 from shmbridge.segments import locks
 from shmbridge.segments.locks import MOST_TICKETS
 from shmbridge.segments.one_process import OneProcess
@@ -23,7 +31,7 @@ from shmbridge.segments.one_process import OneProcess
 if TYPE_CHECKING:
     from shmbridge.control.client import AsyncControlClient, ControlClient
     from shmbridge.control.messages import Answer, BeginGroup
-    from shmbridge.put.still_linked import OwnNames
+    from shmbridge.put.lane import OwnNames
 
 # Re-ask interval: the bridge may be draining by now. Must be <= the client's resend interval: a resend voids
 # the promise.
@@ -225,9 +233,8 @@ class Tickets:
             return None
         # The promise expired before it was asked for: the two processes read different clocks.
         if answer.until_ns < asked_ns:
-            raise producer_errors.other_clock(
-                self._producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9
-            )
+            numbers = {"pid": self._control.hub_pid, "ahead_s": (asked_ns - answer.until_ns) / 1e9}
+            raise obstacle(NotAdmitted, "other clock", producer=self._producer_id, **numbers)
         # From here on the ticket is ended, whatever interrupts.
         ticket = Ticket(answer.policy_version, self._held)
         header.fault(b"ticket.granted")
@@ -239,18 +246,19 @@ class Tickets:
         return None
 
     def _check_may_ask(self) -> None:
+        producer = self._producer_id
         if self._lane.forked:
-            raise producer_errors.forked(self._producer_id)
+            raise obstacle(Closed, "forked", producer=producer)
         if self._held.over:
-            raise producer_errors.closed(self._producer_id)
+            raise obstacle(Closed, "closed", producer=producer)
         if self._writer.quarantined:
-            raise producer_errors.quarantined(self._producer_id, self._control.hub_pid)
+            raise obstacle(LaneQuarantined, "quarantined", producer=producer, pid=self._control.hub_pid)
         if self._control.draining:
-            raise producer_errors.draining(self._bridge)
+            raise obstacle(BridgeDraining, "draining", bridge=self._bridge)
         if self._held.count >= MOST_TICKETS:
-            raise producer_errors.too_many_tickets(self._producer_id, MOST_TICKETS)
+            raise obstacle(NotAdmitted, "tickets", producer=producer, tickets=MOST_TICKETS)
         if self._names.removed:
-            raise producer_errors.removed(self._producer_id)
+            raise obstacle(NoConsumer, "no later consumer", producer=producer)
 
     def _asks_already(self) -> ClaimOpen:
         return ClaimOpen(
@@ -258,10 +266,8 @@ class Tickets:
             hint="from tasks, use begin_group_async only; give each thread a producer of its own",
         )
 
-    def _not_admitted(self, timeout_s: float | None, answer: "Answer | None") -> NotAdmitted | NoConsumer:
-        return producer_errors.not_admitted(
-            self._producer_id, self._control, answer, self._held.count, timeout_s
-        )
+    def _not_admitted(self, timeout_s: float | None, answer: "Answer | None") -> ShmBridgeError:
+        return not_admitted(self._producer_id, self._control, answer, self._held.count, timeout_s)
 
     def _client_of_this_loop(self) -> "tuple[AsyncControlClient, asyncio.Lock]":
         from shmbridge.control.client import AsyncControlClient

@@ -213,7 +213,7 @@ def test_close_leaves_committed_records(make_producer, consumer) -> None:
 def test_close_with_drain_waits_for_the_release(make_producer, consumer) -> None:
     producer = make_producer()
     producer.put(GROUP)
-    with pytest.raises(shmbridge.LaneFull, match=r"1 record of .* was not released"):
+    with pytest.raises(shmbridge.LaneFull, match=producer.producer_id):
         producer.close(drain=True, timeout_s=0.05)
     other = make_producer()
     other.put(GROUP)

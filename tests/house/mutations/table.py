@@ -187,7 +187,7 @@ MUTATIONS = (
         "id-without-incarnation",
         2,
         "a restarted environment's records have the keys of its first life",
-        "shmbridge/put/new_lane.py",
+        "shmbridge/put/lane.py",
         """    producer_id = f"{given.decode(errors='ignore')}-{name.rpartition('.')[2]}"\n""",
         """    producer_id = given.decode(errors='ignore')\n""",
         "tests/transport/test_producer.py",

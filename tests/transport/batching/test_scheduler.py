@@ -420,6 +420,6 @@ def test_producers_that_come_and_go_leave_nothing_behind() -> None:
 
 def test_another_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="newest"):
-        scheduler_of("newest", dict, bool, 1.0)
+        scheduler_of("newest", 1.0)
     with pytest.raises(ValueError, match="allocation_wait_s=-1"):
-        scheduler_of("fair", dict, bool, -1)
+        scheduler_of("fair", -1)

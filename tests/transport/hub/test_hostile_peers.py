@@ -111,7 +111,7 @@ def test_a_column_of_the_record_has_one_value(make_producer, make_consumer) -> N
     producer, consumer = make_producer(schema=NOTE), make_consumer(schema=NOTE)
     for wrong in ({"note": [1, 2]}, {"says": ["a", "b"]}):
         for foreign in (False, True):
-            with pytest.raises(shmbridge.InvalidRecord, match="2 values, and has one per record"):
+            with pytest.raises(shmbridge.InvalidRecord, match="has length 2, and is one per record"):
                 producer.put({"tokens": [[1], [2]], **wrong}, foreign=foreign)
     assert consumer.poll() == []
     producer.put({"tokens": [[1], [2]], "note": [7], "says": ["a"]})

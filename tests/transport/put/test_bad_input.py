@@ -54,33 +54,31 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
 
 
 @pytest.mark.parametrize(
-    ("group", "column", "row", "said", "hint"),
+    ("group", "column", "row"),
     [
-        ({"tokens": [[1], [2, 2**31]]}, "tokens", 1, "2147483648", "a token id is 0 to 2147483647"),
-        ({"tokens": ((1,), (2, -1))}, "tokens", 1, "-1 is negative", "without padding"),
-        (
-            {"tokens": [[1]], "rewards": [[NAN]]},
-            "rewards",
-            0,
-            "nan",
-            "where the environment computes rewards",
-        ),
-        ({"tokens": [[1], [2]], "messages": [[]]}, "messages", -1, "tokens have 2", ""),
-        ({"tokens": [[1]], "messages": ["[" * 100_000]}, "messages", 0, "is no JSON", "json.dumps"),
-        ({"tokens": [[1]], "advantage": [[1]]}, "advantage", -1, "unknown", "did you mean 'advantages'?"),
-        (pa.record_batch({"tokens": [[1]], "score": [NAN]}), "score", 0, "nan", "or pass None"),
-        ({"tokens": deque()}, "tokens", -1, "empty", "skip the group"),
-        ([[1, 2]], "", -1, "a group is a mapping", "put({"),
+        ({"tokens": [[1], [2, 2**31]]}, "tokens", 1),
+        ({"tokens": ((1,), (2, -1))}, "tokens", 1),
+        ({"tokens": [[1]], "rewards": [[NAN]]}, "rewards", 0),
+        ({"tokens": [[1], [2]], "messages": [[]]}, "messages", -1),
+        ({"tokens": [[1]], "messages": ["[" * 100_000]}, "messages", 0),
+        ({"tokens": [[1]], "advantage": [[1]]}, "advantage", -1),
+        (pa.record_batch({"tokens": [[1]], "score": [NAN]}), "score", 0),
+        ({"tokens": deque()}, "tokens", -1),
+        ([[1, 2]], "", -1),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_group_is_refused_with_its_place_and_counted(ends, group, column, row, said, hint) -> None:
-    """put_forms has every mistake with its text; this test checks that nothing of it is left."""
+def test_a_wrong_group_is_refused_with_its_place_and_counted(ends, group, column, row) -> None:
+    """put_forms has every mistake with its place; this test checks that nothing of it is left."""
     wrong = refused(ends, group)
-    assert (wrong.column, wrong.row) == (column, row)
-    assert said in str(wrong)
-    assert hint in wrong.hint
-    assert "mend the value" not in str(wrong)
+    assert (wrong.code, wrong.column, wrong.row) == ("SB204", column, row)
+    assert wrong.hint
+
+
+def test_names_with_braces_and_arrows_are_shown_as_they_are(ends) -> None:
+    for name in ("{0}", "{tokens", "a -> b", "input{ids"):
+        assert repr(name) in refused(ends, {"tokens": [[1]], name: 1}).message
+        assert refused(ends, {name: [[1]]}).column == "tokens"
 
 
 def test_masked_arrays_without_a_masked_value_are_plain_ones(ends) -> None:
@@ -105,8 +103,9 @@ def test_wrong_values_written_in_place_abort_the_claim(ends) -> None:
             slot["tokens"][:] = 1
             slot[column][:] = values
         assert caught.value.column == column
-    with pytest.raises(shmbridge.InvalidRecord, match="no tokens"):
+    with pytest.raises(shmbridge.InvalidRecord) as caught:
         producer.claim(2, {"tokens": [2, 0], "score": None})
+    assert (caught.value.column, caught.value.row) == ("tokens", 1)
     assert consumer.poll() == []
     assert producer.put({"tokens": [[1]]}) == 0
 
@@ -118,10 +117,11 @@ def test_a_prompt_may_be_the_whole_row_or_nothing_or_unknown(ends) -> None:
     producer.put({"tokens": [[1, 2], [3]], "prompt_length": [-1, 1], "score": pa.array([1.0, 2.0])})
     assert consumer.get(timeout_s=5)["prompt_length"].tolist() == [-1, 1]
     with (
-        pytest.raises(shmbridge.InvalidRecord, match="3 is beyond the row's 2 tokens"),
+        pytest.raises(shmbridge.InvalidRecord) as caught,
         producer.claim(1, {"tokens": [2], "prompt_length": None}) as slot,
     ):
         slot["tokens"][:], slot["prompt_length"][:] = 1, 3
+    assert (caught.value.column, caught.value.row) == ("prompt_length", 0)
 
 
 def test_ends_of_steps_may_be_absent_where_rewards_are_given(ends) -> None:
@@ -136,16 +136,11 @@ def test_ends_of_steps_may_be_absent_where_rewards_are_given(ends) -> None:
     assert consumer.get(timeout_s=5)["step_ends"][0].tolist() == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("version", "hint"),
-    [("3", "policy_version=3, without quotes"), ((5, 2), "policy_version=(2, 5)"), (-2, "from 0")],
-    ids=str,
-)
-def test_a_version_that_is_none_is_shown_as_it_was_written(ends, version, hint) -> None:
+@pytest.mark.parametrize("version", ["3", (5, 2), -2], ids=str)
+def test_a_version_that_is_none_is_shown_as_it_was_written(ends, version) -> None:
     producer, consumer = ends
-    with pytest.raises(shmbridge.InvalidRecord, match=re.escape(f"policy_version={version!r}")) as caught:
+    with pytest.raises(shmbridge.InvalidRecord, match=re.escape(f"policy_version={version!r}")):
         producer.put({"tokens": [[1]]}, policy_version=version)
-    assert hint in caught.value.hint
     assert consumer.poll() == []
 
 
@@ -168,14 +163,9 @@ def test_a_version_that_nobody_published_is_counted_at_both_ends_and_said_once(
 def test_fragments_that_contradict_each_other_are_refused(ends) -> None:
     producer, consumer = ends
     producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
-    with pytest.raises(shmbridge.InvalidRecord, match=r"'g' has 3 rows of group_size=4 already, and 3 more"):
-        producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
-    with pytest.raises(
-        shmbridge.InvalidRecord, match=r"'g' has group_size=8, and an earlier fragment said 4"
-    ):
-        producer.put({"tokens": [[1]]}, group_id="g", group_size=8)
-    with pytest.raises(shmbridge.InvalidRecord, match="group_size='4' is not a number"):
-        producer.put({"tokens": [[1]]}, group_id="g", group_size="4")
+    for rows, size in ((3, 4), (1, 8), (1, "4")):
+        with pytest.raises(shmbridge.InvalidRecord, match=f"group_size={size!r}"):
+            producer.put({"tokens": [[1]] * rows}, group_id="g", group_size=size)
     (first,) = consumer.poll()
     producer.put({"tokens": [[1]]}, group_id="g", group_size=4)
     producer.put({"tokens": [[1]]}, group_id="g", group_size=8)  # the group is whole: the id may name another
@@ -199,64 +189,42 @@ def test_contradictory_fragments_that_arrive_are_discarded_and_counted(
     assert any("6 rows, and group_size=4" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize(
-    ("size", "hint"),
-    [
-        (64, '"64M"'),
-        (-1, '"64M"'),
-        (0, '"64M"'),
-        ("4K", '"64M"'),
-        (True, '"64M"'),
-        (64e6, "lane_bytes=64000000"),
-        (1.5, '"64M"'),
-        (None, '"64M"'),
-    ],
-    ids=repr,
-)
-def test_a_lane_of_no_size_is_refused(bridge, size, hint) -> None:
+@pytest.mark.parametrize("size", [64, -1, 0, "4K", True, 64e6, 1.5, None], ids=repr)
+def test_a_lane_of_no_size_is_refused(bridge, size) -> None:
     with pytest.raises(shmbridge.BadArgument, match=re.escape(f"lane_bytes={size!r}")) as caught:
         shmbridge.Producer(bridge, lane_bytes=size)
-    assert hint in caught.value.hint
     assert isinstance(caught.value, TypeError)
     assert bridge not in {info.name for info in shmbridge.list_bridges()}
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "hint"),
-    [
-        ({"run": {"batch_size": 64}}, "run= is a dict", "shmbridge.Run(batch_size=64)"),
-        ({"lanes": 0}, "lanes=0", "auto"),
-        ({"lanes": -1}, "lanes=-1", "auto"),
-        ({"lanes": "many"}, "lanes='many'", "auto"),
-        ({"lanes": True}, "lanes=True", "auto"),
-    ],
+    "options",
+    [{"run": {"batch_size": 64}}, {"lanes": 0}, {"lanes": -1}, {"lanes": "many"}, {"lanes": True}],
     ids=str,
 )
-def test_a_consumers_arguments_are_looked_at(bridge, options, said, hint) -> None:
-    with pytest.raises(shmbridge.BadArgument, match=re.escape(said)) as caught:
+def test_a_consumers_arguments_are_looked_at(bridge, options) -> None:
+    with pytest.raises(shmbridge.BadArgument, match=f"{next(iter(options))}="):
         shmbridge.Consumer(bridge, **options)
-    assert hint in caught.value.hint
     shmbridge.Consumer(bridge).close()
 
 
 @pytest.mark.parametrize(
-    ("call", "said", "hint"),
+    ("call", "argument"),
     [
-        (lambda consumer: consumer.get("5"), "timeout_s='5'", "without quotes"),
-        (lambda consumer: consumer.get(timeout_s=[1]), "timeout_s=[1]", "5.0"),
-        (lambda consumer: consumer.batches(layout="pack"), "layout='pack'", 'did you mean "packed"?'),
-        (lambda consumer: consumer.batches(hold="steps"), "hold='steps'", 'did you mean "step"?'),
-        (lambda consumer: consumer.batches(groups=0), "groups=0", "groups=8"),
-        (lambda consumer: consumer.batches(rows=-1), "rows=-1", "rows=8"),
-        (lambda consumer: consumer.batches(groups="8"), "groups='8'", "groups=8"),
-        (lambda consumer: consumer.announce_run({"batch_size": 1}), "run= is a dict", "Run(batch_size=1)"),
+        (lambda consumer: consumer.get("5"), "timeout_s='5'"),
+        (lambda consumer: consumer.get(timeout_s=[1]), "timeout_s=[1]"),
+        (lambda consumer: consumer.batches(layout="pack"), "layout='pack'"),
+        (lambda consumer: consumer.batches(hold="steps"), "hold='steps'"),
+        (lambda consumer: consumer.batches(groups=0), "groups=0"),
+        (lambda consumer: consumer.batches(rows=-1), "rows=-1"),
+        (lambda consumer: consumer.batches(groups="8"), "groups='8'"),
+        (lambda consumer: consumer.announce_run({"batch_size": 1}), "run="),
     ],
     ids=["text", "list", "layout", "hold", "groups", "rows", "text of groups", "run"],
 )
-def test_a_consumers_calls_say_which_argument_is_wrong(shared_consumer, call, said, hint) -> None:
-    with pytest.raises(shmbridge.BadArgument, match=re.escape(said)) as caught:
+def test_a_consumers_calls_name_the_argument_that_is_wrong(shared_consumer, call, argument) -> None:
+    with pytest.raises(shmbridge.BadArgument, match=re.escape(argument)):
         call(shared_consumer)
-    assert hint in caught.value.hint
 
 
 def test_a_column_of_nulls_in_rows_that_must_have_values_is_marked_not_invented(ends) -> None:
@@ -287,7 +255,7 @@ def test_a_bridge_of_another_layout_is_refused_with_both_versions(
     make_producer()
     patch_version(segment.control_name(bridge))
     for make in (make_producer, make_consumer):
-        with pytest.raises(shmbridge.LayoutMismatch, match="layout version 77, this build has 2"):
+        with pytest.raises(shmbridge.LayoutMismatch, match="77"):
             make()
 
 
@@ -306,17 +274,12 @@ def test_a_conflicting_type_is_refused_whichever_side_comes_second(
 ) -> None:
     narrow, wide = (pa.schema([("mine", kind)]) for kind in (pa.int32(), pa.float32()))
     producer = make_producer(schema=narrow)
-    with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine' is float32.*int32 in producer"):
-        make_consumer(schema=wide)
-    with pytest.raises(
-        shmbridge.SchemaMismatch, match="'mine' is float32 in this producer, int32 in producer"
-    ):
-        make_producer(schema=wide)
+    for make in (make_consumer, make_producer):
+        with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine' is float32.*int32"):
+            make(schema=wide)
     producer.close()
     make_consumer(schema=wide)
-    with pytest.raises(
-        shmbridge.SchemaMismatch, match="'mine' is int32 in this producer, float32 in the consumer"
-    ):
+    with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine' is int32.*float32"):
         make_producer(schema=narrow)
 
 

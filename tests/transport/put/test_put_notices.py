@@ -37,7 +37,7 @@ def test_sound_groups_get_no_notice(said) -> None:
 @pytest.mark.parametrize("masks", [{}, {"masks": None}, {"masks": []}, {"loss_mask": [[1], None]}])
 def test_rows_without_a_mask_get_a_notice(said, masks, foreign) -> None:
     (sentence,) = said({"tokens": [[1], [2]], **masks}, foreign=foreign)
-    assert sentence.startswith("environment math: a group has neither a mask nor prompt_length")
+    assert sentence.startswith("environment math: a group has neither loss_mask, masks nor prompt_length")
 
 
 def test_rows_without_a_mask_in_arrow_and_in_a_claim_get_a_notice(make_producer, caplog) -> None:
@@ -60,8 +60,8 @@ def test_each_uneven_column_gets_a_notice_with_its_numbers(said) -> None:
     uneven = {"inference_logprobs": [[-1.0]], "advantages": [[1.0] * 3, [1.0] * 3]}
     logprobs, advantages = said({**MASKED, **uneven}, {**MASKED, "inference_logprobs": [[-1.0] * 5]})
     assert "'inference_logprobs'" in logprobs
-    assert "row 0 has 1 value, tokens have 3" in logprobs
-    assert "'advantages' has 2 rows, tokens have 1" in advantages
+    assert "row 0 has length 1, tokens have 3" in logprobs
+    assert "'advantages' has length 2, tokens have 1" in advantages
 
 
 GREEDY = [

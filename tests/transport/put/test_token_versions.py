@@ -73,25 +73,13 @@ def test_a_single_version_is_when_generation_began_and_tokens_may_be_newer(produ
     assert [span(record) for record in consumer.poll()] == [(5, 8), (6, 8), (2, 30)]
 
 
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [
-        (
-            7,
-            (
-                "'token_versions' row 1 position 1: 6 is older than policy_version 7, under which generation "
-                "began"
-            ),
-        ),
-        ((7, 8), "row 1 position 1: 6 is older than policy_version 7"),
-        ((6, 7), "row 0 position 2: 8 is newer than policy_version 7, the newest that was given"),
-    ],
-)
+@pytest.mark.parametrize(("version", "place"), [(7, (1, 1)), ((7, 8), (1, 1)), ((6, 7), (0, 2))])
 def test_tokens_that_contradict_what_was_said_are_refused_and_counted(
-    producer, consumer, version, said
+    producer, consumer, version, place
 ) -> None:
-    with pytest.raises(shmbridge.InvalidRecord, match=said):
+    with pytest.raises(shmbridge.InvalidRecord, match="policy_version 7") as caught:
         producer.put({"tokens": TOKENS, "token_versions": VERSIONS}, policy_version=version)
+    assert (caught.value.column, caught.value.row, caught.value.position) == ("token_versions", *place)
     with (
         pytest.raises(shmbridge.InvalidRecord, match="token_versions"),
         producer.claim(2, {"tokens": [3, 2], "token_versions": [3, 2]}, policy_version=version) as slot,
