@@ -26,7 +26,7 @@ DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
 NONE = os.environ.get("SHMBRIDGE_EXTENSIONS") == "0"
 EXT, BASELINES = "shmbridge/_ext", "bench/baselines"
-COLD = "header", "lane_observer", "mapping", "rank_reader", "versions"  # compiled in half the time
+COLD = ("header",)  # compiled in half the time
 
 
 def extension(name: str, *c_sources: str, package: str = "shmbridge._ext", folder: str = EXT) -> Extension:
@@ -36,7 +36,7 @@ def extension(name: str, *c_sources: str, package: str = "shmbridge._ext", folde
         f"{package}.{name}",
         [f"{folder}/{name}.pyx", *c_sources],
         include_dirs=[f"{EXT}/c", folder, numpy.get_include()],
-        depends=glob(f"{EXT}/c/*.h") + glob(f"{EXT}/*.pxd") + glob(f"{folder}/*.h"),
+        depends=glob(f"{EXT}/c/*.h") + glob(f"{EXT}/*.px[di]") + glob(f"{folder}/*.h"),
         define_macros=[
             ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
             *([("SHMBRIDGE_FAULTS", "1")] if FAULTS else []),
@@ -67,11 +67,8 @@ class WithoutSuites(build_py):
 
 
 EXTENSIONS = [
-    extension("mapping", f"{EXT}/c/fork.c"),
-    *map(extension, ("header", "lane_writer", "lane_reader", "rank_reader", "lane_observer", "record")),
-    *map(extension, ("lane_poller", "wait", "crash_mark")),
-    *map(extension, ("column", "pack", "plan", "fast_put", "checksum", "relayed")),
-    *map(extension, ("blocks", "gather", "versions", "tensor_bytes")),
+    extension("header", f"{EXT}/c/fork.c"),
+    *map(extension, ("lane", "put", "record", "weights")),
     extension("memcpy_baseline", package="shmbridge.bench.baselines", folder=BASELINES),
 ]
 CORES = len(os.sched_getaffinity(0))
