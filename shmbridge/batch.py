@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from shmbridge._ext.blocks import Pool
-from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
+from shmbridge._ext.record import MOST_TOKENS, Gather, Pool, TooManyTokens, positions
 from shmbridge.errors import BatchTooBig, LeaseReleased
 from shmbridge.other_names import no_column
 from shmbridge.record.attributes import BatchColumns

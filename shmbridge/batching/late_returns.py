@@ -3,8 +3,8 @@
 import weakref
 from collections.abc import Iterable
 
-from shmbridge._ext.lane_reader import LaneReader
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.header import Mapping
+from shmbridge._ext.lane import LaneReader
 from shmbridge.record.groups import Group
 from shmbridge.segments import locks, membership
 from shmbridge.segments.locks import LockByte

@@ -9,9 +9,8 @@ import functools
 import os
 import threading
 
-from shmbridge._ext.lane_reader import LaneReader
-from shmbridge._ext.mapping import Descriptor
-from shmbridge._ext.wait import HubWait
+from shmbridge._ext.header import Descriptor
+from shmbridge._ext.lane import HubWait, LaneReader
 from shmbridge.segments.helper_threads import Joined
 
 _TICK_S = 1.0

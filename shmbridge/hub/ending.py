@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shmbridge._ext import header
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.header import Mapping
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.counters import Counting
 from shmbridge.hub.lanes import LaneSet

@@ -4,7 +4,8 @@ import logging
 from collections import Counter
 from typing import Any
 
-from shmbridge._ext import header, lane_reader
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_reader
 from shmbridge.record.record import Lane, Record
 from shmbridge.segments.discard_reasons import Discard, Drop, Lost, labelled
 

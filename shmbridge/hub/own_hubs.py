@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shmbridge._ext import header
-from shmbridge._ext.lane_reader import LaneReader
+from shmbridge._ext.lane import LaneReader
 from shmbridge.errors import ConsumerTaken
 from shmbridge.hub.ending import Ending
 from shmbridge.record.leases import lane_name

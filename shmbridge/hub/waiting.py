@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from shmbridge._ext.wait import HubWait
+from shmbridge._ext.lane import HubWait
 from shmbridge.errors import ConsumerEmpty
 from shmbridge.hub.asyncio_wait import LoopBell
 from shmbridge.hub.lanes import LaneSet

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext.lane_writer import Claim, LaneWriter
-from shmbridge._ext.plan import Plan
+from shmbridge._ext.lane import Claim, LaneWriter
+from shmbridge._ext.put import Plan
 from shmbridge.errors import BadArgument, ClaimOpen, NoColumn
 from shmbridge.other_names import did_you_mean
 from shmbridge.shown import shown

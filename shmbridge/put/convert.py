@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbridge._ext.column import Form, PackedColumn
-from shmbridge._ext.pack import BadValue, int32_of, row_of
+from shmbridge._ext.put import BadValue, Form, PackedColumn, int32_of, row_of
 from shmbridge.errors import InvalidRecord
 from shmbridge.put import group_errors
 from shmbridge.put.untrainable_notices import PutNotices

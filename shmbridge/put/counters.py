@@ -1,7 +1,7 @@
 """What a lane counts of its producer, flat."""
 
 from shmbridge._ext import header
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.header import Mapping
 from shmbridge.segments.discard_reasons import Drop, Lost, labelled
 
 

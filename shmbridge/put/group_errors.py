@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shmbridge._ext.column import PackedColumn
-from shmbridge._ext.pack import BadValue
+from shmbridge._ext.put import BadValue, PackedColumn
 from shmbridge.errors import BadArgument, InvalidRecord
 from shmbridge.other_names import column_meant, did_you_mean, nearest
 from shmbridge.put import hints

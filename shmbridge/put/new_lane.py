@@ -4,7 +4,7 @@ import os
 
 from shmbridge import sizing
 from shmbridge._ext import header
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.header import Mapping
 from shmbridge.schema import Columns
 from shmbridge.segments import locks, segment
 

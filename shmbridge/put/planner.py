@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 
 from shmbridge import sizing
-from shmbridge._ext import fast_put
-from shmbridge._ext.column import BeyondLayout, PackedColumn
-from shmbridge._ext.pack import BadValue
-from shmbridge._ext.plan import Plan, Stamp
+from shmbridge._ext import put as fast_put
+from shmbridge._ext.put import BadValue, BeyondLayout, PackedColumn, Plan, Stamp
 from shmbridge.config import format_size, whole_number
 from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.other_names import did_you_mean, nearest

@@ -1,6 +1,7 @@
 """The errors of a producer that cannot put: the process in the way, numbers, and what to do."""
 
-from shmbridge._ext import header, lane_writer
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_writer
 from shmbridge.config import format_size
 from shmbridge.control.messages import Full
 from shmbridge.errors import (

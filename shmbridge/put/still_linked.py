@@ -2,8 +2,9 @@
 
 import logging
 
-from shmbridge._ext import header, lane_writer
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_writer
+from shmbridge._ext.header import Mapping
 from shmbridge.put import producer_errors
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte

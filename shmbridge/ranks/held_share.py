@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from shmbridge._ext.rank_reader import RankReader
+from shmbridge._ext.lane import RankReader
 from shmbridge.batch import Layout
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record

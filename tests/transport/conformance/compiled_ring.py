@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import shmbridge
-from shmbridge._ext import header, lane_reader, lane_writer
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_reader
+from shmbridge._ext import lane as lane_writer
 from shmbridge.segments import membership, segment
 from shmbridge.segments.discard_reasons import Discard
 
