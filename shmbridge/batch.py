@@ -1,4 +1,4 @@
-"""Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pyx)."""
+"""Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pxi)."""
 
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Self

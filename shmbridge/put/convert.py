@@ -1,6 +1,6 @@
 """Converts the uncommon values that `put` takes to the forms that C reads, column by column.
 
-ColumnForms (_ext/fast_put.pyx) has the grammar of a group and calls a Converter.
+ColumnForms (_ext/forms.pxi) has the grammar of a group and calls a Converter.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Turns the group given to `put` into a plan, before any memory is claimed.
 
-ColumnForms (_ext/fast_put.pyx) makes the forms of columns, and asks convert.Converter for uncommon values.
+ColumnForms (_ext/forms.pxi) makes the forms of columns, and asks convert.Converter for uncommon values.
 """
 
 import operator

@@ -1,4 +1,4 @@
-"""The compiled ring under test: lanes in real shared memory, `_ext.lane_writer` and `_ext.lane_reader` at
+"""The compiled ring under test: lanes in real shared memory, the writer and the reader of `_ext.lane` at
 their ends, within one process.
 
 Knows segments and the ring; the lanes' round robin and the counts of a quarantine are written out here as in
