@@ -72,7 +72,7 @@ $(VENV)/.ready: $(VENV)/.installed | $(VENV)/.built
 	touch $@
 
 # Extensions are rebuilt when their sources change.
-$(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.pxd shmbridge/_ext/*.pxi shmbridge/_ext/c/*.[ch] bench/baselines/*.pyx bench/baselines/*.h)
+$(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.px[di] shmbridge/_ext/c/*.[ch] bench/baselines/*.pyx bench/baselines/*.h)
 	@echo "== compiling the extensions"
 	$(RUN) setup.py --quiet build_ext --inplace
 	touch $@

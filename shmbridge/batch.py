@@ -1,12 +1,11 @@
-"""Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pyx)."""
+"""Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pxi)."""
 
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from shmbridge._ext.blocks import Pool
-from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
+from shmbridge._ext.record import MOST_TOKENS, Gather, Pool, TooManyTokens, positions
 from shmbridge.errors import BatchTooBig, LeaseReleased
 from shmbridge.other_names import no_column
 from shmbridge.record.attributes import BatchColumns

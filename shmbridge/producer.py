@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shmbridge import sizing
-from shmbridge._ext import fast_put, lane_writer
-from shmbridge._ext.lane_writer import ClaimLost
-from shmbridge._ext.pack import BadValue, LossyMasks
-from shmbridge._ext.plan import Plan, Stamp
+from shmbridge._ext import lane as lane_writer
+from shmbridge._ext import put as fast_put
+from shmbridge._ext.lane import ClaimLost
+from shmbridge._ext.put import BadValue, LossyMasks, Plan, Stamp
 from shmbridge.config import (
     check_bridge_name,
     check_choice,

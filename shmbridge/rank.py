@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Never, Self, TypeVar
 
 from shmbridge._ext import header
-from shmbridge._ext.crash_mark import CrashNote
-from shmbridge._ext.lane_reader import Drops
-from shmbridge._ext.rank_reader import RankReader
-from shmbridge._ext.wait import Waits
+from shmbridge._ext.lane import CrashNote, Drops, RankReader, Waits
 from shmbridge.batch import Batch, Hold, Layout, unreadable
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages

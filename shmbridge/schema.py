@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shmbridge._ext.column import LOGPROBS as LOGPROBS
-from shmbridge._ext.column import Form
-from shmbridge._ext.pack import HIGHEST_LOGPROB, LOWEST_LOGPROB
-from shmbridge._ext.pack import recorded_logprobs as recorded_logprobs
+from shmbridge._ext.put import HIGHEST_LOGPROB, LOWEST_LOGPROB, Form
+from shmbridge._ext.put import LOGPROBS as LOGPROBS
+from shmbridge._ext.put import recorded_logprobs as recorded_logprobs
 from shmbridge.errors import SchemaMismatch
 from shmbridge.shown import kind_of, shown
 

@@ -6,7 +6,7 @@ Follows the record layout of `_ext/c/layout.h`. The same in words: docs/referenc
 from collections.abc import Iterable, Mapping, Sequence
 
 from shmbridge._ext import header
-from shmbridge._ext.column import CHECKED_COLUMNS
+from shmbridge._ext.put import CHECKED_COLUMNS
 from shmbridge.schema import Column, Columns, Kind, standard_columns
 
 # tokens, mask, logprobs, advantages and token rewards: 17 bytes a token.

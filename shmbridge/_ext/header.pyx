@@ -1,25 +1,34 @@
-"""Identity and counters of a lane, and the words of a control segment, for any reader.
+"""A mapped segment, and the words that tell of it: identity and counters of a lane, and the words of a control
+segment, for any reader.
 
-The protocol of claims and leases is lane_write.h and lane_read.h.
+The protocol of claims and leases is lane_write.h and lane_read.h. None of this is on the path of a record: it is
+compiled for size.
 """
 
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.errno cimport EMFILE, errno
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
+from posix.mman cimport (
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ,
+    PROT_WRITE, mlock, mmap, munmap,
+)
+from posix.stat cimport fstat, struct_stat
+from posix.types cimport off_t
+from posix.unistd cimport _SC_PAGESIZE, close, sysconf
 
-from shmbridge._ext.atomics cimport (
-    load_acquire64, load_acquire_words, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64,
-    store_release64, store_release_words, store_seq32, store_seq64,
+from shmbridge._ext.core cimport (
+    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, FAULTS_COMPILED, LANE_MAGIC, LATENCY_BUCKETS,
+    LAYOUT_VERSION, LOST_REASONS, MAX_COLUMNS, PAGE, column_def, complaint, control_header, fault_hit,
+    geometry_of, geometry_read, lane_header, load_acquire64, load_acquire_words, load_relaxed64, load_seq32,
+    load_seq64, monotonic_ns, ring_bell, shm_u64, slot, store_relaxed64, store_release64, store_release_words,
+    store_seq32, store_seq64,
 )
-from shmbridge._ext.faults cimport FAULTS_COMPILED, fault_hit
-from shmbridge._ext.futex cimport monotonic_ns, ring_bell
-from shmbridge._ext.geometry cimport complaint, geometry_of, geometry_read
-from shmbridge._ext.geometry cimport lane_geometry as geometry
-from shmbridge._ext.layout cimport (
-    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LOST_REASONS, LATENCY_BUCKETS, LAYOUT_VERSION,
-    MAX_COLUMNS, PAGE, column_def, control_header, lane_header, slot,
-)
-from shmbridge._ext.mapping cimport Mapping
+from shmbridge._ext.core cimport lane_geometry as geometry
+
+include "mapping.pxi"
 
 cdef uint64_t FINISHED = 2
 cdef int LOOKS = 8

@@ -1,4 +1,5 @@
-"""What a leased record says: its metadata, and its columns as arrays over the lane's own memory, in C.
+"""What a leased record says: its metadata, and its columns as arrays over the lane's own memory; and many records
+as the arrays of one batch.
 
 Reads the private copy of the index, which index_check has passed, and what LaneReader.describe was given.
 Text, maps and errors are those of Record in shmbridge/record/record.py.
@@ -8,6 +9,8 @@ import numpy as np
 
 cimport cython
 cimport numpy as cnp
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.object cimport PyObject
@@ -15,11 +18,16 @@ from cpython.ref cimport Py_INCREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from cython.dataclasses cimport dataclass
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcmp, memmove, strncmp
 
-from shmbridge._ext.layout cimport (
-    ALIGNMENT, KIND_LIST, KIND_SCALAR, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry,
+from shmbridge._ext.core cimport (
+    ALIGNMENT, COLUMN_NAME_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_SCALAR, MAX_COLUMNS, SLOT_EVAL, SLOT_UNEVEN,
+    TAG_VALUES, column_def, directory_entry,
 )
-from shmbridge._ext.lane_reader cimport Lease
+from shmbridge._ext.lane cimport LaneReader, Lease
+
+from shmbridge._ext.header import LaneCorrupt
 
 cdef extern from "numpy/arrayobject.h":
     object PyArray_NewFromDescr(type subtype, cnp.dtype dtype, int dimensions, cnp.npy_intp* shape,
@@ -389,6 +397,9 @@ cdef RecordMeta meta_of(Lease lease):
 cdef class LeasedRecord(Lease):
     """Metadata and columns of one record. The names that begin with _ are for Record."""
 
+    cdef object _meta                # made when it is asked for
+    cdef PyObject* _views            # the first of the Views of its columns; they take themselves out
+
     @property
     def meta(self):
         """Who, when, which group, which policy version. Valid also after release()."""
@@ -573,3 +584,7 @@ cdef class LeasedRecord(Lease):
             return b""
         view = view_of(self, entry.column)
         return at[:entry.keys_bytes]
+
+
+include "blocks.pxi"
+include "gather.pxi"

@@ -20,7 +20,7 @@ from typing import BinaryIO, Self
 
 import pyarrow as pa
 
-from shmbridge._ext.checksum import checksum
+from shmbridge._ext.weights import checksum
 from shmbridge.archive.layout import revision_of
 from shmbridge.errors import ArchiveUnreadable
 from shmbridge.record.checked import first_line

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shmbridge._ext.crash_mark import CrashNote
+from shmbridge._ext.lane import CrashNote
 from shmbridge.archive.recorder import Recorder
 from shmbridge.record.record import Record
 

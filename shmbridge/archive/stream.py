@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from shmbridge._ext.checksum import checksum
+from shmbridge._ext.weights import checksum
 from shmbridge.archive.layout import marked, revision_of
 from shmbridge.archive.seal import open_part, say_unchecked
 from shmbridge.errors import InvalidRecord

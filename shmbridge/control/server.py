@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from shmbridge._ext.mapping import Descriptor
+from shmbridge._ext.header import Descriptor
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.config import Run
 from shmbridge.control import messages

@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from shmbridge._ext.mapping import Descriptor, Mapping
-from shmbridge._ext.versions import Versions
+from shmbridge._ext.header import Descriptor, Mapping
+from shmbridge._ext.weights import Versions
 from shmbridge.doctor.check import Check
 from shmbridge.doctor.probe_file import probe_file
 from shmbridge.segments import locks

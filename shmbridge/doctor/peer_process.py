@@ -9,8 +9,8 @@ import os
 import sys
 import time
 
-from shmbridge._ext.mapping import Descriptor, Mapping
-from shmbridge._ext.versions import Versions
+from shmbridge._ext.header import Descriptor, Mapping
+from shmbridge._ext.weights import Versions
 from shmbridge.doctor.peer import BYTE, BYTES
 from shmbridge.segments import locks
 

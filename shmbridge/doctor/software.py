@@ -102,7 +102,7 @@ def extensions(folder: Path = Path(shmbridge.__file__).parent / "_ext") -> Check
 def _changed_since_built(folder: Path) -> str:
     """Returns the newest source of the core in a clone, if it is younger than a module; else ""."""
     built = [path.stat().st_mtime for path in folder.glob("*.so")]
-    sources = [path for pattern in ("*.pyx", "*.pxd", "c/*.h", "c/*.c") for path in folder.glob(pattern)]
+    sources = [path for pattern in ("*.pyx", "*.px[di]", "c/*.h", "c/*.c") for path in folder.glob(pattern)]
     if not (folder.parents[1] / "setup.py").exists() or not built or not sources:
         return ""
     newest = max(sources, key=lambda path: path.stat().st_mtime)

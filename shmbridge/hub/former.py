@@ -14,9 +14,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shmbridge import sizing
-from shmbridge._ext import mapping
+from shmbridge._ext import header
 from shmbridge._ext.groups import AtroposScheduler, FairScheduler, GroupQueues, OldestScheduler
-from shmbridge._ext.lane_reader import LaneReader
+from shmbridge._ext.lane import LaneReader
 from shmbridge.atropos.env_status import Queued
 from shmbridge.atropos.queue import as_queued
 from shmbridge.batch import Batch
@@ -418,7 +418,7 @@ class ReturnsAfterClose:
     Does not keep a lane or the control segment mapped. For one thread at a time.
     """
 
-    def __init__(self, readers: Iterable[LaneReader], control: mapping.Mapping, bridge: str) -> None:
+    def __init__(self, readers: Iterable[LaneReader], control: header.Mapping, bridge: str) -> None:
         self._held_in = weakref.WeakSet([reader.lane for reader in readers if reader.held])
         self._control, self._bridge = weakref.ref(control), bridge
 

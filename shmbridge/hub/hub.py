@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shmbridge._ext import header
-from shmbridge._ext import mapping as memory
-from shmbridge._ext.lane_reader import LaneReader
+from shmbridge._ext.lane import LaneReader
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.config import Run, check_run
 from shmbridge.control import messages
@@ -384,9 +383,9 @@ class Hub:
 class Remains:
     """What a hub, alive or ended, has mapped: by weak references, since views of its records may keep it."""
 
-    def __init__(self, bridge: str, control: memory.Mapping) -> None:
+    def __init__(self, bridge: str, control: header.Mapping) -> None:
         self.bridge, self._control = bridge, weakref.ref(control)
-        self.lanes: list[weakref.ref[memory.Mapping]] = []  # at its end
+        self.lanes: list[weakref.ref[header.Mapping]] = []  # at its end
 
     @property
     def are_gone(self) -> bool:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmbridge._ext import header, lane_reader
-from shmbridge._ext.lane_poller import LanePoller
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_reader
+from shmbridge._ext.header import Mapping
+from shmbridge._ext.lane import LanePoller
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
 from shmbridge.hub.tap import Tap, TappedPoller
 from shmbridge.record.record import Lane, Record

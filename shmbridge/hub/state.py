@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from shmbridge._ext import header
-from shmbridge._ext.wait import Waits
+from shmbridge._ext.lane import Waits
 from shmbridge.config import Run, check_run_id, check_version
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.hub.admission import OffPolicyLimit

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from shmbridge._ext.lane_poller import LanePoller
+from shmbridge._ext.lane import LanePoller
 from shmbridge.errors import BadArgument
 from shmbridge.record.leases import abandon
 from shmbridge.record.record import Record

@@ -10,9 +10,8 @@ import os
 import threading
 import time
 
-from shmbridge._ext.lane_reader import LaneReader
-from shmbridge._ext.mapping import Descriptor
-from shmbridge._ext.wait import HubWait
+from shmbridge._ext.header import Descriptor
+from shmbridge._ext.lane import HubWait, LaneReader
 from shmbridge.errors import ConsumerEmpty
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState

@@ -1,6 +1,6 @@
 """Converts the uncommon values that `put` takes to the forms that C reads, column by column.
 
-ColumnForms (_ext/fast_put.pyx) has the grammar of a group and calls a Converter.
+ColumnForms (_ext/forms.pxi) has the grammar of a group and calls a Converter.
 """
 
 import json
@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbridge._ext.column import Form, PackedColumn
-from shmbridge._ext.pack import BadValue, int32_of, row_of
+from shmbridge._ext.put import BadValue, Form, PackedColumn, int32_of, row_of
 from shmbridge.put.errors import PutNotices, as_invalid
 from shmbridge.schema import FINISH_REASONS, JSON_COLUMNS, Column, Columns, Kind, Tag
 from shmbridge.shown import is_tensor

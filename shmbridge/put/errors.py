@@ -9,8 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shmbridge._ext.column import WORTH_A_LOOK
-from shmbridge._ext.pack import BadValue
+from shmbridge._ext.put import WORTH_A_LOOK, BadValue
 from shmbridge.errors import BadArgument, InvalidRecord
 from shmbridge.other_names import did_you_mean, nearest
 from shmbridge.schema import ALIASES, FINISH_REASONS, STANDARD, Column, Kind

@@ -9,9 +9,9 @@ import numpy as np
 
 from shmbridge import sizing
 from shmbridge._ext import header
-from shmbridge._ext.lane_writer import Claim, LaneWriter
-from shmbridge._ext.mapping import Mapping
-from shmbridge._ext.plan import Plan
+from shmbridge._ext.header import Mapping
+from shmbridge._ext.lane import Claim, LaneWriter
+from shmbridge._ext.put import Plan
 from shmbridge.config import format_size
 from shmbridge.control.messages import Full
 from shmbridge.errors import (

@@ -1,6 +1,6 @@
 """Turns the group given to `put` into a plan, before any memory is claimed.
 
-ColumnForms (_ext/fast_put.pyx) makes the forms of columns, and asks convert.Converter for uncommon values.
+ColumnForms (_ext/forms.pxi) makes the forms of columns, and asks convert.Converter for uncommon values.
 """
 
 import operator
@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 
 from shmbridge import sizing
-from shmbridge._ext import fast_put
-from shmbridge._ext.column import BeyondLayout, PackedColumn
-from shmbridge._ext.pack import BadValue
-from shmbridge._ext.plan import Plan, Stamp
+from shmbridge._ext import put as fast_put
+from shmbridge._ext.put import BadValue, BeyondLayout, PackedColumn, Plan, Stamp
 from shmbridge.config import format_size, whole_number
 from shmbridge.errors import RecordTooBig
 from shmbridge.put.convert import Converter, checked_lengths, with_reason_codes

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext.column import Form, PackedColumn, WrongLengths
-from shmbridge._ext.plan import Plan, RowSampler, Stamp
+from shmbridge._ext.put import Form, PackedColumn, Plan, RowSampler, Stamp, WrongLengths
 from shmbridge.errors import InvalidRecord, SchemaMismatch
 from shmbridge.schema import Column, Columns, Kind, Tag
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from shmbridge._ext.header import LaneCorrupt
-from shmbridge._ext.plan import Plan
-from shmbridge._ext.relayed import ColumnMissing, RelayedPlan
+from shmbridge._ext.put import ColumnMissing, Plan, RelayedPlan
 from shmbridge.errors import BadArgument, InvalidRecord, SchemaMismatch
 from shmbridge.schema import COLUMN_BYTES, Columns
 from shmbridge.shown import kind_of, shown

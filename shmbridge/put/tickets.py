@@ -11,8 +11,9 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from shmbridge._ext import header, lane_writer
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_writer
+from shmbridge._ext.header import Mapping
 from shmbridge.config import deadline_of
 from shmbridge.errors import (
     BridgeDraining,

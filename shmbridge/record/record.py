@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from shmbridge._ext.lane_reader import LaneReader
+from shmbridge._ext.lane import LaneReader
 from shmbridge._ext.record import LeasedRecord
 from shmbridge._ext.record import Origin as Origin
 from shmbridge._ext.record import Ragged as Ragged

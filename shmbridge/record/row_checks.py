@@ -6,9 +6,9 @@
 import os
 import time
 
-from shmbridge._ext.checksum import check_of as check_of
-from shmbridge._ext.column import CHECKED_COLUMNS as CHECKED_COLUMNS
-from shmbridge._ext.plan import RowSampler
+from shmbridge._ext.put import CHECKED_COLUMNS as CHECKED_COLUMNS
+from shmbridge._ext.put import RowSampler
+from shmbridge._ext.weights import check_of as check_of
 
 VARIABLE = "SHMBRIDGE_CHECK_ROWS"
 DEFAULT_EVERY = 32

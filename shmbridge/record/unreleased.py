@@ -14,7 +14,7 @@ _LOG_S = 1.0
 
 
 class Call(IntEnum):
-    """The call that handed a record out. `_ext.lane_poller.LanePoller` sets the first two itself."""
+    """The call that handed a record out. `_ext.lane.LanePoller` sets the first two itself."""
 
     GET = 0
     POLL = 1

@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from shmbridge._ext import versions
+from shmbridge._ext import weights as versions
 from shmbridge.errors import FillingOver, LayoutMismatch, NotReady, WeightsMismatch
 from shmbridge.weights import TensorSpec, WeightsFilling, WeightsReader, WeightsWriter
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from shmbridge._ext import header
-from shmbridge._ext.checksum import checksum
+from shmbridge._ext.weights import checksum
 from shmbridge.config import Run
 from shmbridge.errors import InvalidRecord, LayoutMismatch
 from shmbridge.record.checked import only_batch

@@ -8,7 +8,7 @@ import os
 import select
 from collections.abc import Callable
 
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.header import Mapping
 from shmbridge.segments import locks
 from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.locks import LockByte

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shmbridge._ext.mapping import Descriptor
+from shmbridge._ext.header import Descriptor
 from shmbridge.segments.segment import MOUNT, engine_folder_prefix, remove_folder
 
 

@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shmbridge._ext import header, versions
-from shmbridge._ext.versions import Versions
+from shmbridge._ext import header
+from shmbridge._ext import weights as versions
+from shmbridge._ext.weights import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import ShmBridgeError, ShmPermission
 from shmbridge.segments import locks, membership, receipts, segment

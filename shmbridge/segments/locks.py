@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-from shmbridge._ext.mapping import Descriptor
+from shmbridge._ext.header import Descriptor
 from shmbridge.segments import os_limits
 
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid

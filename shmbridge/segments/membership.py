@@ -13,9 +13,10 @@ from typing import Any
 
 import posix_ipc
 
-from shmbridge._ext import header, versions
-from shmbridge._ext.mapping import Descriptor
-from shmbridge._ext.versions import Versions
+from shmbridge._ext import header
+from shmbridge._ext import weights as versions
+from shmbridge._ext.header import Descriptor
+from shmbridge._ext.weights import Versions
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
 from shmbridge.segments import engine_folders, locks, os_limits, receipts, values
 from shmbridge.segments.locks import LockByte

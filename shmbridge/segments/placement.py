@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterable
 
-from shmbridge._ext.mapping import Mapping, fill_with_huge_pages
+from shmbridge._ext.header import Mapping, fill_with_huge_pages
 
 HUGE_PAGE = 2 << 20
 # Most time for one huge page: a page that takes longer was made by moving other memory.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shmbridge._ext import header
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.header import Mapping
 from shmbridge.errors import ShmPermission
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte

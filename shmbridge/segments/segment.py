@@ -18,8 +18,8 @@ from pathlib import Path
 import posix_ipc
 
 from shmbridge._ext import header
-from shmbridge._ext import mapping as mapping_module
-from shmbridge._ext.mapping import Descriptor, Mapping
+from shmbridge._ext import header as mapping_module
+from shmbridge._ext.header import Descriptor, Mapping
 from shmbridge.config import check_bridge_name, format_size
 from shmbridge.errors import LayoutMismatch, ShmPermission, ShmTooSmall, ShmUnavailable
 from shmbridge.segments import locks, os_limits, placement

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_SOURCES = {".py", ".pyx", ".pxd", ".h", ".c"}
+_SOURCES = {".py", ".pyx", ".pxi", ".pxd", ".h", ".c"}
 
 
 def fault_build(source_tree: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,7 @@ import time
 from typing import Self
 
 from shmbridge._ext import header
-from shmbridge._ext.lane_observer import LaneObserver
+from shmbridge._ext.lane import LaneObserver
 from shmbridge.config import check_bridge_name, deadline_of
 from shmbridge.errors import ShmBridgeError
 from shmbridge.record.record import Lane, Record

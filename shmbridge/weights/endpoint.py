@@ -5,7 +5,7 @@ closed.
 from typing import ClassVar, Self
 
 from shmbridge._ext.header import Control
-from shmbridge._ext.versions import Versions
+from shmbridge._ext.weights import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed
 from shmbridge.segments import membership

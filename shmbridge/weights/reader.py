@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from shmbridge._ext import header, versions
-from shmbridge._ext.versions import Versions
+from shmbridge._ext import header
+from shmbridge._ext import weights as versions
+from shmbridge._ext.weights import Versions
 from shmbridge.config import check_bridge_name, check_timeout, check_version, deadline_of
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import locks, segment

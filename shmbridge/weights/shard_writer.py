@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from shmbridge._ext import header, versions
-from shmbridge._ext.versions import Versions
+from shmbridge._ext import header
+from shmbridge._ext import weights as versions
+from shmbridge._ext.weights import Versions
 from shmbridge.errors import FillingOver, WeightsMismatch
 from shmbridge.segments import locks
 from shmbridge.segments.locks import LockByte

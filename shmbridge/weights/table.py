@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbridge._ext import versions
-from shmbridge._ext.versions import Versions
+from shmbridge._ext import weights as versions
+from shmbridge._ext.weights import Versions
 from shmbridge.errors import LayoutMismatch, WeightsMismatch
 from shmbridge.segments import segment
 

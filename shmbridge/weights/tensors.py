@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext import tensor_bytes
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext import weights as tensor_bytes
+from shmbridge._ext.header import Mapping
 from shmbridge.errors import WeightsMismatch
 from shmbridge.weights.table import Array, TensorSpec, number_bits, view
 

@@ -7,9 +7,10 @@ A death at any line leaves the segment, or the floor.
 import contextlib
 import os
 
-from shmbridge._ext import header, versions
+from shmbridge._ext import header
+from shmbridge._ext import weights as versions
 from shmbridge._ext.header import Control
-from shmbridge._ext.versions import Versions
+from shmbridge._ext.weights import Versions
 from shmbridge.errors import BadArgument, LayoutMismatch
 from shmbridge.segments import locks, segment
 from shmbridge.segments.locks import LockByte

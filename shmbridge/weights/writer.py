@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext import header, tensor_bytes, versions
-from shmbridge._ext.mapping import Mapping
-from shmbridge._ext.versions import Versions
+from shmbridge._ext import header
+from shmbridge._ext import weights as tensor_bytes
+from shmbridge._ext import weights as versions
+from shmbridge._ext.header import Mapping
+from shmbridge._ext.weights import Versions
 from shmbridge.config import check_timeout, check_version, deadline_of
 from shmbridge.errors import BadArgument, ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
 from shmbridge.segments import locks, segment

@@ -2,7 +2,7 @@
  * of each record is found in its index, and copied once.
  *
  * Indices are the private copies that index_check has found true; from the lane itself only values are read,
- * and nothing is computed from them. Plain C without Python, so that copying needs no GIL; gather.pyx binds
+ * and nothing is computed from them. Plain C without Python, so that copying needs no GIL; gather.pxi binds
  * it and owns all memory. Knows no names and no dtypes.
  */
 #ifndef SHMBRIDGE_GATHER_H

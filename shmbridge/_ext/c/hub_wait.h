@@ -1,5 +1,5 @@
 /* How the hub waits for records of any lane: a short adaptive spin, then the doorbell; or, where it must not
- * block, the doorbell's rings in an eventfd. Plain C; wait.pyx binds it.
+ * block, the doorbell's rings in an eventfd. Plain C; lane_wait.pxi binds it.
  *
  * The store-load handshake is argued in docs/adr/0001-lanes.md; its other half is lane_commit. One sleeper at
  * a time: hub_sleeping has one owner.

@@ -1,6 +1,6 @@
 /* The reader's side of one lane: adopt, take, release. docs/adr/0001-lanes.md says why it is right.
  *
- * Plain C, so that the same lines run under sanitizers and fuzzers; lane_reader.pyx binds it. For the holder
+ * Plain C, so that the same lines run under sanitizers and fuzzers; lane_reader.pxi binds it. For the holder
  * of the hub lock; a learner rank uses only lane_reader_open and lane_look. Whatever is used as an index is
  * copied to private memory first and checked there.
  */

@@ -1,7 +1,7 @@
 /* The producer's side of one lane: claim, commit, abort, wait for space.
  * docs/adr/0001-lanes.md says why it is right.
  *
- * Plain C, so that the same lines run under ThreadSanitizer and in a harness; lane_writer.pyx binds it. One
+ * Plain C, so that the same lines run under ThreadSanitizer and in a harness; lane_writer.pxi binds it. One
  * thread at a time. Everything in lane_writer is private to the process: what dies with it needs no repair.
  */
 #ifndef SHMBRIDGE_LANE_WRITE_H

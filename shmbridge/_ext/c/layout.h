@@ -1,5 +1,5 @@
 /* The bytes of a bridge: control segment, lane segment, slot, column directory. The single source;
- * layout.pxd mirrors it.
+ * core.pxd mirrors it.
  *
  * Little-endian, 64-bit monotone positions, roles on their own 128-byte lines (adjacent-line prefetch,
  * 128-byte lines on some Arm). "P" is written by the lane's producer only, "H" by the hub holding the hub

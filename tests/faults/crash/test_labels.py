@@ -13,6 +13,7 @@ def labels_in_sources() -> list[str]:
     for path in [
         *(ROOT / "shmbridge").rglob("*.py"),
         *(ROOT / "shmbridge/_ext").glob("*.pyx"),
+        *(ROOT / "shmbridge/_ext").glob("*.pxi"),
         *(ROOT / "shmbridge/_ext/c").glob("*.[ch]"),
     ]:
         if path.suffix == ".c" and path.with_suffix(".pyx").exists():

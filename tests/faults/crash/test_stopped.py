@@ -140,7 +140,7 @@ def test_the_first_of_a_bridge_is_stopped(label, bridge, faulty, make_consumer, 
     first.wait_stopped()
     second = faulty("produce", "second", 2)
     # it is about to join
-    until(lambda: "_ext/lane_reader." in Path(f"/proc/{second.pid}/maps").read_text(), 20)
+    until(lambda: "_ext/lane." in Path(f"/proc/{second.pid}/maps").read_text(), 20)
     with pytest.raises(AssertionError, match="printed nothing"):
         second.line(timeout_s=0.5)
     assert segment.lane_names(bridge) == []

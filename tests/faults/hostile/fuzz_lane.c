@@ -198,7 +198,7 @@ static void gather_one(const gather_record *records, gather_column *column, uint
     free(column->lengths), free(column->inner);
 }
 
-/* Gathers every column of the lane, in each form that its kind has, as gather.pyx does. */
+/* Gathers every column of the lane, in each form that its kind has, as gather.pxi does. */
 static void gather_record_twice(const lane_reader *reader, const lane_found *found, const uint8_t *index) {
     const slot *body = &found->body;
     gather_record both[2] = {{.index = index, .entries = body->columns, .rows = body->rows}};

@@ -22,8 +22,8 @@ class Mutation:
 
 C = "shmbridge/_ext/c"
 WRITE, READ, INDEX = (f"{C}/{name}" for name in ("lane_write.h", "lane_read.h", "index.h"))
-CLAIMS, LEASES = "shmbridge/_ext/lane_writer.pyx", "shmbridge/_ext/lane_reader.pyx"
-WEIGHTS, HEADER = "shmbridge/_ext/versions.pyx", "shmbridge/_ext/header.pyx"
+CLAIMS, LEASES = "shmbridge/_ext/lane_writer.pxi", "shmbridge/_ext/lane_reader.pxi"
+WEIGHTS, HEADER = "shmbridge/_ext/weights.pyx", "shmbridge/_ext/header.pyx"
 
 MUTATIONS = (
     # 1: nothing committed is lost, duplicated or torn
@@ -169,7 +169,7 @@ MUTATIONS = (
         "observer-copy-unchecked",
         1,
         "an observer shows a copy of a record that was released while it was made",
-        "shmbridge/_ext/lane_observer.pyx",
+        "shmbridge/_ext/lane_beside.pxi",
         "return lease if lane_is_unreleased(&self._reader, &found) else None",
         "return lease",
         "tests/transport/watch/test_observer.py",
@@ -224,7 +224,7 @@ MUTATIONS = (
         "memory-given-twice",
         1,
         "memory of an array that lives is given to another",
-        "shmbridge/_ext/blocks.pyx",
+        "shmbridge/_ext/blocks.pxi",
         "        self._remove(best)\n        return True",
         "        return True",
         "tests/transport/ext/test_blocks.py",
@@ -692,7 +692,7 @@ MUTATIONS = (
         "child-keeps-lock",
         4,
         "a forked child keeps its dead parent's lane locked",
-        "shmbridge/_ext/mapping.pyx",
+        "shmbridge/_ext/mapping.pxi",
         "    if fork_watch(fd) != 0:",
         "    if False:",
         "tests/faults/crash/test_alive_or_dead.py",
@@ -840,7 +840,7 @@ MUTATIONS = (
         "garbage-ends-the-look",
         7,
         "one lane of garbage keeps the others from being read",
-        "shmbridge/_ext/lane_poller.pyx",
+        "shmbridge/_ext/lane_poller.pxi",
         "                self.remove(reader)\n                continue",
         "                self.remove(reader)\n                return None",
         "tests/transport/ext/test_lane_poller.py tests/transport/test_consumer.py",
@@ -867,7 +867,7 @@ MUTATIONS = (
         "relayed-index-believed",
         7,
         "what another node sends is committed unchecked",
-        "shmbridge/_ext/relayed.pyx",
+        "shmbridge/_ext/relayed.pxi",
         "        if index_check(<const uint8_t*>entry,",
         "        if False and index_check(<const uint8_t*>entry,",
         "tests/transport/put/test_relayed.py",
@@ -1142,7 +1142,7 @@ MUTATIONS = (
         "pieces-not-looked-at",
         11,
         "only the first piece of a tensor is looked at for NaN",
-        "shmbridge/_ext/tensor_bytes.pyx",
+        "shmbridge/_ext/weights.pyx",
         "                    looked += count * width\n",
         "                    looked += size\n",
         "tests/transport/weights/test_not_finite.py",
@@ -1178,7 +1178,7 @@ MUTATIONS = (
         "lengths-believed",
         11,
         "a column comes into C with lengths that do not add up",
-        "shmbridge/_ext/column.pyx",
+        "shmbridge/_ext/column.pxi",
         "        check_lengths(self)\n",
         "        pass\n",
         "tests/faults/hostile/test_decoder.py -k lie",

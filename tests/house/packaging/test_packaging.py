@@ -48,7 +48,7 @@ def suites(tree) -> set[str]:
 
 
 def test_the_archive_has_what_people_wrote(tree, in_archive):
-    wanted = sources(tree, ".py", ".pyx", ".pxd", ".pyi", ".h", ".css", ".js") | {
+    wanted = sources(tree, ".py", ".pyx", ".pxi", ".pxd", ".pyi", ".h", ".css", ".js") | {
         "shmbridge/_ext/c/fork.c",
         "pyproject.toml",
         "setup.py",
@@ -89,7 +89,7 @@ def test_the_wheel_has_every_module(tree, in_wheel):
     assert "shmbridge/py.typed" in in_wheel
     declared = {name for name in sources(tree, ".pxd", ".h") if name.startswith("shmbridge/")}
     assert "shmbridge/_ext/c/layout.h" in declared <= in_wheel, "so that others can build against the lanes"
-    assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
+    assert not [name for name in in_wheel if name.endswith((".pyx", ".pxi", ".c"))]
 
 
 def test_what_was_compiled_is_stripped(wheel):

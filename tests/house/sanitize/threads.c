@@ -343,7 +343,7 @@ static void give_away(hub *me, const lease *given) {
     pthread_mutex_unlock(&me->lock);
 }
 
-/* Takes one record of a lane, if there is one, as lane_reader.pyx does. */
+/* Takes one record of a lane, if there is one, as lane_reader.pxi does. */
 static int hub_takes(hub *me, lane *from) {
     complaint why;
     lane_found found;

@@ -9,7 +9,7 @@ from pathlib import Path
 from shmbridge import errors
 
 ROOT = Path(__file__).parents[3]
-MOST_LINES = {".py": 400, ".pyx": 600}
+MOST_LINES = {".py": 400, ".pyx": 600, ".pxi": 600}
 # A longer file has a reason. Length alone is no cause to cut a class in two.
 LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
@@ -34,10 +34,15 @@ VERBS = re.compile(
 )
 
 
+def written(sources: list[tuple[str, Path]]) -> list[Path]:
+    """Those files, and the pieces that extension modules include."""
+    return [*(path for _, path in sources), *EXT.glob("*.pxi")]
+
+
 def test_a_long_file_has_a_reason(sources):
     long = {
         str(path.relative_to(ROOT))
-        for _, path in sources
+        for path in written(sources)
         if len(path.read_text().splitlines()) > MOST_LINES[path.suffix]
     }
     assert long == set(LONG)
@@ -45,10 +50,12 @@ def test_a_long_file_has_a_reason(sources):
 
 def test_files_say_what_they_are(sources):
     """One idea per file, said on its first line; no file has a name without a subject, such as utils."""
-    assert not [path for _, path in sources if path.stem in ("utils", "util", "helpers", "common", "misc")]
+    assert not [
+        path for path in written(sources) if path.stem in ("utils", "util", "helpers", "common", "misc")
+    ]
     silent = [
         str(path.relative_to(ROOT))
-        for _, path in sources
+        for path in written(sources)
         if path.read_text().strip() and not path.read_text().startswith('"""')
     ]
     assert not silent
@@ -94,7 +101,7 @@ class Sync:
 def sources_of_words() -> list[Path]:
     """The files that touch shared words."""
     baseline = (ROOT / "bench" / "baselines").glob("memcpy_baseline.*")
-    kinds = (".pyx", ".pxd", ".h")
+    kinds = (".pyx", ".pxi", ".pxd", ".h")
     files = (*EXT.iterdir(), *(EXT / "c").iterdir(), *baseline)
     return sorted(path for path in files if path.suffix in kinds or path.name == "fork.c")
 
@@ -134,7 +141,7 @@ def table(first_columns: str) -> dict[str, list[str]]:
 
 def named_in(cell: str) -> set[str]:
     """file:function, wherever it stands in backticks."""
-    return set(re.findall(r"`(\w+\.(?:h|pyx):\w+)`", cell))
+    return set(re.findall(r"`(\w+\.(?:h|pyx|pxi):\w+)`", cell))
 
 
 def test_every_sync_tag_has_a_row_and_every_row_a_tag():
@@ -163,7 +170,9 @@ def test_every_publishing_store_is_tagged():
     """A release or seq_cst store without a tag has no written partner; clearing one's own flag needs none."""
     wrong = []
     for path in (
-        path for path in sources_of_words() if path.suffix in (".pyx", ".h") and path.stem != "atomics"
+        path
+        for path in sources_of_words()
+        if path.suffix in (".pyx", ".pxi", ".h") and path.stem != "atomics"
     ):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
@@ -181,7 +190,9 @@ def test_every_ordered_load_is_tagged():
     """
     wrong = []
     for path in (
-        path for path in sources_of_words() if path.suffix in (".pyx", ".h") and path.stem != "atomics"
+        path
+        for path in sources_of_words()
+        if path.suffix in (".pyx", ".pxi", ".h") and path.stem != "atomics"
     ):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
@@ -235,7 +246,7 @@ def test_shared_words_are_touched_by_the_verbs_only():
     for path in (
         path
         for path in sources_of_words()
-        if path.suffix in (".pyx", ".h") and path.stem not in ("atomics", "layout")
+        if path.suffix in (".pyx", ".pxi", ".h") and path.stem not in ("atomics", "layout")
     ):
         for number, line in enumerate(path.read_text().splitlines()):
             if past_the_verbs(line.split("/*")[0].split("# ")[0]):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge._ext.gather import Gather, TooManyTokens
+from shmbridge._ext.record import Gather, TooManyTokens
 
 
 def group(number: int, rows: int = 1) -> dict:

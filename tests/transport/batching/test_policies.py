@@ -14,7 +14,6 @@ from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import Register, StatusRequest
-from shmbridge.record.groups import Group
 
 
 def group(number: int, rows: int = 1, env_id: int | None = None) -> dict:

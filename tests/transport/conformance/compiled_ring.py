@@ -1,4 +1,4 @@
-"""The compiled ring under test: lanes in real shared memory, `_ext.lane_writer` and `_ext.lane_reader` at
+"""The compiled ring under test: lanes in real shared memory, the writer and the reader of `_ext.lane` at
 their ends, within one process.
 
 Knows segments and the ring; the lanes' round robin and the counts of a quarantine are written out here as in
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import shmbridge
-from shmbridge._ext import header, lane_reader, lane_writer
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_reader
+from shmbridge._ext import lane as lane_writer
 from shmbridge.segments import membership, segment
 from shmbridge.segments.discard_reasons import Discard
 

@@ -109,7 +109,7 @@ def test_no_check_raises(monkeypatch) -> None:
 
 
 def test_a_core_that_does_not_load_is_named_and_the_rest_checked() -> None:
-    code = "import sys; sys.modules['shmbridge._ext.mapping'] = None\nfrom shmbridge.cli import main\n"
+    code = "import sys; sys.modules['shmbridge._ext.header'] = None\nfrom shmbridge.cli import main\n"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}sys.exit(main(['doctor', '--json']))"], capture_output=True, text=True
     )

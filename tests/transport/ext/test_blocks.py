@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmbridge import batch
-from shmbridge._ext.blocks import Pool
+from shmbridge._ext.record import Pool
 
 LARGE, BYTE = 1 << 20, np.dtype(np.uint8)
 

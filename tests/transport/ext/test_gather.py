@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge._ext.blocks import Pool
-from shmbridge._ext.gather import Gather, TooManyTokens, positions
 from shmbridge._ext.header import LaneCorrupt
+from shmbridge._ext.record import Gather, Pool, TooManyTokens, positions
 from shmbridge.batch import Batch
 from shmbridge.record.groups import Group
 from shmbridge.schema import Kind

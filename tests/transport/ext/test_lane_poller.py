@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shmbridge._ext import header, lane_reader, lane_writer
-from shmbridge._ext.lane_poller import LanePoller
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_reader
+from shmbridge._ext import lane as lane_writer
+from shmbridge._ext.lane import LanePoller
 from shmbridge.segments import membership, segment
 from shmbridge.testing import wait_until
 from tests.transport.ext.commit_fields import FIELDS

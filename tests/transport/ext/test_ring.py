@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shmbridge._ext import header, lane_reader, lane_writer
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_reader
+from shmbridge._ext import lane as lane_writer
 from shmbridge.segments import membership, segment
 from tests.transport.ext import commit_fields
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shmbridge._ext.lane_poller import LanePoller
+from shmbridge._ext.lane import LanePoller
 from shmbridge.segments.death_watch import DeathWatch
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from put_forms import COLUMNS, OUTCOMES, TOKENS, Ends, outcomes
 
 import shmbridge
-from shmbridge._ext import header, lane_writer
-from shmbridge._ext.pack import BadValue, LossyMasks
-from shmbridge._ext.plan import Plan, Stamp
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_writer
+from shmbridge._ext.put import BadValue, LossyMasks, Plan, Stamp
 from shmbridge.put.planner import RecordPlanner
 from shmbridge.schema import standard_columns
 from shmbridge.segments import membership, segment

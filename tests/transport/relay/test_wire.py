@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from shmbridge import InvalidRecord, LayoutMismatch
-from shmbridge._ext.checksum import checksum
+from shmbridge._ext.weights import checksum
 from shmbridge.config import Run
 from shmbridge.relay import wire
 

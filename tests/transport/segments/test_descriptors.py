@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge._ext.mapping import Descriptor
+from shmbridge._ext.header import Descriptor
 from shmbridge.segments import engine_folders, locks, membership, os_limits, placement, segment
 from tests.transport import interrupts
 

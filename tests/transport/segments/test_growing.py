@@ -8,8 +8,10 @@ import struct
 import numpy as np
 import pytest
 
-from shmbridge._ext import header, lane_reader, versions
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext import header
+from shmbridge._ext import lane as lane_reader
+from shmbridge._ext import weights as versions
+from shmbridge._ext.header import Mapping
 from shmbridge.segments import inventory, membership, segment
 from shmbridge.watch import snapshot
 from shmbridge.watch.observer import Observer
