@@ -84,7 +84,7 @@ _HOMES = {
     "Rank": "rank",
     "Record": "record.record",
     "Run": "config",
-    "Ticket": "admission.tickets",
+    "Ticket": "put.tickets",
     "clean": "segments.inventory",
     "list_bridges": "segments.inventory",
     **dict.fromkeys(

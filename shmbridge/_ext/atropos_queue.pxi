@@ -1,5 +1,6 @@
-# The Atropos API server's queue: the same groups in the same batches in the same order, without its scans of the
-# whole queue. An item is only a number of sequences and an environment.
+"""The Atropos API server's queue: the same groups in the same batches in the same order, without its scans of the
+whole queue. An item is only a number of sequences and an environment.
+"""
 
 
 @cython.final
@@ -28,7 +29,7 @@ cdef Py_ssize_t sequences_of(entries) except -1:
     return sequences
 
 
-cdef class AtroposQueue:
+cdef class SizedQueue:
     """Queue, buffers and formed batches of one training run. For one thread at a time.
 
     Groups of one size stand in a line; if an environment has a minimum allocation, there is a line for each
@@ -509,11 +510,11 @@ cdef class AtroposScheduler:
     cdef readonly double waits_until_s
     cdef dict _applied               # env_id -> EnvWeight
     cdef object _seen                # the shares that are applied
-    cdef AtroposQueue _queue
+    cdef SizedQueue _queue
     cdef dict _by_producer           # groups neither in a formed batch nor buffered
 
     def __init__(self):
-        self.waits_until_s, self._applied, self._queue, self._by_producer = NEVER, {}, AtroposQueue(0), {}
+        self.waits_until_s, self._applied, self._queue, self._by_producer = NEVER, {}, SizedQueue(0), {}
 
     def __len__(self):
         return self._queue._queued
@@ -531,7 +532,7 @@ cdef class AtroposScheduler:
         return self._by_producer.get(producer_id, 0)
 
     def by_env(self):
-        """As AtroposQueue.by_env."""
+        """As SizedQueue.by_env."""
         return self._queue.by_env()
 
     def stats(self):

@@ -1,8 +1,9 @@
-# Policy "fair": oldest first in an environment, token-fair over environments by weight, minimum shares.
-#
-# The order over environments is weighted deficit round robin, in tokens: M. Shreedhar and G. Varghese, "Efficient
-# Fair Queueing Using Deficit Round Robin", SIGCOMM 1995: every visit adds a quantum to a queue's deficit counter, and
-# the queue is served while the counter lasts.
+"""Policy "fair": oldest first in an environment, token-fair over environments by weight, minimum shares.
+
+The order over environments is weighted deficit round robin, in tokens: M. Shreedhar and G. Varghese, "Efficient
+Fair Queueing Using Deficit Round Robin", SIGCOMM 1995: every visit adds a quantum to a queue's deficit counter, and
+the queue is served while the counter lasts.
+"""
 
 cdef enum:
     BEHIND_A_HEAD = 32  # groups of a flow tried for the rest of a batch

@@ -1,4 +1,5 @@
-# A group, and its assembly from the fragments that its one producer put. Reads only the records' metadata.
+"""A group, and its assembly from the fragments that its one producer put. Reads only the records' metadata.
+"""
 
 
 @cython.final

@@ -15,7 +15,7 @@ from shmbridge.errors import NoWeight, UnknownEnvironment
 T = TypeVar("T")
 
 
-class AtroposQueue(groups.AtroposQueue, Generic[T]):
+class AtroposQueue(groups.SizedQueue, Generic[T]):
     """Queue, buffers and formed batches of one training run; an item is of any type."""
 
     def __iter__(self) -> Iterator[T]:

@@ -102,8 +102,8 @@ def imports(name: str, path: Path) -> Iterator[tuple[str, int, bool]]:
             yield from ((f"{base}.{alias.name}", node.lineno, id(node) in for_types) for alias in node.names)
 
 
-def graph(root: Path, package: str) -> Graph:
-    """The rooms of one folder of the tree."""
+def graph(root: Path, package: str, *, for_types: bool = True) -> Graph:
+    """The rooms of one folder of the tree; without `for_types`, as they import each other when they run."""
     there = modules(root)
     dotted = package.replace("/", ".")
     dotted = dotted if dotted.startswith("shmbridge") else f"shmbridge.{dotted}"
@@ -119,7 +119,9 @@ def graph(root: Path, package: str) -> Graph:
 
     arrows: dict[str, set[str]] = {room(name): set() for name in inside}
     for name, path in inside.items():
-        for imported, _, _ in imports(name, path):
+        for imported, _, types_only in imports(name, path):
+            if types_only and not for_types:
+                continue
             target = imported
             while target not in there and "." in target:
                 target = target.rpartition(".")[0]

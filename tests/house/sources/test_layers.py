@@ -16,10 +16,7 @@ ORDER = {
         sizing segments parser extras httpd
         record control weights
         batch put watch
-        admission
         hub producer
-        batching
-        ranks
         rank consumer
         __init__
         testing launch doctor
@@ -101,7 +98,8 @@ def folders() -> list[str]:
 
 @pytest.mark.parametrize("folder", folders())
 def test_modules_form_no_circle(folder):
-    assert not graph(ROOT, folder).circles()
+    """The parts of a hub name it, for type checkers alone: it makes them, and they hold it."""
+    assert not graph(ROOT, folder, for_types=folder != "shmbridge/hub").circles()
 
 
 def opened(init: Path) -> set[str]:
