@@ -117,32 +117,31 @@ class Consumer(OneProcess):
         self.columns, self.bridge, tap = columns_of(schema), check_bridge_name(bridge), check_tap(tap)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         run, most = check_run(run), check_lanes(lanes)
+        most = os_limits.lanes_at_most() if most is None else most
         self._hub = hub = Hub(
             bridge,
             become_hub(bridge, replace=replace),
             columns=self.columns,
             run=run,
             limit=limit,
-            lanes=os_limits.lanes_at_most() if most is None else most,
+            lanes=most,
             resume=resume,
             scheduling=scheduling,
             outside=outside,
             tap=tap,
         )
-        # Read in each call: one attribute instead of two.
-        self._closing, self._state, self._lanes, self._waiting = (
-            hub.closing,
-            hub.state,
-            hub.lanes,
-            hub.waiting,
-        )
-        self._turns = hub.lanes.turns
-        self._ranks: ShareDealer | None = None  # forms the batches: nothing is taken here
-        note_hub(hub)
-        weakref.finalize(self, hub.close_unheld).atexit = False
-        one_thread.watch(
-            self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups")
-        )
+        try:
+            note_hub(hub)
+            # Read in each call: one attribute instead of two.
+            self._closing, self._state, self._waiting = hub.closing, hub.state, hub.waiting
+            self._lanes, self._turns = hub.lanes, hub.lanes.turns
+            self._ranks: ShareDealer | None = None  # forms the batches: nothing is taken here
+            weakref.finalize(self, hub.close_unheld).atexit = False
+            methods = "get", "poll", "_take", "batches", "take_groups"
+            one_thread.watch(self, f"the consumer of bridge {bridge!r}", methods)
+        except BaseException:  # its threads are running
+            hub.closing.close()
+            raise
 
     # -- taking records
 

@@ -342,6 +342,7 @@ cdef class SizedQueue:
 
         O(environments), whatever the length of the queue.
         """
+        cdef Change change = Change()  # any thread asks
         cdef dict found = {}
         for env_id, sizes in self._by_env.items():
             if sizes:

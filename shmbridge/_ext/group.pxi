@@ -71,26 +71,32 @@ cdef class Group:
         """Whether all rows are here."""
         return self.rows >= self.size and not self.wrong
 
+    cdef first(self):
+        """Its first record, from which its identity is read: not from its meta, which is built on demand."""
+        if not self.records:
+            raise IndexError("a group without records has no identity")
+        return self.records[0]
+
     @property
     def producer_id(self):
         """Id of the producer that put it; one group comes from one producer."""
-        return self.records[0]._lane_reader.about.producer_id  # not from its meta, which is built on demand
+        return self.first()._lane_reader.about.producer_id
 
     @property
     def group_id(self):
         """Its id among its producer's groups."""
-        return self.records[0]._group_id
+        return self.first()._group_id
 
     @property
     def env_id(self):
         """The number under which its environment has registered; None if it has none."""
-        env_id = self.records[0]._env_id
+        env_id = self.first()._env_id
         return None if env_id < 0 else env_id
 
     @property
     def split(self):
         """ "train" or "eval"."""
-        return self.records[0]._split  # not from its meta: looking at that counts as reading
+        return self.first()._split  # looking at its meta would count as reading
 
     @property
     def tokens(self):

@@ -139,7 +139,7 @@ cdef class GroupQueues:
         timeout_s: a group in part is late after so many seconds.
 
     Attributes:
-        moving: records are on their way from the lanes to `add`.
+        moving: records are on their way from the lanes to `add`; `moves`: how often some were.
         put_backs: how often something was put back.
         looks: groups in the scheduler that `cut` has looked at.
     """
@@ -152,6 +152,7 @@ cdef class GroupQueues:
     cdef object _split               # the one of all groups in the scheduler; None: any
     cdef int64_t _oldest             # no group in the scheduler is stamped with an older version
     cdef public bint moving
+    cdef public Py_ssize_t moves
     cdef readonly bint closed
     cdef readonly Py_ssize_t put_backs, looks
 
@@ -224,6 +225,8 @@ cdef class GroupQueues:
         cdef Group group
         if self.closed:
             return False
+        for group in groups:
+            group.first()  # raises before anything has changed
         self.put_backs += 1
         for group in groups:
             group.leave_flight()
@@ -238,13 +241,12 @@ cdef class GroupQueues:
 
     # -- going out
 
-    def cut(self, split, int64_t current, most_stale):
+    cdef tuple cut(self, split, int64_t current, most_stale):
         """Takes out of the scheduler what a batch of this split and staleness must not get.
 
         Returns (groups of another split, stale groups). Looks at every group only if some may be unfit.
         """
-        cdef Change change = Change()
-        cdef list left_out = [], stale = [], fit = []
+        cdef list left_out = [], stale = []
         cdef bint splits = split is not None and split != self._split
         cdef Group group
         self._split = split
@@ -265,8 +267,11 @@ cdef class GroupQueues:
             self.scheduler.remove(left_out + stale)
         return left_out, stale
 
-    def take(self, Py_ssize_t size, bint by_rows, double now_s, *, bint last, shares, live, bint counted):
-        """The groups of the next batch, out of the queues; None while there is none.
+    def take(self, Py_ssize_t size, bint by_rows, double now_s, *, bint last, shares, live, bint counted,
+             split=None, int64_t current=-1, most_stale=None):
+        """Takes out what the next batch must not get, and then its groups.
+
+        Returns (its groups, None while there is none; those of another split; stale ones).
 
         Args:
             size: of the batch in groups, or `by_rows` in rows.
@@ -274,19 +279,22 @@ cdef class GroupQueues:
             last: no more groups can come.
             shares: what environments requested, by producer id; live: ids of living producers.
             counted: against the off-policy limit, until `finish`, `put_back`, or the end of their step.
+            split: of all groups; None: any.
+            current, most_stale: the version in training, and how far behind it a group may be; None: any.
         """
         cdef Change change = Change()
         cdef list chosen
         cdef Group group
+        left_out, stale = self.cut(split, current, most_stale)
         self.scheduler.apply(shares)
         chosen = self.scheduler.take(size, by_rows, now_s, last=last, live=live)
         if not chosen:
-            return None
+            return None, left_out, stale
         for group in chosen:
             group.queued = False
             if counted:
                 group.enter_flight(self._in_flight)
-        return chosen
+        return chosen, left_out, stale
 
     def late(self, double now_s, busy, left):
         """Takes groups out that will never be whole, and returns them: (too late or contradictory, left behind).
@@ -301,9 +309,11 @@ cdef class GroupQueues:
     def close(self):
         """Takes all groups out, for ever, and returns them."""
         cdef Change change = Change()
-        cdef list complete = list(self.scheduler)
+        cdef list complete = list(self.scheduler), before = self._in_step
         cdef list groups = [*self._whole, *complete, *self.partial]
         self.closed = True
+        self.over(before)
+        self._in_step = []
         self._whole.clear()
         self.scheduler.remove(complete)
         self.partial = GroupAssembler(0.0)
@@ -314,13 +324,15 @@ cdef class GroupQueues:
     def begin_step(self, list groups not None):
         """Starts the step of these groups, and ends the step before."""
         cdef Change change = Change()
-        self.over(self._in_step)
-        self._in_step = list(groups)
+        cdef list before = self._in_step
+        self.over(before)
+        self._in_step = [] if self.closed else list(groups)
 
     def end_step(self):
         """Ends the step: its groups are in the policy now."""
         cdef Change change = Change()
-        self.over(self._in_step)
+        cdef list before = self._in_step
+        self.over(before)
         self._in_step = []
 
     def finish(self, list groups not None):
@@ -338,6 +350,11 @@ cdef class GroupQueues:
             group.leave_flight()
 
     # -- counts
+
+    @property
+    def committed(self):
+        """Groups that are in no batch, and those in batches whose step is not over."""
+        return self.queued(None) + self._in_flight.groups
 
     @property
     def in_flight(self):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shmbridge import sizing
 from shmbridge._ext import header
-from shmbridge._ext.groups import AtroposScheduler, FairScheduler, GroupQueues, OldestScheduler
+from shmbridge._ext.groups import NO_VERSION, AtroposScheduler, FairScheduler, GroupQueues, OldestScheduler
 from shmbridge._ext.lane import LaneReader
 from shmbridge.atropos.env_status import Queued
 from shmbridge.atropos.queue import as_queued
@@ -110,9 +110,12 @@ class BatchFormer:
 
         A fragment not yet read counts as one.
         """
-        waiting = sum(lane.waiting for lane in self._lanes)
-        here = self._queues.queued(None) + self._queues.in_flight
-        return None if self._queues.moving else waiting + here
+        queues = self._queues
+        moves = queues.moves
+        if queues.moving:
+            return None
+        committed = sum(lane.waiting for lane in self._lanes) + queues.committed
+        return None if queues.moving or queues.moves != moves else committed
 
     @property
     def queue_view(self) -> "QueueView | None":
@@ -194,7 +197,7 @@ class BatchFormer:
         limit, given = self._state.limit, check_staleness(max_staleness)
         most = limit.max_off_policy_steps if given is None and limit is not None else given
         self._state.note_most_stale(most)
-        return most
+        return None if most is None else min(most, NO_VERSION)
 
     def want(self, groups: int | None, rows: int | None) -> Want:
         """Returns the size of a batch. Raises ValueError."""
@@ -229,7 +232,6 @@ class BatchFormer:
         """
         idle_since = time.monotonic()
         while not (self._closing.ending or stop.is_set()):
-            self._cut(request)
             chosen, took = self._try(request)
             if chosen is not None:
                 return chosen
@@ -240,9 +242,7 @@ class BatchFormer:
             if now >= deadline_s:
                 return None
             if self._waiting.drained():
-                # Cut what was put back in between, too: a stale group would only be withdrawn again.
-                self._cut(request)
-                return self._take(request.size, now, last=True)
+                return self._take(request, now, last=True)
             waits_until_s = self._queues.scheduler.waits_until_s
             if now - idle_since > _STUCK_AFTER_S and waits_until_s == float("inf"):
                 self._check_stuck(request.size)
@@ -262,23 +262,28 @@ class BatchFormer:
         # Choosing well needs every record that is there, but for "fair" without requested shares.
         everything = self._policy != "fair" or (len(self._lanes) > 1 and len(self._hub.env_shares()) > 0)
         took = everything and self._take_records(_EVERYTHING, request)
-        chosen = self._take(request.size, time.monotonic(), last=False)
+        chosen = self._take(request, time.monotonic(), last=False)
         # Take at most as many records as groups are missing: each record completes one group at most.
         if chosen is None and not everything:
             took = self._take_records(request.size.size - len(self._queues.scheduler), request)
         return chosen, took
 
-    def _take(self, size: Want, now_s: float, *, last: bool) -> list[Group] | None:
+    def _take(self, request: BatchRequest, now_s: float, *, last: bool) -> list[Group] | None:
         shares = self._hub.env_shares()
-        return self._queues.take(
-            size.size,
-            size.by_rows,
+        chosen, left_out, stale = self._queues.take(
+            request.size.size,
+            request.size.by_rows,
             now_s,
             last=last,
             shares=shares,
             live=self._lanes.live_producers() if shares else (),
             counted=self._state.limit is not None,
+            split=request.split,
+            current=self._state.training_version,
+            most_stale=request.max_staleness,
         )
+        self._drop((left_out, stale))
+        return chosen
 
     def _take_records(self, most: int, request: BatchRequest) -> bool:
         """Moves the lanes' present records into groups; returns whether there was anything to move."""
@@ -286,6 +291,7 @@ class BatchFormer:
         now = time.monotonic()
         try:
             self._queues.moving = True
+            self._queues.moves += 1
             records = self._lanes.poll(most, Call.BATCHES)
             if self._policy == "atropos":
                 records.sort(key=attrgetter("_t_publish_ns"))  # upstream orders by arrival over all senders
@@ -322,10 +328,6 @@ class BatchFormer:
 
     def _limits(self, request: BatchRequest) -> tuple[str | None, int, int | None]:
         return request.split, self._state.training_version, request.max_staleness
-
-    def _cut(self, request: BatchRequest) -> None:
-        """Removes the queued groups that this request must not get: of another split, or stale."""
-        self._drop(self._queues.cut(*self._limits(request)))
 
     def _drop(self, dropped: tuple[list[Group], list[Group]]) -> None:
         left_out, stale = dropped
@@ -390,6 +392,7 @@ class BatchFormer:
         Any thread. An interrupted call may be repeated: a group that is queued already is not queued twice.
         """
         self._state.check_process()
+        groups = list(groups)
         hand_out(groups, Call.BATCHES, looked_at=False)
         if not self._queues.put_back(groups):
             self._return_late([record for group in groups for record in group.records])

@@ -88,11 +88,11 @@ class Hub:
             self.state = HubState(bridge, words, self.closing, run, limit)
             self.lanes = LaneSet(bridge, words, columns, lanes, self.closing, tap)
             self._start(words, columns, resume, scheduling, outside)
+            self._no_exit_call = at_exit(self.leave_unclosed)
         except BaseException:
             membership.leave(words.mapping.fd, bridge)
             vars(self).clear()  # else a cycle keeps the segment mapped until a collection
             raise
-        self._no_exit_call = at_exit(self.leave_unclosed)
 
     def _start(
         self,

@@ -43,8 +43,8 @@ class Want:
 
     @property
     def size(self) -> int:
-        """The number of groups or rows."""
-        return self.groups if self.groups is not None else self.rows or 0
+        """The number of groups or rows; more than any memory holds is as good as 2**62."""
+        return min(self.groups if self.groups is not None else self.rows or 0, 1 << 62)
 
     @property
     def by_rows(self) -> bool:

@@ -88,7 +88,7 @@ class Machine:
     def form(self) -> None:
         """A batch is gathered ahead of the step."""
         size = self.limit.groups_per_step
-        groups = self.queues.take(size, False, 0.0, last=False, shares={}, live=(), counted=True)
+        groups, *_ = self.queues.take(size, False, 0.0, last=False, shares={}, live=(), counted=True)
         if groups is not None:
             self.ahead.append(groups)
             waiting = [*self.running, *(self.by_group[id(group)] for group in self.queues.complete)]
@@ -253,7 +253,7 @@ def test_a_step_ends_once_whatever_says_so() -> None:
     def taken(*versions: int) -> list[Group]:
         for version in versions:
             queues.scheduler.add(queued(version))
-        return queues.take(len(versions), False, 0.0, last=False, shares={}, live=(), counted=True)
+        return queues.take(len(versions), False, 0.0, last=False, shares={}, live=(), counted=True)[0]
 
     first, second = taken(0, 0), taken(1)
     assert queues.in_flight == 3
@@ -273,7 +273,7 @@ def test_a_group_that_is_lost_before_its_step_no_longer_counts() -> None:
     queues = GroupQueues(OldestScheduler(), 60.0)
     for _ in range(2):
         queues.scheduler.add(queued(0))
-    groups = queues.take(2, False, 0.0, last=False, shares={}, live=(), counted=True)
+    groups, *_ = queues.take(2, False, 0.0, last=False, shares={}, live=(), counted=True)
     assert queues.in_flight == 2
     del groups[0]
     assert queues.in_flight == 1

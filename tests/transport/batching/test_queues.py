@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shmbridge._ext.groups import AtroposScheduler, FairScheduler, GroupQueues, OldestScheduler
+import shmbridge
+from shmbridge._ext.groups import AtroposScheduler, FairScheduler, Group, GroupQueues, OldestScheduler
 from shmbridge.atropos.env_status import EnvWeight
 
 SCHEDULERS: dict[str, Callable[[], Any]] = {
@@ -68,7 +69,7 @@ def test_a_change_runs_no_python_code(records, policy) -> None:
         {"eval"},
         [1, 1],
     )
-    taken = watch(queues.take, 4, True, 0.0, last=True, shares=shares, live=set(ids), counted=True)
+    taken, *_ = watch(queues.take, 4, True, 0.0, last=True, shares=shares, live=set(ids), counted=True)
     assert queues.in_flight == len(taken) == 2
     watch(queues.begin_step, taken)
     watch(queues.end_step)
@@ -77,8 +78,9 @@ def test_a_change_runs_no_python_code(records, policy) -> None:
     assert watch(queues.put_back, taken)
     assert watch(queues.put_back, taken)
     assert len({id(group) for group in queues.complete}) == len(queues.complete)
-    _, stale = watch(queues.cut, None, 9, 7)
-    assert all(group.oldest_version < 2 for group in stale)
+    how = {"last": False, "shares": shares, "live": set(ids), "counted": False}
+    _, _, stale = watch(queues.take, 99, False, 0.0, **how, split=None, current=9, most_stale=6)
+    assert {group.oldest_version for group in stale} <= {0, 2}
     late, orphans = watch(queues.late, time.monotonic() + 1, set(), set(ids))
     assert [group.group_id for group in late] == ["left"]
     assert orphans == []
@@ -106,3 +108,58 @@ def test_a_change_puts_a_collection_off(records, policy) -> None:
         gc.callbacks.pop()
     assert gc.isenabled()
     assert len(seen) <= 4  # between the calls, and never once per group
+
+
+def test_a_group_that_is_put_back_before_a_batch_is_taken_must_fit_it(records) -> None:
+    """Another thread may put it back at any moment, and the taker of a batch of training gets no other."""
+    queues = GroupQueues(OldestScheduler(), 60.0)
+    queues.add(records, 0.0)
+    evaluated, _ = queues.admit(None, "train", 0, None, {})
+    assert queues.put_back(evaluated)
+    how = {"last": True, "shares": {}, "live": (), "counted": False}
+    taken, left_out, _ = queues.take(99, True, 0.0, **how, split="train")
+    assert {group.split for group in taken} == {"train"}
+    assert {id(group) for group in left_out} == {id(group) for group in evaluated}
+
+
+def test_a_group_without_records_is_an_error_and_changes_nothing(records) -> None:
+    queues = GroupQueues(FairScheduler(0.0), 60.0)
+    queues.add(records[:1], 0.0)
+    queues.admit(None, None, 0, None, {})
+    whole, *_ = queues.take(1, False, 0.0, last=True, shares={}, live=(), counted=False)
+    empty = Group(1, 0.0)
+    for ask in ("producer_id", "group_id", "env_id", "split"):
+        with pytest.raises(IndexError, match="without records"):
+            getattr(empty, ask)
+    with pytest.raises(IndexError, match="without records"):
+        queues.put_back([*whole, empty])
+    assert queues.queued(None) == 0
+    assert queues.put_back(whole)
+    assert queues.queued(None) == 1
+
+
+def test_a_closed_consumer_keeps_no_group_of_its_last_step(bridge, make_producer) -> None:
+    """It is in cycles with its parts: the bridge must be free without a collection."""
+    producer = make_producer()
+    limits = {"policy": "oldest", "max_off_policy_steps": 1, "groups_per_step": 1}
+    consumer = shmbridge.Consumer(bridge, **limits)
+    producer.put({"tokens": [[1]]}, policy_version=0)
+    gc.disable()
+    try:
+        groups = consumer.take_groups(groups=1, timeout_s=5)
+        assert len(groups) == 1
+        del groups
+        consumer.close()
+        del consumer
+        with shmbridge.Consumer(bridge) as again:
+            again.get(timeout_s=5).release()
+    finally:
+        gc.enable()
+
+
+def test_a_tuple_of_groups_can_be_put_back(make_producer, make_consumer) -> None:
+    producer, consumer = make_producer(), make_consumer()
+    producer.put({"tokens": [[1]]})
+    consumer.put_back(tuple(consumer.take_groups(groups=1, timeout_s=5)))
+    (group,) = consumer.take_groups(groups=1, max_staleness=1 << 70, timeout_s=5)
+    group.records[0].release()
