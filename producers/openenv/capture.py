@@ -25,7 +25,8 @@ from shmbridge.httpd.server import LoopServer
 from shmbridge.producers.rollout import NoTokens, ServerFailed
 from shmbridge.producers.rollout.responses import Span, completions_in
 
-_BOUNDS = Bounds(body_bytes=64 << 20, bodies_bytes=256 << 20)
+# A request's body is held until it is answered: the next waits for room as long as an answer may take.
+_BOUNDS = Bounds(body_bytes=64 << 20, bodies_bytes=256 << 20, room_s=600.0)
 _UNKNOWN = -1
 
 _spans: ContextVar[tuple[Span, ...]] = ContextVar("versions_of_the_answer", default=())

@@ -24,6 +24,7 @@ from shmbridge import ShmBridgeError
 from shmbridge.httpd.door import Bounds, Headers, Refused, Site
 from shmbridge.producers.rollout import HttpServer, ServerFailed, abort_waits_s
 from shmbridge.producers.rollout.responses import completions_in
+from shmbridge.put.convert import token_array
 
 Tokens = npt.NDArray[np.int32]
 
@@ -110,7 +111,7 @@ class Door:
             session = dict(scope["headers"]).get(_SESSION.encode(), b"").decode("latin-1")
             work = self._generated(bytes((await receive())["body"]), self.heard.get(session))
         elif method == "GET" and path != GENERATE:
-            work = self._answered("GET", path, None)
+            work = self._answered("GET", _target(scope), None)
         else:
             detail = f"{method} {path} is not passed on -> POST {GENERATE}, or GET another path"
             raise Refused(405, detail, "path")
@@ -141,6 +142,14 @@ class NoTokenRoute(ShmBridgeError):
     code = "SB521"
 
 
+def _target(scope: Any) -> str:
+    """Returns path and query as they came. Raises Refused: behind a server's address it would be no path."""
+    path = str(scope["raw_path"], "ascii")
+    if not path.startswith("/") or path.startswith("//"):
+        raise Refused(400, f"{path} is no path -> begin it with one /", "path")
+    return f"{path}?{query}" if (query := str(scope["query_string"], "ascii")) else path
+
+
 def _is_aborted(body: Any) -> bool:
     """Whether an update of the weights ended the answer before its first token."""
     choices = body.get("choices") if isinstance(body, dict) else None
@@ -149,26 +158,26 @@ def _is_aborted(body: Any) -> bool:
 
 
 def _note(heard: Heard, raw: bytes, said: bytes) -> bool:
-    """Notes the completions of an answer, of which nothing is known if it has another form; False, and
-    nothing noted, if it was aborted. In any thread.
+    """Notes the completions of an answer, of which nothing is known if it, or the request, has another form;
+    False, and nothing noted, if it was aborted. In any thread.
     """
     try:
         body = json.loads(said)
         if _is_aborted(body):
             return False
-        asked = json.loads(raw)["token_ids"]
+        for choice in body["choices"]:
+            for completion in completions_in({**body, "choices": [choice]}):  # none, if it has no tokens
+                prompt, output = completion.prompt, completion.output
+                if prompt is None:
+                    prompt = token_array(json.loads(raw)["token_ids"])
+                if prompt is None or output is None:
+                    continue
+                versions = np.full(len(output), -1, np.int32)
+                for version, start, end in completion.spans:
+                    versions[start:end] = version
+                key = key_of(np.concatenate([prompt, output]), len(prompt))
+                heard.versions[key] = versions
+                heard.reasons[key] = str(choice.get("finish_reason"))
     except (ValueError, KeyError, TypeError, RecursionError):
-        return True
-    for number, completion in enumerate(completions_in(body)):
-        if completion.output is None:
-            continue
-        prompt = completion.prompt
-        if prompt is None:
-            prompt = np.asarray(asked, np.int32)
-        versions = np.full(len(completion.output), -1, np.int32)
-        for version, start, end in completion.spans:
-            versions[start:end] = version
-        key = key_of(np.concatenate([prompt, completion.output]), len(prompt))
-        heard.versions[key] = versions
-        heard.reasons[key] = str(body["choices"][number].get("finish_reason"))
+        pass
     return True

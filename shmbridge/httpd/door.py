@@ -222,14 +222,16 @@ def limit_unread_answer(peer: socket.socket, limit_s: float) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, handed_over: bool = True) -> socket.socket:
     """Returns a listening socket: clients that connect from now on wait for the server instead of being
     refused.
 
     A socket passed by systemd (sd_listen_fds) is used as it is; its holder keeps clients waiting while a
-    server restarts. Raises BadArgument, and OSError for a passed socket that is none.
+    server restarts; with `handed_over=False` it is left to whom it is meant for. Raises BadArgument, and
+    OSError for a passed socket that is none.
     """
-    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
+    is_ours = os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
+    if handed_over and is_ours:
         try:
             return socket.socket(fileno=_FIRST_HANDED_OVER)
         except OSError as wrong:

@@ -7,7 +7,7 @@ import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 GZIPPED = 4  # bytes of JSON for a byte of it gzipped, rather more than it is
 _STEP = 4  # times as much room is asked for when a gunzipped body turns out larger
 _FIRST_STEP, _LAST_STEP = 256, 1 << 16  # bytes given to a member at a time: what it leaves is copied
+_NONE = [b"0"]  # Content-Length of no body
 _PADDING = re.compile(rb"\0*")  # may follow a member
 _REFUSED_THERE = ("header", "method", "incorrect")  # zlib's words for what Python's gzip calls no gzip file
 
@@ -79,7 +80,7 @@ class Gate:
             self._check(lambda name: b", ".join(headers.get(name.encode(), ())).decode("latin-1"))
             takes = self._takes(scope["path"], scope["method"])
             if takes is None:
-                bare = headers.keys().isdisjoint((b"content-length", b"transfer-encoding"))
+                bare = b"transfer-encoding" not in headers and headers.get(b"content-length", _NONE) == _NONE
                 await self._app(scope, receive if bare else no_body(), send)
                 return
             booking = scope["booking"] = Booking(takes.memory)
@@ -196,38 +197,33 @@ class HeldBytes:
 
     Args:
         most: bytes.
-        in_line: first come, first served; else any request that fits is granted.
+        in_line: first come, first served; else any request that fits is granted, also one that came later.
     """
 
     def __init__(self, most: int, *, in_line: bool = True) -> None:
-        self._most, self._in_line = most, in_line
-        self._turn = asyncio.Lock()
+        self._most = most
+        self._turn = asyncio.Lock() if in_line else nullcontext()
         self._freed = asyncio.Event()
         self.held = 0
         self.whole = 0  # bodies that have all they asked for
 
     async def acquire(self, size: int, timeout_s: float) -> bool:
         """Waits for room, or until no other body holds all it asked for; False after the timeout."""
-        if not self._in_line and self.held + size <= self._most:
-            return self._take(size)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._turn:
                 while self.whole and self.held + size > self._most:
-                    self._freed.clear()
                     await self._freed.wait()
-                return self._take(size)
+                self.held += size
+                self.whole += 1
+                return True
         return False
-
-    def _take(self, size: int) -> bool:
-        self.held += size
-        self.whole += 1
-        return True
 
     def give_back(self, size: int, *, whole: bool) -> None:
         """Gives back this many bytes."""
         self.held -= size
         self.whole -= whole
-        self._freed.set()
+        freed, self._freed = self._freed, asyncio.Event()
+        freed.set()  # all that wait look again
 
 
 class Booking:

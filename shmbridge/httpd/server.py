@@ -13,10 +13,10 @@ from typing import Any, Self, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shmbridge.httpd.door import LINGER_S, Bounds, Headers, Places, limit_unread_answer, listen
+from shmbridge.httpd.door import LINGER_S, Bounds, Headers, Places, Refused, limit_unread_answer, listen
 from shmbridge.httpd.gate import Gate, HeldBytes, Takes, openai_error
 
 _BUSY = (
@@ -224,7 +224,7 @@ class Server(uvicorn.Server):
 
 class LoopServer:
     """Serves an application in the running event loop, beside what else its program does: signals are the
-    program's. Refusals have the form of the OpenAI API.
+    program's, and so is a socket that systemd passed to it. Refusals have the form of the OpenAI API.
 
     For one event loop; an async context manager, or `start` and `close`, each once.
 
@@ -251,7 +251,7 @@ class LoopServer:
     ) -> None:
         takes = Takes(bounds.body_bytes, HeldBytes(bounds.bodies_bytes, in_line=False), bounds.room_s)
         gate = Gate(
-            app,
+            partial(_until_the_end, app),
             check=check,
             takes=lambda path, method: takes if reads(path, method) else None,
             refused=openai_error,
@@ -265,23 +265,33 @@ class LoopServer:
         self.url = ""
 
     async def start(self) -> None:
-        """Begins to serve. Raises BadArgument: the address cannot be bound."""
-        self._socket = listen(self._host, self._port)
+        """Begins to serve; leaves nothing where it fails or is cancelled. Raises BadArgument: the address
+        cannot be bound.
+        """
+        self._socket = listen(self._host, self._port, handed_over=False)
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
         served = asyncio.create_task(self._ready.wait())
-        await asyncio.wait({served, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._ready.is_set():
+        try:
+            await asyncio.wait({served, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.is_set():
+                self._serving.result()
+                raise OSError("the server ended before it served")
+        except BaseException:
             served.cancel()
-            self._serving.result()
-            raise OSError("the server ended before it served")
+            await self.close()
+            raise
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def close(self) -> None:
-        """Ends serving; waits a moment for answers in progress. Also where it did not start."""
+        """Ends serving; waits a moment for answers in progress, then cancels them: these clients are told so,
+        or cut off in their answer. Also where it did not start.
+        """
         if self._serving is not None:
             self._server.should_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
+            if cancelled := self._server.server_state.tasks:
+                await asyncio.wait(cancelled, timeout=_END_S)
         if self._socket is not None:
             self._socket.close()
 
@@ -291,6 +301,23 @@ class LoopServer:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+async def _until_the_end(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Runs `app`; where the server ends first, the client is told to send the request again."""
+    has_begun = False
+
+    async def sent(message: Message) -> None:
+        nonlocal has_begun
+        has_begun = True
+        await send(message)
+
+    try:
+        await app(scope, receive, sent)
+    except asyncio.CancelledError:
+        if not has_begun:
+            raise Refused(503, "the server ends -> send it again", "ending") from None
+        # else uvicorn closes the connection: the answer is not whole
 
 
 class _Beside(Server):

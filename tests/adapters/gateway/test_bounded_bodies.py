@@ -4,6 +4,7 @@ route takes cost nothing.
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import threading
@@ -146,3 +147,25 @@ async def test_a_body_that_waits_for_more_memory_gives_its_own_back_first():
     assert await one.take(90, 5, soon + 10)
     one.release()
     assert (memory.held, memory.whole) == (0, 0)
+
+
+async def test_what_fits_waits_behind_nobody_where_there_is_no_line():
+    """Also what did not fit when it came. In line it waits for who came before it."""
+    for in_line in (True, False):
+        memory = HeldBytes(100, in_line=in_line)
+        for _ in range(9):
+            assert await memory.acquire(10, 0)
+        large = asyncio.create_task(memory.acquire(50, 20))
+        await asyncio.sleep(0)
+        small = asyncio.create_task(memory.acquire(20, 20))
+        await asyncio.sleep(0)
+        memory.give_back(10, whole=True)
+        if in_line:
+            assert not (await asyncio.wait({small, large}, timeout=0.1))[0]
+        else:
+            assert await asyncio.wait_for(small, 5)
+            assert not large.done()
+        for _ in range(5):
+            memory.give_back(10, whole=True)
+        assert await asyncio.wait_for(asyncio.gather(small, large), 5) == [True, True]
+        assert memory.held == 100

@@ -16,7 +16,7 @@ import pytest
 import shmbridge
 from shmbridge.producers.rollout import HttpServer, Limits
 from shmbridge.producers.verifiers import EpisodeFailed, NoTokenRoute, VerifiersRollout
-from shmbridge.producers.verifiers.door import GENERATE, Door
+from shmbridge.producers.verifiers.door import GENERATE, Door, Heard, key_of
 from shmbridge.producers.verifiers.rollout import _schema
 from shmbridge.producers.verifiers.rows import Run, group_of
 from tests.environments.verifiers.conftest import HERE_ALONE, ROOT
@@ -264,6 +264,135 @@ async def test_the_server_works_for_no_client_that_is_gone() -> None:
     finally:
         await server.close()
         await runner.cleanup()
+
+
+class Passed:
+    """A door before a stand-in of an inference server, which gives `said` for every request, and keeps the
+    targets in `came`; `hangs`: it begins no answer.
+    """
+
+    def __init__(self) -> None:
+        self.said: Any = {}
+        self.came: list[str] = []
+        self.hangs = False
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def _answer(self, request: Any) -> Any:
+        from aiohttp import web
+
+        self.came.append(request.raw_path)
+        if self.hangs:
+            self.begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended.set()
+        return web.json_response(self.said)
+
+    async def __aenter__(self) -> Passed:
+        from aiohttp import web
+
+        application = web.Application()
+        application.router.add_route("*", "/{any:.*}", self._answer)
+        self._runner = web.AppRunner(application, shutdown_timeout=1, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self._server = HttpServer("http://{}:{}".format(*self._runner.addresses[0]), api="vllm", patience_s=1)
+        self.door = await Door(self._server).__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.door.__aexit__(*exc)
+        await self._server.close()
+        await self._runner.cleanup()
+
+    async def asks(self, target: str, *lines: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(self.door.url.split(":")[2][:-3]))
+        own = [f"{name}: {value}" for name, value in self.door.headers.items()]
+        head = [f"GET {target} HTTP/1.1", "Host: localhost", "Connection: close", *own, *lines]
+        writer.write("".join(f"{line}\r\n" for line in [*head, ""]).encode())
+        return reader, writer
+
+
+async def test_a_target_is_passed_on_as_it_came() -> None:
+    """With its query and its escapes; what is no path reaches no server, this or another."""
+    kept = ["/v1/models?x=1&y=%26", "/v1/models%3Fq=1", "/a%23b", "/a%252Fb", "/a%20b"]
+    async with Passed() as passed:
+        for target in [*kept, "@127.0.0.1:9/x", "//127.0.0.1:9/x", "http://127.0.0.1:9/x", "*"]:
+            reader, writer = await passed.asks(target)
+            said = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            assert said.startswith(b"HTTP/1.1 200" if target in kept else b"HTTP/1.1 400"), (target, said)
+            assert target in kept or b"is no path" in said
+        assert passed.came == kept
+
+
+@pytest.mark.parametrize("lines", [(), ("Content-Length: 0",)])
+async def test_a_get_whose_client_is_gone_ends_at_the_server(lines: tuple[str, ...]) -> None:
+    async with Passed() as passed:
+        passed.hangs = True
+        _, writer = await passed.asks("/v1/models", *lines)
+        await asyncio.wait_for(passed.begun.wait(), 20)
+        writer.transport.abort()
+        await asyncio.wait_for(passed.ended.wait(), 20)
+
+
+async def test_the_door_waits_for_what_it_cancels_as_it_closes(caplog: pytest.LogCaptureFixture) -> None:
+    """The server ends the requests before the door is closed; the client is told to ask again."""
+    async with Passed() as passed:
+        passed.hangs = True
+        reader, writer = await passed.asks("/v1/models")
+        await asyncio.wait_for(passed.begun.wait(), 20)
+        await passed.door.__aexit__(None, None, None)
+        await asyncio.wait_for(passed.ended.wait(), 1)
+        said = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    assert said.startswith(b"HTTP/1.1 503")
+    assert b"the server ends -> send it again" in said
+    assert "Traceback" not in caplog.text
+
+
+async def test_an_odd_answer_or_request_passes_through_the_door() -> None:
+    """Nothing of it is noted. A request's token ids are read where the answer lacks them alone, and each
+    reason belongs to its own choice.
+    """
+    from aiohttp import ClientSession, ClientTimeout
+
+    good = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}
+    asked = [["a"], [99999999999], [[1, 2]], None, 5, {}]
+    odd = [(good, json.dumps({"token_ids": ids})) for ids in asked] + [
+        (good, "[]"),
+        (good, "{}"),
+        (good, "x"),
+    ]
+    forms: list[Any] = [[], None, 5, {"choices": [None]}, {"choices": {"a": 1}}, {"token_ids": [[1, 2]]}]
+    forms += [[{"meta_info": {}}], {"choices": [{"token_ids": ["a"]}]}, {"choices": 3}]
+    odd += [(form, '{"token_ids": [1]}') for form in forms]
+    async with Passed() as passed, ClientSession(timeout=ClientTimeout(total=60)) as client:
+        url, headers = (
+            passed.door.url.removesuffix("/v1") + GENERATE,
+            passed.door.headers | {"X-Session-Id": "t"},
+        )
+
+        async def heard(answer: Any, body: str) -> Heard:
+            passed.said, noted = answer, Heard()
+            passed.door.heard["t"] = noted
+            async with client.post(url, data=body, headers=headers) as response:
+                assert (response.status, await response.json()) == (200, answer), (answer, body)
+            return noted
+
+        for answer, body in odd:
+            noted = await heard(answer, body)
+            assert not noted.versions, (answer, body)
+            assert not noted.reasons
+        named = {"prompt_token_ids": [7], "oldest_weight_version": 3, "weight_version": 3}
+        noted = await heard(good | named, '{"features": [1]}')
+        ((key, versions),) = noted.versions.items()
+        assert versions.tolist() == [3, 3]
+        assert noted.reasons == {key: "stop"} == {key_of(np.array([7, 1, 2]), 1): "stop"}
+        ends = [{"token_ids": [], "finish_reason": "stop"}, {"token_ids": [5], "finish_reason": "length"}]
+        noted = await heard({"choices": ends}, '{"token_ids": [1]}')
+        assert noted.reasons == {key_of(np.array([1, 5]), 1): "length"}
 
 
 async def test_evaluation_is_kept_out_of_training(
