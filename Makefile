@@ -10,6 +10,9 @@ BIN    := $(VENV)/bin
 ,      := ,
 RUN    := $(BIN)/python
 
+# Bytecode is written: tests start hundreds of processes that import torch, and compiling it takes each of them 4 seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A machine without a GPU gets the CPU build of torch: from the package indexes that pip has here, else from PyTorch's own index.
 # Where neither has it, pip takes the release of constraints-cpu.txt as it comes.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
@@ -115,10 +118,8 @@ test-vllm: $(VLLM)/.installed ## a live vLLM takes weights from a learner; its e
 	export SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=.; $(call LOOK,$(VLLM)/bin/python -m pytest tests/adapters/vllm_live,$(TWO))
 
 # The plugins that these tests use: each process of pytest would take two seconds to import all that .venv has, hypothesis for one.
-# And each of the sixty that the tests start would compile this checkout again where no bytecode is written.
 test-environments: export OMP_NUM_THREADS := 1
 test-environments: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
-test-environments: export PYTHONDONTWRITEBYTECODE :=
 test-environments: export PYTEST_PLUGINS := xdist.plugin,pytest_asyncio.plugin,pytest_timeout
 test-environments: $(ENVS)/.installed $(VFS)/.installed ## SkyRL-Gym, gem under Ray, verifiers and plain Python environments, with their own packages
 	$(call LOOK,$(ENVS)/bin/python -m pytest -m 'not long' --ignore=tests/environments/verifiers tests/environments,$(TWO))

@@ -143,10 +143,10 @@ class NoTokenRoute(ShmBridgeError):
 
 
 def _target(scope: Any) -> str:
-    """Returns path and query as they came. Raises Refused: behind a server's address it would be no path."""
+    """Returns path and query as they came. Raises Refused: the target would name another server."""
     path = str(scope["raw_path"], "ascii")
     if not path.startswith("/") or path.startswith("//"):
-        raise Refused(400, f"{path} is no path -> begin it with one /", "path")
+        raise Refused(400, f"{path} does not begin with exactly one / -> ask for a path", "path")
     return f"{path}?{query}" if (query := str(scope["query_string"], "ascii")) else path
 
 

@@ -230,9 +230,9 @@ class LoopServer:
 
     Args:
         app: gets whole bodies, as `Gate` gives them.
-        check: raises Refused for who may not ask; before anything is read.
+        check: raises Refused if a request's headers do not permit it; called before its body is read.
         reads: whether the body of a path and method is read.
-        bounds: of connections, and of bodies, one and all.
+        bounds: of connections, of one body, and of all bodies together.
         host, port: where it listens; port 0: a free one.
 
     Attributes:
@@ -284,8 +284,8 @@ class LoopServer:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def close(self) -> None:
-        """Ends serving; waits a moment for answers in progress, then cancels them: these clients are told so,
-        or cut off in their answer. Also where it did not start.
+        """Ends serving. Waits a moment for answers in progress, then cancels them: a client gets status 503,
+        or its connection is closed if its answer has begun. May be called where `start` has failed.
         """
         if self._serving is not None:
             self._server.should_exit = True

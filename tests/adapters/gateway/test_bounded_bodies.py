@@ -150,7 +150,7 @@ async def test_a_body_that_waits_for_more_memory_gives_its_own_back_first():
 
 
 async def test_what_fits_waits_behind_nobody_where_there_is_no_line():
-    """Also what did not fit when it came. In line it waits for who came before it."""
+    """A body that did not fit at first is granted as soon as it fits; in line, after those before it."""
     for in_line in (True, False):
         memory = HeldBytes(100, in_line=in_line)
         for _ in range(9):

@@ -213,7 +213,7 @@ def test_the_learner_is_killed(
         assert not [name for name, n in consumer.stats().items() if n and name.startswith("discarded_total")]
     assert set((trained + waiting).values()) == {1}
     assert (len(trained), len(waiting)) == (2 * steps, TASKS - 2 * steps)
-    # what the killed learner had trained and not saved says so when it comes again
+    # groups that the killed learner had trained and not saved come again, marked as redelivered
     marked = {each["step"]: each["trajectories_redelivered"] for each in lines("metrics.jsonl")[before:]}
     again = Counter(each["step"] for each in second if each["group_id"] in not_in_it)
     assert sum(again.values()) == len(not_in_it)
