@@ -30,10 +30,10 @@ from shmbridge.batch import Layout
 from shmbridge.consumers.feed import Drained, Feed, Step
 from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.trainer_settings import ReleaseAt, check_words
+from shmbridge.errors import counted
 from shmbridge.record import batch_numbers
 from shmbridge.record.record import RaggedLists
 from shmbridge.schema import STANDARD, Split
-from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -56,13 +56,12 @@ from shmbridge.consumers.trajectories import (
     unfit_row,
     unfit_rows,
 )
+from shmbridge.errors import Discard, counted
 from shmbridge.hub.former import Held
 from shmbridge.hub.request import Screen
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import abandon
 from shmbridge.schema import Split
-from shmbridge.segments.discard_reasons import Discard
-from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     from shmbridge.batch import Layout, MakeBatch

@@ -68,25 +68,25 @@ if TYPE_CHECKING:
     from shmbridge.put.tickets import Ticket as Ticket
     from shmbridge.rank import Rank as Rank
     from shmbridge.record.record import Record as Record
-    from shmbridge.segments.inventory import BridgeInfo as BridgeInfo
-    from shmbridge.segments.inventory import CleanReport as CleanReport
-    from shmbridge.segments.inventory import clean as clean
-    from shmbridge.segments.inventory import list_bridges as list_bridges
+    from shmbridge.segments import BridgeInfo as BridgeInfo
+    from shmbridge.segments import CleanReport as CleanReport
+    from shmbridge.segments import clean as clean
+    from shmbridge.segments import list_bridges as list_bridges
 
     TRAJECTORY_SCHEMA: pa.Schema
 
 _HOMES = {
     "Batch": "batch",
-    "BridgeInfo": "segments.inventory",
-    "CleanReport": "segments.inventory",
+    "BridgeInfo": "segments",
+    "CleanReport": "segments",
     "Consumer": "consumer",
     "Producer": "producer",
     "Rank": "rank",
     "Record": "record.record",
     "Run": "config",
     "Ticket": "put.tickets",
-    "clean": "segments.inventory",
-    "list_bridges": "segments.inventory",
+    "clean": "segments",
+    "list_bridges": "segments",
     **dict.fromkeys(
         [
             "ArchiveFull",

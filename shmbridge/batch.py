@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from shmbridge._ext.record import MOST_TOKENS, Gather, Pool, TooManyTokens, positions
-from shmbridge.errors import BatchTooBig, LeaseReleased
-from shmbridge.other_names import no_column
+from shmbridge.errors import BatchTooBig, LeaseReleased, no_column
 from shmbridge.record.attributes import BatchColumns
 from shmbridge.record.batch_numbers import batch_numbers
 from shmbridge.record.groups import Group
@@ -16,7 +15,7 @@ from shmbridge.record.record import Ragged, RaggedLists, Record, RecordMeta
 from shmbridge.record.rows_without import advantages_or
 from shmbridge.record.shown import columns_as_html
 from shmbridge.schema import STANDARD, Column, Kind
-from shmbridge.segments.one_process import OneProcess
+from shmbridge.segments import OneProcess
 
 if TYPE_CHECKING:
     import pyarrow as pa

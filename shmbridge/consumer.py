@@ -24,22 +24,18 @@ from shmbridge.config import (
     check_timeout,
     deadline_of,
 )
-from shmbridge.errors import BadArgument, ServesRanks
+from shmbridge.errors import BadArgument, ServesRanks, unknown_argument
 from shmbridge.hub.admission import limit_of
 from shmbridge.hub.batches import Batches
 from shmbridge.hub.counts import GroupQueue, OutsideQueue, check_outside
 from shmbridge.hub.hub import Hub, become_hub, note_hub
 from shmbridge.hub.request import BatchRequest, Policy, Scheduling, Screen, check_screen
 from shmbridge.hub.tap import Tap, check_tap
-from shmbridge.other_names import unknown_argument
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
 from shmbridge.schema import Split, columns_of
-from shmbridge.segments import one_thread, os_limits
-from shmbridge.segments.at_exit import closed_at_exit
-from shmbridge.segments.closing import then_close
-from shmbridge.segments.one_process import OneProcess
+from shmbridge.segments import OneProcess, closed_at_exit, lanes_at_most, then_close, watch_threads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -117,7 +113,7 @@ class Consumer(OneProcess):
         self.columns, self.bridge, tap = columns_of(schema), check_bridge_name(bridge), check_tap(tap)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         run, most = check_run(run), check_lanes(lanes)
-        most = os_limits.lanes_at_most() if most is None else most
+        most = lanes_at_most() if most is None else most
         self._hub = hub = Hub(
             bridge,
             become_hub(bridge, replace=replace),
@@ -138,7 +134,7 @@ class Consumer(OneProcess):
             self._ranks: ShareDealer | None = None  # forms the batches: nothing is taken here
             weakref.finalize(self, hub.close_unheld).atexit = False
             methods = "get", "poll", "_take", "batches", "take_groups"
-            one_thread.watch(self, f"the consumer of bridge {bridge!r}", methods)
+            watch_threads(self, f"the consumer of bridge {bridge!r}", methods)
         except BaseException:  # its threads are running
             hub.closing.close()
             raise

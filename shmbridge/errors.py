@@ -1,9 +1,16 @@
-"""The errors of shmbridge, except those of the control plane: a code, a message with numbers, a hint with one
-next action.
+"""The errors of shmbridge, except those of the control plane, and their words.
 
-Each class also inherits the nearest builtin, so that `except TimeoutError` works as expected. A row per code:
-docs/errors/README.md.
+Each has a code, a message with numbers, and a hint with one next action, and inherits the nearest builtin, so
+that `except TimeoutError` works as expected. A row per code: docs/errors/README.md. Then: why records were
+dropped or discarded; how an error shows a value; which column or argument was meant.
 """
+
+import difflib
+import reprlib
+import sys
+from collections.abc import Collection, Iterable
+from enum import IntEnum
+from typing import Any
 
 
 class ShmBridgeError(Exception):
@@ -287,3 +294,249 @@ class ArchiveUnwritable(ShmBridgeError, OSError):
     """A file or folder of an archive cannot be written, or was removed while it was written."""
 
     code = "SB704"
+
+
+class Drop(IntEnum):
+    """Reasons counted by the producer in `dropped_total`."""
+
+    FULL = 0
+    CANCELLED = 1
+    INVALID = 2
+    TIMEOUT = 3
+
+
+class Discard(IntEnum):
+    """Reasons counted by the consumer in `discarded_total`."""
+
+    STALE = 0
+    PARTIAL = 1
+    RESUME = 2
+    CORRUPT = 3
+
+
+class Lost(IntEnum):
+    """Reasons counted by the producer in `episodes_lost_total`."""
+
+    FAILED = 0
+    LATE = 1
+    TOO_OLD = 2
+
+
+def labelled(counter: str, reasons: type[IntEnum], values: list[int]) -> dict[str, int]:
+    """Returns `{"dropped_total{full}": 0, ...}` from the counters of a lane."""
+    return {f"{counter}{{{reason.name.lower()}}}": values[reason] for reason in reasons}
+
+
+class _Short(reprlib.Repr):
+    """Python's own short repr, in which all but plain values stand by their kind."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Returns a NumPy number as written; else what the value is."""
+        plain = _as_python(x)
+        return repr(plain)[:40] if isinstance(plain, _PLAIN) else kind_of(x)
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Returns an int, also one with more digits than Python writes."""
+        return super().repr_int(x, level) if x.bit_length() < 10_000 else "a number of thousands of digits"
+
+    def repr_Written(self, x: Any, level: int) -> str:
+        """Returns a value of a YAML file (`wrong_value.Written`) as it is written there."""
+        return repr(x)
+
+
+_short = _Short()
+_short.maxlist = _short.maxtuple = _short.maxarray = 4
+_short.maxdict = _short.maxset = _short.maxlevel = 2
+_short.maxstring = _short.maxother = 40
+_short.maxlong = 24
+_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, type(None))
+_NAMES = {
+    "NoneType": "None",
+    "ndarray": "array",
+    "function": "function",
+    "builtin_function_or_method": "function",
+}
+
+
+def counted(number: int, thing: str) -> str:
+    """Returns "1 row", "2 rows"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def kind_of(value: object) -> str:
+    """Returns what a value is, with its article: "a list", "an int", "None"."""
+    if isinstance(value, (str, bytes)):
+        return "text" if isinstance(value, str) else "bytes"
+    name = type(_as_python(value)).__name__
+    name = _NAMES.get(name, name)
+    if name == "None":
+        return name
+    library = type(value).__module__.split(".")[0]
+    if library in ("pandas", "polars", "pyarrow", "datasets") and name != "Array":
+        name = f"{library} {name}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def is_tensor(value: object) -> bool:
+    """Returns whether it is a torch tensor; imports nothing."""
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error shows it: a number or text as written, cut if long; else what it is."""
+    value = _as_python(value)
+    if is_dtype(value):
+        return f"an array of {_dtype_name(value)}"
+    if is_tensor(value) and value.is_nested:  # has no shape
+        return "a nested tensor"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return _array_shown(value)
+    if not isinstance(value, _PLAIN):
+        return kind_of(value)
+    return " ".join(_short.repr(value).split())
+
+
+def _as_python(value: Any) -> Any:
+    """Returns NumPy's numbers as Python's."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void):
+        return value.item()
+    return value
+
+
+def is_dtype(value: object) -> bool:
+    """Returns whether it is a NumPy dtype."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.dtype)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return {"O": "Python objects", "U": "texts", "S": "bytes", "M": "dates"}.get(dtype.kind, str(dtype))
+
+
+def _array_shown(value: Any) -> str:
+    kind = "tensor" if is_tensor(value) else "array"
+    try:
+        shape = tuple(int(size) for size in value.shape)
+        if shape == () and str(getattr(value, "device", "cpu")) == "cpu":
+            return f"a single number, {shown(value.item())}"
+    except (TypeError, ValueError, RuntimeError):
+        return kind_of(value)
+    return f"{'a' if kind == 'tensor' else 'an'} {kind} of shape {shape}"
+
+
+_MEANT = {
+    "tokens": (
+        "input_ids",
+        "token_ids",
+        "ids",
+        "input_tokens",
+        "sequences",
+        "input_id",
+        "token",
+        "prompt_ids",
+        "completion_ids",
+        "response_ids",
+    ),
+    "score": ("reward", "outcome_reward", "scalar_reward"),
+    "advantages": ("returns", "return", "adv", "advs", "gae"),
+    "inference_logprobs": (
+        "logprobs",
+        "logprob",
+        "log_probs",
+        "logps",
+        "old_logprobs",
+        "old_log_probs",
+        "old_logps",
+        "old_per_token_logps",
+        "rollout_logprobs",
+        "rollout_log_probs",
+        "sampling_logprobs",
+        "sampling_per_token_logps",
+    ),
+    "ref_logprobs": (
+        "ref_log_probs",
+        "ref_log_prob",
+        "ref_logps",
+        "reference_logprobs",
+        "ref_per_token_logps",
+    ),
+    "loss_mask": (
+        "mask",
+        "response_mask",
+        "action_mask",
+        "completion_mask",
+        "assistant_mask",
+        "assistant_masks",
+    ),
+    "masks": ("labels",),
+    "prompt_length": ("prompt_len", "prompt_lengths", "prompt_tokens", "prompt_lens"),
+    "step_rewards": ("prm_scores", "process_rewards", "step_scores"),
+    "token_rewards": ("token_level_rewards", "token_level_scores", "rm_scores"),
+    "token_versions": ("weight_versions", "policy_versions"),
+    "finish_reason": ("finish_reasons", "stop_reason", "stop_reasons"),
+}
+_COLUMN_MEANT = {given: column for column, names in _MEANT.items() for given in names}
+# Of who reads: what other trainers make of these columns.
+_READ_AS = {"labels": "loss_mask", "rewards": "score"}
+
+
+def column_meant(given: str) -> str:
+    """Returns the column that has this name in other projects; "" if none does."""
+    return _COLUMN_MEANT.get(given.lower(), "")
+
+
+def nearest(given: object, known: Iterable[str], most: int = 3) -> list[str]:
+    """Returns the names of `known` that were meant: by meaning, in another case, or by spelling."""
+    word, names = str(given), list(known)
+    meant = column_meant(word)
+    if meant in names:
+        return [meant]
+    other_case = [name for name in names if name.lower() == word.lower()]
+    return other_case or difflib.get_close_matches(word, names, n=most)
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """Returns "did you mean 'score'?"; "" if no name is near."""
+    near = nearest(given, known)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _meant(name: str, where: str, known: Collection[str], there: Collection[str]) -> str:
+    """Returns which column was meant, and that no producer put it if so; "" if none is near."""
+    read_as = _READ_AS.get(name.lower()) or column_meant(name)
+    if read_as not in known:
+        return did_you_mean(name, there) or did_you_mean(name, known)
+    if read_as in there or (read_as, where) == ("loss_mask", "batch"):  # of a batch it is always there
+        shown_as = "scores" if (read_as, where) == ("score", "batch") else read_as
+        return f"did you mean {shown_as!r}?"
+    return f"did you mean {read_as!r}? No producer put it: put({{..., {read_as!r}: ...}})"
+
+
+def unknown_argument(call: str, name: str, known: Iterable[str]) -> BadArgument:
+    """Returns the error for an argument that a call does not take."""
+    arguments = [each for each in known if each not in ("self", "unknown")]
+    near = difflib.get_close_matches(name, arguments, n=1)
+    hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(arguments)}"
+    return BadArgument(f"{call} takes no argument {name}=", hint=hint)
+
+
+def no_column(name: object, where: str, known: Collection[str], there: Collection[str]) -> NoColumn:
+    """Returns the error for a column that is not in `where`, "record" or "batch".
+
+    Args:
+        name: what was asked for.
+        where: "record" or "batch".
+        known: columns that it could have, of which `name` may be a typo.
+        there: columns that it has.
+    """
+    if not isinstance(name, str):
+        hint = f"columns first, then rows: {where}['tokens'][{shown(name)}]"
+    elif name in known:
+        hint = f"no producer put it: check {name!r} in {where} before"
+    elif name == "attention_mask":
+        hint = 'rows have lengths: `lengths` with layout="padded", `cu_seqlens` with layout="packed"'
+        hint = hint if where == "batch" else "rows are not padded: record['tokens'].lengths"
+    else:
+        hint = _meant(name, where, known, there) or "columns of your own: Producer(schema=)"
+    return NoColumn(f"this {where} has no column {shown(name)}; it has {', '.join(there)}", hint=hint)

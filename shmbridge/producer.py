@@ -32,9 +32,11 @@ from shmbridge.errors import (
     BridgeDraining,
     ClaimOpen,
     Closed,
+    Drop,
     InvalidRecord,
     LaneFull,
     LaneQuarantined,
+    Lost,
     RecordTooBig,
     ShmBridgeError,
 )
@@ -46,12 +48,18 @@ from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.relayed import LaneOrigin, RelayedRecord
 from shmbridge.put.tickets import Ticket, Tickets
 from shmbridge.schema import Split, columns_of
-from shmbridge.segments import locks, membership, one_thread, placement
-from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.discard_reasons import Drop, Lost
-from shmbridge.segments.helper_threads import Apart
-from shmbridge.segments.locks import LockByte
-from shmbridge.segments.one_process import OneProcess
+from shmbridge.segments import (
+    Apart,
+    LockByte,
+    MemoryUse,
+    OneProcess,
+    at_exit,
+    leave_bridge,
+    open_control,
+    sweep_bridge,
+    unlock,
+    watch_threads,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -114,13 +122,13 @@ class Producer(OneProcess):
         self.origin, origin_words = origin, None if origin is None else origin.words()
         self.columns = columns_of(schema)
         self._planner = RecordPlanner(self.columns, self.lane_bytes, env_name)
-        self._control = membership.open_control(bridge)
+        self._control = open_control(bridge)
         try:
-            membership.sweep(bridge)
+            sweep_bridge(bridge)
             check_agrees_with_bridge(self.columns, self._control, bridge)
             self._open_lane(origin_words)
         except BaseException:
-            membership.leave(self._control.mapping.fd, bridge)
+            leave_bridge(self._control.mapping.fd, bridge)
             raise
         self._tickets = Tickets(
             self._producer_id, bridge, self.lane_name, self._lane, self._control, self._writer, self._names
@@ -131,9 +139,9 @@ class Producer(OneProcess):
         self._sleeper = Apart(f"shmbridge-{bridge}")
         weakref.finalize(self, self._sleeper.end).atexit = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closed, self._memory = False, placement.MemoryUse()
+        self._closed, self._memory = False, MemoryUse()
         self._no_exit_call = at_exit(self.close)
-        one_thread.watch(self, f"producer {self.producer_id}", ("put", "claim", "begin_group", "_try_put"))
+        watch_threads(self, f"producer {self.producer_id}", ("put", "claim", "begin_group", "_try_put"))
 
     def _open_lane(self, origin: tuple[bytes, bytes, int] | None) -> None:
         self.lane_name, self._lane, self._producer_id = create_lane(
@@ -644,9 +652,9 @@ class Producer(OneProcess):
         self._writer.ring()  # the closing thread may be an event loop's
         self._sleeper.stop()
         self._no_exit_call()
-        locks.unlock(self._lane.fd, LockByte.PRODUCER)
+        unlock(self._lane.fd, LockByte.PRODUCER)
         self._control.announce_lane()
-        membership.leave(self._control.mapping.fd, self.bridge)
+        leave_bridge(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

@@ -20,20 +20,36 @@ from shmbridge._ext.lane import CrashNote, Drops, RankReader, Waits
 from shmbridge.batch import Batch, Hold, Layout, unreadable
 from shmbridge.config import check_bridge_name, check_choice, check_count, deadline_of
 from shmbridge.control import messages
-from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
+from shmbridge.errors import (
+    Closed,
+    ConsumerEmpty,
+    LaneQuarantined,
+    NoConsumer,
+    RankTaken,
+    counted,
+    unknown_argument,
+)
 from shmbridge.hub.batches import Batches, Steps
-from shmbridge.other_names import unknown_argument
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_name
 from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
-from shmbridge.segments import locks, membership, segment
-from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.helper_threads import in_another_thread
-from shmbridge.segments.locks import MOST_RANKS, LockByte
-from shmbridge.segments.one_process import OneProcess
-from shmbridge.shown import counted
+from shmbridge.segments import (
+    MOST_RANKS,
+    LockByte,
+    OneProcess,
+    at_exit,
+    control_name,
+    in_another_thread,
+    is_locked,
+    join_epoch,
+    leave_bridge,
+    leave_epoch,
+    lock_after,
+    open_control,
+    open_mapping,
+)
 from shmbridge.watch.long_wait import LongWait
 
 if TYPE_CHECKING:
@@ -142,14 +158,14 @@ class Rank(OneProcess):
         world_size = check_count("world_size", world_size, 1, MOST_RANKS)
         rank = check_count(f"world_size={world_size}, rank", rank, 0, world_size - 1)
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
-        self._control_words: header.Control | None = membership.open_control(bridge)
+        self._control_words: header.Control | None = open_control(bridge)
         # No shared word names the lock's holder.
-        if not locks.lock_after(lambda: 0, self._control.mapping.fd, LockByte.FIRST_RANK + rank):
-            membership.leave(self._control.mapping.fd, bridge)
+        if not lock_after(lambda: 0, self._control.mapping.fd, LockByte.FIRST_RANK + rank):
+            leave_bridge(self._control.mapping.fd, bridge)
             raise RankTaken(
                 f"rank {rank} of bridge {bridge!r} is taken by a living process",
                 hint="give every process a rank of its own; who is on the bridge: fuser -v "
-                f"/dev/shm{segment.control_name(bridge)}",
+                f"/dev/shm{control_name(bridge)}",
             )
         header.fault(b"rank.locked")
         try:
@@ -157,7 +173,7 @@ class Rank(OneProcess):
                 bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}"
             )
         except BaseException:
-            membership.leave(self._control.mapping.fd, bridge)
+            leave_bridge(self._control.mapping.fd, bridge)
             raise
         self._member = time.monotonic_ns()  # taken under the lock: larger than any predecessor's
         self._epoch = 0
@@ -333,12 +349,12 @@ class Rank(OneProcess):
 
     def _late_share(self) -> str:
         """Returns what this rank waits for where `inspect` finds no trouble."""
-        if not locks.is_locked(self._control.mapping.fd, LockByte.HUB):
+        if not is_locked(self._control.mapping.fd, LockByte.HUB):
             return "no consumer is alive -> start the process that calls Consumer.serve_ranks"
         if self._open:
             return f"it holds {counted(len(self._open), 'share')} of earlier batches itself -> release them"
         fd, others = self._control.mapping.fd, [r for r in range(self.world_size) if r != self.rank]
-        gone = [str(rank) for rank in others if not locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
+        gone = [str(rank) for rank in others if not is_locked(fd, LockByte.FIRST_RANK + rank)]
         if gone:
             who, them = ("rank", "it") if len(gone) == 1 else ("ranks", "them")
             return f"it waits for {who} {', '.join(gone)}, not alive -> start {them}"
@@ -466,10 +482,10 @@ class Rank(OneProcess):
     def _let_go(self) -> None:
         """Frees locks of earlier epochs and lanes of dead producers that no held record needs."""
         for epoch in self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}:
-            membership.leave_epoch(self._control, epoch)
+            leave_epoch(self._control, epoch)
             self._epochs.discard(epoch)
         for name, reader in list(self._lanes.items()):
-            if reader.held == 0 and not locks.is_locked(reader.lane.fd, LockByte.PRODUCER):
+            if reader.held == 0 and not is_locked(reader.lane.fd, LockByte.PRODUCER):
                 del self._lanes[name]
 
     def _join(self) -> bool:
@@ -479,11 +495,11 @@ class Rank(OneProcess):
         """
         control = self._control
         if self._epoch != control.hub_epoch:
-            self._epoch = membership.join_epoch(control)
+            self._epoch = join_epoch(control)
             self._epochs.add(self._epoch)
             header.fault(b"rank.joined")
             self._after = -1
-        return self._epoch > 0 and locks.is_locked(control.mapping.fd, LockByte.HUB)
+        return self._epoch > 0 and is_locked(control.mapping.fd, LockByte.HUB)
 
     def _is_finished(self) -> bool:
         """Returns whether the dead hub had drained the bridge; the next hub clears that with its epoch."""
@@ -551,7 +567,7 @@ class Rank(OneProcess):
         return reader, record
 
     def _open_lane(self, name: str) -> RankReader:
-        mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
+        mapping = open_mapping(name, readonly=True, minimum=header.control_bytes)
         info = None if mapping is None else header.read_lane(mapping)
         if mapping is None or info is None:
             raise header.LaneCorrupt("it is gone")
@@ -562,7 +578,7 @@ class Rank(OneProcess):
         return reader
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty | NoConsumer:
-        if not (self._epoch and locks.is_locked(self._control.mapping.fd, LockByte.HUB)):
+        if not (self._epoch and is_locked(self._control.mapping.fd, LockByte.HUB)):
             return NoConsumer(
                 f"bridge {self.bridge!r} had no consumer for {timeout_s} s",
                 hint="start the process that calls Consumer.serve_ranks",
@@ -605,14 +621,14 @@ class Rank(OneProcess):
         if self._control_words is None or self._control_words.mapping.forked:
             return
         self._no_exit_call()
-        if self._epoch and locks.is_locked(self._control.mapping.fd, LockByte.HUB):
+        if self._epoch and is_locked(self._control.mapping.fd, LockByte.HUB):
             self.report_done()
         self._client.close()
         if self._crash is not None:
             self._crash.end()
         held = sum(reader.held for reader in self._lanes.values())
         if held == 0:
-            membership.leave(self._control.mapping.fd, self.bridge)
+            leave_bridge(self._control.mapping.fd, self.bridge)
         self._lanes.clear()
         self._open.clear()
         self._control_words = None

@@ -16,8 +16,7 @@ import numpy as np
 from shmbridge._ext.put import HIGHEST_LOGPROB, LOWEST_LOGPROB, Form
 from shmbridge._ext.put import LOGPROBS as LOGPROBS
 from shmbridge._ext.put import recorded_logprobs as recorded_logprobs
-from shmbridge.errors import SchemaMismatch
-from shmbridge.shown import kind_of, shown
+from shmbridge.errors import SchemaMismatch, kind_of, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa

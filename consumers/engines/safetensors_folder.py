@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.segments.engine_folders import EngineFolder, remove_dead
+from shmbridge.segments import EngineFolder, remove_dead_folders
 from shmbridge.weights import WeightsReader
 
 _WORDS = {
@@ -43,7 +43,7 @@ class SafetensorsFolder:
         self._bridge = bridge
         self._reader: WeightsReader | None = None
         self._folder: EngineFolder | None = None
-        remove_dead(bridge)
+        remove_dead_folders(bridge)
 
     def write(self, version: int) -> Path:
         """Returns a folder with `model.safetensors` of the segment's newest version, which must be `version`.

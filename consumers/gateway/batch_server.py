@@ -20,8 +20,8 @@ from shmbridge.consumers.gateway.encode import encoded_batch, served
 from shmbridge.consumers.gateway.hub import open_hub
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
+from shmbridge.errors import Discard
 from shmbridge.record.groups import Group
-from shmbridge.segments.discard_reasons import Discard
 
 log = logging.getLogger(__name__)
 

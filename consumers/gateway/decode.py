@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shmbridge.config import wrong_json
 from shmbridge.httpd.door import Refused
 from shmbridge.schema import ATROPOS_NO_LOGPROB, LOGPROBS
-from shmbridge.wrong_value import wrong_json
 
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from shmbridge.counters import COUNTERS
+from shmbridge.metrics import COUNTERS
 from shmbridge.watch.prometheus import Sample
 
 _OF_BRIDGE = "bridge_"  # the consumer's counters in a gateway's, if it is the hub

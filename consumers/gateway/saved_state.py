@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shmbridge.config import Run
-from shmbridge.segments.segment import gateway_directory
+from shmbridge.segments import gateway_directory
 
 log = logging.getLogger(__name__)
 

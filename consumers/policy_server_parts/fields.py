@@ -10,10 +10,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from shmbridge.config import wrong_value
 from shmbridge.consumers.policy_server_parts.generation import Sampling
+from shmbridge.errors import counted, kind_of, shown
 from shmbridge.httpd.door import BadRequest
-from shmbridge.shown import counted, kind_of, shown
-from shmbridge.wrong_value import wrong_value
 
 Json = dict[str, Any]
 

@@ -18,7 +18,16 @@ import torch
 from shmbridge.config import format_size
 from shmbridge.consumers.transfer_queue.columns import Column, Placed, Stored, place
 from shmbridge.errors import LaneFull, LayoutMismatch, RecordUnreadable, ShmPermission
-from shmbridge.segments import segment, values
+from shmbridge.segments import (
+    MOUNT,
+    read_values_head,
+    release_values,
+    stands_there,
+    value_bytes,
+    value_names,
+    values_head,
+    write_values,
+)
 
 _LOOK_AGAIN_S, _LOOK_AT_LEAST_S = 0.01, 0.1  # a look lists the bridge, and many puts may wait
 _decode_table = msgspec.msgpack.Decoder(list[Placed]).decode
@@ -41,15 +50,15 @@ class OpenSegment:
 
     def __init__(self, name: str) -> None:
         """Copies nothing but the table. Raises Cleared, LayoutMismatch, RecordUnreadable."""
-        path = segment.MOUNT / name[1:]
+        path = MOUNT / name[1:]
         try:
             whole = torch.from_file(str(path), shared=False, size=_size_of(path), dtype=torch.uint8)
         except (RuntimeError, OSError):
-            if segment.stands_there(name):
+            if stands_there(name):
                 raise
             raise Cleared(f"{name} is gone: its rows were cleared") from None
         self.name = name
-        head = values.head_of(whole.numpy(), name)
+        head = values_head(whole.numpy(), name)
         self._data = whole[head.data_at : head.size]
         self._rows = {owner: row for row, owner in enumerate(head.owners.tolist())}  # the last of equal ones
         self._count = len(head.owners)
@@ -106,7 +115,7 @@ class ValueStore:
         """As `put`, but does not wait for room: the caller has done that. Blocks while it copies."""
         placed, parts = place(columns)
         table = msgspec.msgpack.encode(placed)
-        return values.write(self.bridge, np.array(owners, np.int64), table, parts)
+        return write_values(self.bridge, np.array(owners, np.int64), table, parts)
 
     def waits(self, columns: Sequence[Column]) -> Iterator[float]:
         """Yields a pause in seconds, again and again, until there is room for these columns. Never blocks.
@@ -117,7 +126,7 @@ class ValueStore:
             return
         size, deadline = sum(column.size for column in columns), time.monotonic() + self.timeout_s
         pause_s = _LOOK_AGAIN_S
-        while (held := values.stored_bytes(self.bridge))[1] + size > self.capacity:
+        while (held := value_bytes(self.bridge))[1] + size > self.capacity:
             if size > self.capacity or time.monotonic() > deadline:
                 raise self._full(size, held, self.capacity)
             yield pause_s
@@ -131,22 +140,22 @@ class ValueStore:
         """Releases all values of these rows, from every process and every put. Idempotent, never blocks."""
         wanted = set(owners)
         with self._lock:
-            names = segment.value_names(self.bridge)
+            names = value_names(self.bridge)
             self._owners = {name: found for name in names if (found := self._owners_of(name)) is not None}
             touched = [name for name, found in self._owners.items() if not wanted.isdisjoint(found)]
         for name in touched:
-            if (head := values.read_head(name)) is not None:
-                values.release(name, np.flatnonzero(np.isin(head.owners, list(wanted))).tolist())
+            if (head := read_values_head(name)) is not None:
+                release_values(name, np.flatnonzero(np.isin(head.owners, list(wanted))).tolist())
 
     def discard(self, name: str) -> None:
         """Releases a put that nobody was told of."""
-        if (head := values.read_head(name)) is not None:
-            values.release(name, range(len(head.owners)))
+        if (head := read_values_head(name)) is not None:
+            release_values(name, range(len(head.owners)))
 
     def _owners_of(self, name: str) -> frozenset[int] | None:
         if name not in self._owners:
             try:
-                head = values.read_head(name)
+                head = read_values_head(name)
             except (RecordUnreadable, LayoutMismatch, ShmPermission):  # being written, or garbage: not ours
                 return None
             if head is None:

@@ -8,10 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shmbridge.errors import BadConfig
+from shmbridge.config import plain, read_yaml
+from shmbridge.errors import BadConfig, shown
 from shmbridge.producers.rewards.config import FormatMarker, LengthBounty, Linear, RewardConfig
-from shmbridge.shown import shown
-from shmbridge.wrong_value import plain, read_yaml
 
 # ROLL's bonus for length: a thousandth for each character.
 _ROLL_RATE = 0.001

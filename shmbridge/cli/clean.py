@@ -11,7 +11,7 @@ from shmbridge.parser import Parser, bridge_name
 from shmbridge.program import refuse
 
 if TYPE_CHECKING:
-    from shmbridge.segments.inventory import CleanReport
+    from shmbridge.segments import CleanReport
 
 HELP = "list what dead processes left in shared memory; with --yes, remove it"
 EXAMPLES = """examples:
@@ -32,7 +32,7 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints which names were, or would be, removed, and which were kept and why."""
-    from shmbridge.segments.inventory import clean
+    from shmbridge.segments import clean
 
     report = clean(arguments.bridge, dry_run=not arguments.yes)
     if arguments.json:

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(arguments: argparse.Namespace) -> int:
-    from shmbridge.segments.inventory import list_bridges
+    from shmbridge.segments import list_bridges
     from shmbridge.watch.document import of_listing
     from shmbridge.watch.snapshot import look
     from shmbridge.watch.text import block
@@ -90,10 +90,10 @@ def _print(arguments: argparse.Namespace) -> int:
 
 
 def _exporter(wanted: str | None) -> "Exporter":
-    from shmbridge.segments import segment
+    from shmbridge.segments import bridge_names
     from shmbridge.watch.prometheus import Exporter
 
-    return Exporter(lambda: [name for name in segment.bridges() if wanted in (None, name)])
+    return Exporter(lambda: [name for name in bridge_names() if wanted in (None, name)])
 
 
 def _print_text(arguments: argparse.Namespace) -> int:

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[Record]":
     """Yields the wanted records; says on standard error what cannot be shown."""
-    from shmbridge.segments.segment import bridges
+    from shmbridge.segments import bridge_names
     from shmbridge.watch.long_wait import LongWait
     from shmbridge.watch.output import has_reader
     from shmbridge.watch.spare_cpu import give_way
@@ -85,14 +85,14 @@ def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[R
                 said.add(sentence)
                 print(sentence, file=sys.stderr)
         if not observer.wait(0 if arguments.no_follow else _LOOK_EVERY_S) and (
-            arguments.no_follow or arguments.bridge not in bridges() or not has_reader()
+            arguments.no_follow or arguments.bridge not in bridge_names() or not has_reader()
         ):
             return
         long_wait.look(nothing_since)
 
 
 def _not_shown(observer: "Observer") -> "Iterator[str]":
-    from shmbridge.shown import counted
+    from shmbridge.errors import counted
     from shmbridge.watch.text import printable
 
     if observer.missed:

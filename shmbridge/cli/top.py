@@ -54,12 +54,12 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the bridge until the user quits, or once."""
-    from shmbridge.segments.segment import bridges
+    from shmbridge.segments import bridge_names
     from shmbridge.watch.output import to_reader
 
     if arguments.cluster:
         return _cluster(arguments)
-    wanted = [name for name in bridges() if arguments.bridge in (None, name)]
+    wanted = [name for name in bridge_names() if arguments.bridge in (None, name)]
     if not wanted:
         if not arguments.json:
             say_none("shmbridge top", arguments.bridge)
@@ -122,7 +122,7 @@ def _live(bridge: str | None, interval_s: float, tokenizer: str | None) -> int:
 
 
 def _once(names: list[str], interval_s: float, _: bool) -> None:
-    from shmbridge.segments.inventory import list_bridges
+    from shmbridge.segments import list_bridges
     from shmbridge.watch.snapshot import look
     from shmbridge.watch.text import block
 

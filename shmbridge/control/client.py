@@ -19,9 +19,7 @@ import zmq
 from shmbridge.control import messages
 from shmbridge.control.messages import Answer, Refused, Register, Registered, Request, WaitForRun
 from shmbridge.errors import Closed, NoConsumer, ShmBridgeError
-from shmbridge.segments import os_limits
-from shmbridge.segments.one_process import OneProcess
-from shmbridge.segments.segment import socket_directory
+from shmbridge.segments import OneProcess, check_descriptors, socket_directory
 
 # Beyond this the socket itself cuts a peer off; below it, an oversized message gets an answer.
 CUT_OFF_BYTES = 16 * messages.MAX_MESSAGE_BYTES
@@ -56,7 +54,7 @@ class _Client(OneProcess):
     """The conversation, which never blocks: each client waits for what `_talk` yields."""
 
     def __init__(self, bridge: str, *, role: str, name: str) -> None:
-        os_limits.check_descriptors(_DESCRIPTORS, f"a control client of bridge {bridge!r}")
+        check_descriptors(_DESCRIPTORS, f"a control client of bridge {bridge!r}")
         self._bridge = bridge
         self._pid = os.getpid()
         self._hello = messages.Hello(role=role, name=name, pid=self._pid)

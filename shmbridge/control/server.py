@@ -31,8 +31,7 @@ from shmbridge.control.environments import Environments, HubView, QueueView
 from shmbridge.control.evaluations import Evaluations, fault_of
 from shmbridge.control.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.errors import ShmPermission
-from shmbridge.segments.helper_threads import Joined
-from shmbridge.segments.segment import remove_folder, socket_directory
+from shmbridge.segments import Joined, remove_folder, socket_directory
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from shmbridge.config import format_size
 from shmbridge.doctor.check import Check
 from shmbridge.doctor.probe_file import MOUNT
 from shmbridge.errors import ShmBridgeError
-from shmbridge.segments import inventory
+from shmbridge.segments import BridgeInfo, list_bridges
 
 _PREFIX = "shmbridge."
 _SHOWN = 3
@@ -18,7 +18,7 @@ _SHOWN = 3
 def dead_bridges() -> Check:
     """The bridges of this user that no process takes part in, what they take and hold. Removes nothing."""
     try:
-        every = inventory.list_bridges()
+        every = list_bridges()
     except ShmBridgeError as wrong:
         return Check("dead bridges", "warn", wrong.message, wrong.hint)
     dead = sorted((each for each in every if not _lives(each)), key=_size, reverse=True)
@@ -37,12 +37,12 @@ def dead_bridges() -> Check:
     )
 
 
-def _lives(info: inventory.BridgeInfo) -> bool:
+def _lives(info: BridgeInfo) -> bool:
     writer = info.weights.writer_pid if info.weights else None
     return bool(info.participants or info.consumer_pid or writer or any(lane.alive for lane in info.lanes))
 
 
-def _size(info: inventory.BridgeInfo) -> int:
+def _size(info: BridgeInfo) -> int:
     return info.size_bytes + (info.weights.size_bytes if info.weights else 0)
 
 

@@ -3,7 +3,7 @@
 import resource
 
 from shmbridge.doctor.check import Check
-from shmbridge.segments import os_limits
+from shmbridge.segments import descriptors_at_most, lanes_within
 
 _FEWEST = 64  # a consumer takes about 15, and wants 32 free at its start
 _ENOUGH = 4096
@@ -12,8 +12,8 @@ _ENOUGH = 4096
 def descriptors() -> Check:
     """How many lanes a consumer of this process' limits maps: it raises the soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = os_limits.descriptors_at_most()
-    lanes = os_limits.lanes_within(most)
+    most = descriptors_at_most()
+    lanes = lanes_within(most)
     text = (
         f"RLIMIT_NOFILE is {_number(soft)}, at most {_number(hard)}: a consumer maps up to {lanes:,} "
         f"lane{'' if lanes == 1 else 's'}"

@@ -10,7 +10,7 @@ from shmbridge.config import format_size
 from shmbridge.doctor.check import Check
 from shmbridge.doctor.probe_file import MOUNT, probe_file
 from shmbridge.doctor.shared_memory import LANE_BYTES
-from shmbridge.segments import os_limits, placement
+from shmbridge.segments import HUGE_PAGE, fill_huge_pages, huge_pages_wanted, memory_headroom
 
 _SETTING = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _LEFT_ALONE_BYTES = 16 << 20
@@ -20,13 +20,13 @@ _CAP_IPC_LOCK = 14
 def huge_pages(root: Path = Path("/"), mount: Path = MOUNT) -> Check:
     """Whether lanes lie in huge pages: by making one, as a producer does, whatever the setting says."""
     setting = f"shmem_enabled is {_setting(root)}"
-    size = format_size(placement.HUGE_PAGE)
-    if not placement.huge_pages_wanted():
+    size = format_size(HUGE_PAGE)
+    if not huge_pages_wanted():
         return Check("huge pages", "ok", f"turned off by SHMBRIDGE_HUGE_PAGES=never; {setting}")
-    if os_limits.memory_headroom()[0] < _LEFT_ALONE_BYTES:
+    if memory_headroom()[0] < _LEFT_ALONE_BYTES:
         return Check("huge pages", "warn", f"too little memory is left to try one; {setting}", "free some")
     with probe_file(mount) as fd:
-        made = placement.fill(fd, 0, placement.HUGE_PAGE)
+        made = fill_huge_pages(fd, 0, HUGE_PAGE)
     if made:
         return Check("huge pages", "ok", f"a page of {size} was made on request; {setting}")
     old = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 1)

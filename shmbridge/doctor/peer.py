@@ -16,7 +16,7 @@ from shmbridge._ext.header import Descriptor, Mapping
 from shmbridge._ext.weights import Versions
 from shmbridge.doctor.check import Check
 from shmbridge.doctor.probe_file import probe_file
-from shmbridge.segments import locks
+from shmbridge.segments import is_locked, lock_exclusive
 
 BYTES = 1 << 16
 BYTE = 0  # which is locked
@@ -87,7 +87,7 @@ def _holds(fd: int, said: str) -> Check | None:
     """Returns what is wrong with the lock that the other process says it has; None if nothing."""
     if said != "locked":
         return Check("locks", "fail", f"another process could not take a lock on the mount: {said}", _RUNS)
-    if not locks.is_locked(fd, BYTE) or locks.lock_exclusive(fd, BYTE):
+    if not is_locked(fd, BYTE) or lock_exclusive(fd, BYTE):
         return Check(
             "locks",
             "fail",
@@ -138,7 +138,7 @@ def _after_death(fd: int, child: _Child, locked: Check | None, woken: Check) -> 
 
 
 def _freed(fd: int, died: float) -> Check:
-    while locks.is_locked(fd, BYTE):
+    while is_locked(fd, BYTE):
         if time.monotonic() - died > _FREE_S:
             return Check(
                 "locks", "fail", f"the lock of a killed process is held {_FREE_S:g} s after its end", _RUNS

@@ -12,7 +12,7 @@ import time
 from shmbridge._ext.header import Descriptor, Mapping
 from shmbridge._ext.weights import Versions
 from shmbridge.doctor.peer import BYTE, BYTES
-from shmbridge.segments import locks
+from shmbridge.segments import lock_exclusive
 
 _SLEEP_NS = 2_000_000_000
 
@@ -22,7 +22,7 @@ def main(fd: int) -> int:
     # Opened again: a lock belongs to an open file, and that of `fd` is the other side's.
     file = Descriptor(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
     try:
-        print("locked" if locks.lock_exclusive(file.fd, BYTE) else "somebody has it", flush=True)
+        print("locked" if lock_exclusive(file.fd, BYTE) else "somebody has it", flush=True)
     except OSError as wrong:
         print(wrong.strerror, flush=True)
     words = Versions(Mapping(file, BYTES))

@@ -7,7 +7,7 @@ from pathlib import Path
 from shmbridge.config import format_size
 from shmbridge.doctor.check import Check
 from shmbridge.doctor.probe_file import MOUNT, probe_file
-from shmbridge.segments import os_limits
+from shmbridge.segments import memory_headroom
 
 LANE_BYTES = 64 << 20  # of a producer that asks for nothing else
 _WITH_HEADERS = LANE_BYTES + (2 << 20)
@@ -93,7 +93,7 @@ def inodes(path: Path = MOUNT) -> Check:
 
 def memory(root: Path = Path("/"), path: Path = MOUNT) -> Check:
     """What the machine and this process' memory cgroups leave for lanes, beside the mount's own size."""
-    left, whose = os_limits.memory_headroom(root)
+    left, whose = memory_headroom(root)
     about = os.statvfs(path)
     size, lanes = about.f_blocks * about.f_frsize, left // _WITH_HEADERS
     text = f"{whose} has {format_size(left)} left: {_room(lanes)}"

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from shmbridge._ext import header
 from shmbridge.config import check_count
 from shmbridge.control import messages
-from shmbridge.errors import BadArgument
-from shmbridge.segments import locks
-from shmbridge.shown import shown
+from shmbridge.errors import BadArgument, shown
+from shmbridge.segments import MOST_TICKETS
 
 if TYPE_CHECKING:
     from shmbridge.hub.hub import Hub
@@ -102,8 +101,8 @@ class Admission:
         self, request: messages.BeginGroup
     ) -> messages.MayBegin | messages.Full | messages.Refused | None:
         """Returns whether a producer may begin one more group; None: not yet."""
-        if not 0 <= request.running < locks.MOST_TICKETS:
-            said = f"a lane holds 0 to {locks.MOST_TICKETS} tickets, so none more than {request.running}"
+        if not 0 <= request.running < MOST_TICKETS:
+            said = f"a lane holds 0 to {MOST_TICKETS} tickets, so none more than {request.running}"
             return messages.Refused(messages.BAD_VALUE, said, "say how many it holds")
         # Read the clock first: a promise expired before this instant is already redeemed or never will be.
         now_ns = time.monotonic_ns()

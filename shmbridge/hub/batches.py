@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from shmbridge.batch import Batch, forget_spare_memory, unreadable
 from shmbridge.config import check_timeout, deadline_of
-from shmbridge.errors import BatchTooBig, ConsumerEmpty, IterationOver
+from shmbridge.errors import BatchTooBig, ConsumerEmpty, Discard, IterationOver, counted
 from shmbridge.hub.former import Flag
 from shmbridge.hub.request import BatchRequest
 from shmbridge.record.groups import Group, hand_out
 from shmbridge.record.unreleased import Call
-from shmbridge.segments.at_exit import closed_at_exit
-from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.helper_threads import Joined, in_another_thread, run_to_end
-from shmbridge.shown import counted
+from shmbridge.segments import Joined, closed_at_exit, in_another_thread, run_to_end
 
 if TYPE_CHECKING:
     from shmbridge.hub.hub import Hub

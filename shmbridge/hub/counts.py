@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.batch import Batch
-from shmbridge.counters import LATENCY_BOUNDS_S
-from shmbridge.errors import BadArgument
+from shmbridge.errors import BadArgument, kind_of
 from shmbridge.hub.former import Held
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.waiting import Waiting
+from shmbridge.metrics import LATENCY_BOUNDS_S
 from shmbridge.record.groups import Group, GroupAssembler, log_contradictions
 from shmbridge.record.record import Record
-from shmbridge.segments.placement import MemoryUse
-from shmbridge.shown import kind_of
+from shmbridge.segments import MemoryUse
 
 if TYPE_CHECKING:
     from shmbridge.hub.hub import Hub

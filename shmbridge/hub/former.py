@@ -21,17 +21,13 @@ from shmbridge.atropos.env_status import Queued
 from shmbridge.atropos.queue import as_queued
 from shmbridge.batch import Batch
 from shmbridge.config import check_choice, check_seconds, check_staleness, format_size
-from shmbridge.errors import BadArgument, BatchTooBig
+from shmbridge.errors import BadArgument, BatchTooBig, Discard, counted, shown
 from shmbridge.hub.lanes import Stuck
 from shmbridge.hub.request import BatchRequest, Policy, Scheduling, Screen, StalenessHistogram, Want, is_stale
 from shmbridge.record.groups import Group, hand_out, log_contradictions
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
-from shmbridge.segments import locks, membership
-from shmbridge.segments.closing import then_close
-from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.locks import LockByte
-from shmbridge.shown import counted, shown
+from shmbridge.segments import LockByte, leave_bridge, then_close, unlock
 
 if TYPE_CHECKING:
     from shmbridge.control.environments import QueueView
@@ -437,9 +433,9 @@ class ReturnsAfterClose:
             if not reader.held:
                 self._held_in.discard(reader.lane)
                 if closed:
-                    locks.unlock(reader.lane.fd, LockByte.READER)
+                    unlock(reader.lane.fd, LockByte.READER)
         if closed and not self._held_in and (control := self._control()) is not None:
-            membership.leave(control.fd, self._bridge)
+            leave_bridge(control.fd, self._bridge)
 
 
 def scheduler_of(

@@ -19,7 +19,7 @@ from shmbridge._ext.lane import LaneReader
 from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.config import Run, check_run
 from shmbridge.control import messages
-from shmbridge.errors import ConsumerTaken
+from shmbridge.errors import ConsumerTaken, Discard
 from shmbridge.hub.admission import Admission, OffPolicyLimit
 from shmbridge.hub.batches import Iterations
 from shmbridge.hub.counts import GroupQueue, OutsideQueue, RecentLatency, lane_counters
@@ -32,14 +32,23 @@ from shmbridge.hub.waiting import Waiting
 from shmbridge.record.leases import lane_name
 from shmbridge.record.record import Record
 from shmbridge.schema import Columns
-from shmbridge.segments import locks, membership
-from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.closing import Closing, is_own_thread, then_close
-from shmbridge.segments.discard_reasons import Discard
-from shmbridge.segments.helper_threads import start_apart
-from shmbridge.segments.locks import LockByte
-from shmbridge.segments.placement import MemoryUse
-from shmbridge.segments.segment import is_lane_of
+from shmbridge.segments import (
+    Closing,
+    LockByte,
+    MemoryUse,
+    at_exit,
+    is_lane_of,
+    is_own_namespace,
+    is_own_thread,
+    leave_bridge,
+    lock_after,
+    open_control,
+    pid_namespace,
+    start_apart,
+    sweep_bridge,
+    then_close,
+    unlock,
+)
 
 if TYPE_CHECKING:
     from shmbridge.control.messages import Evaluated
@@ -90,7 +99,7 @@ class Hub:
             self._start(words, columns, resume, scheduling, outside)
             self._no_exit_call = at_exit(self.leave_unclosed)
         except BaseException:
-            membership.leave(words.mapping.fd, bridge)
+            leave_bridge(words.mapping.fd, bridge)
             vars(self).clear()  # else a cycle keeps the segment mapped until a collection
             raise
 
@@ -119,7 +128,7 @@ class Hub:
             if resume == "discard":
                 for record in self.lanes.take_backlog():
                     record._discard(Discard.RESUME)
-            membership.sweep(self.bridge)
+            sweep_bridge(self.bridge)
             # Set last: its thread answers requests before.
             self.server = ControlServer(
                 self.bridge, self, self.former.queue_view, first_env_id=outside.first_env_id, bell=self._bell
@@ -304,7 +313,7 @@ class Hub:
         header.fault(b"hub.leases_over")
         if self.lanes.close() == 0:
             header.fault(b"hub.lanes_closed")
-            membership.leave(self.state.control_fd, self.bridge)
+            leave_bridge(self.state.control_fd, self.bridge)
         header.fault(b"hub.left")
         self._close_tap()
         self.state.let_words_go()
@@ -334,7 +343,7 @@ class Hub:
         self._stop_forming()
         self.lanes.abandon()
         self.lanes.unlock()
-        membership.leave(self.state.control_fd, self.bridge)
+        leave_bridge(self.state.control_fd, self.bridge)
 
     def close_unheld(self) -> None:
         """The finalizer of a consumer that was dropped without close(): runs in any thread, in any line.
@@ -399,9 +408,9 @@ class Remains:
         """
         for lane in self.lanes:
             if (mapping := lane()) is not None and not mapping.forked:
-                locks.unlock(mapping.fd, LockByte.READER)
+                unlock(mapping.fd, LockByte.READER)
         if (control := self._control()) is not None and not control.forked:
-            membership.leave(control.fd, self.bridge)
+            leave_bridge(control.fd, self.bridge)
 
 
 # The newest hub of this process, by bridge, until nothing refers to its memory. A child of fork inherits its
@@ -433,22 +442,20 @@ def become_hub(bridge: str, *, replace: bool = False) -> header.Control:
         hub.closing.close()
         if not hub.closing.over:  # in a handler that interrupted it: that call closes
             earlier = None
-    control = membership.open_control(bridge)
+    control = open_control(bridge)
 
     def is_ours() -> bool:
-        return locks.lock_after(
-            lambda: control.hub_pid if locks.is_own_namespace(control.hub_pid_namespace) else 0,
+        return lock_after(
+            lambda: control.hub_pid if is_own_namespace(control.hub_pid_namespace) else 0,
             control.mapping.fd,
             LockByte.HUB,
         )
 
     if not (is_ours() or (earlier is not None and _give_back(earlier[1]) and is_ours())):
-        pid, same = control.hub_pid, locks.is_own_namespace(control.hub_pid_namespace)
-        membership.leave(control.mapping.fd, bridge)
+        pid, same = control.hub_pid, is_own_namespace(control.hub_pid_namespace)
+        leave_bridge(control.mapping.fd, bridge)
         raise _taken(bridge, pid, pid == os.getpid() and same)
-    control.enter(
-        os.getpid(), locks.pid_namespace()
-    )  # so that a second consumer names the right pid in its error
+    control.enter(os.getpid(), pid_namespace())  # so that a second consumer names the right pid in its error
     header.fault(b"hub.locked")
     return control
 

@@ -15,17 +15,37 @@ from shmbridge._ext import header
 from shmbridge._ext import lane as lane_reader
 from shmbridge._ext.header import Mapping
 from shmbridge._ext.lane import LanePoller
-from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
+from shmbridge.errors import (
+    Closed,
+    Discard,
+    Drop,
+    Lost,
+    ProcessLimit,
+    SchemaMismatch,
+    ShmPermission,
+    counted,
+    labelled,
+)
 from shmbridge.hub.tap import Tap, TappedPoller
 from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
-from shmbridge.segments import locks, membership, os_limits, segment
-from shmbridge.segments.closing import Closing
-from shmbridge.segments.death_watch import DeathWatch
-from shmbridge.segments.discard_reasons import Discard, Drop, Lost, labelled
-from shmbridge.segments.locks import LockByte
-from shmbridge.shown import counted
+from shmbridge.segments import (
+    Closing,
+    DeathWatch,
+    LockByte,
+    as_process_limit,
+    check_descriptors,
+    check_threads,
+    lane_names,
+    lock_exclusive,
+    open_mapping,
+    raise_descriptors,
+    ranks_before,
+    remove_lane,
+    tickets_held,
+    unlock,
+)
 from shmbridge.watch.long_wait import LongWait
 
 log = logging.getLogger(__name__)
@@ -175,11 +195,9 @@ class LaneSet:
         closing: Closing,
         tap: Tap | None = None,
     ) -> None:
-        os_limits.raise_descriptors()
-        os_limits.check_descriptors(
-            _DESCRIPTORS, f"the consumer of bridge {bridge!r} with up to {limit} lanes"
-        )
-        os_limits.check_threads(_THREADS, f"the consumer of bridge {bridge!r}")
+        raise_descriptors()
+        check_descriptors(_DESCRIPTORS, f"the consumer of bridge {bridge!r} with up to {limit} lanes")
+        check_threads(_THREADS, f"the consumer of bridge {bridge!r}")
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, HubLane] = {}
@@ -235,7 +253,7 @@ class LaneSet:
         room, crowded, blocked = self._room(), 0, ""
         found: list[tuple[int, str, Mapping, dict[str, Any]]] = []
         try:
-            names = segment.lane_names(self.bridge)
+            names = lane_names(self.bridge)
             self._taken.intersection_update(names)
             for name in names:
                 if (
@@ -251,7 +269,7 @@ class LaneSet:
             limit = (
                 wrong
                 if isinstance(wrong, ProcessLimit)
-                else os_limits.as_process_limit(wrong, f"a lane of bridge {self.bridge!r}")
+                else as_process_limit(wrong, f"a lane of bridge {self.bridge!r}")
             )
             if limit is None:
                 raise
@@ -271,7 +289,7 @@ class LaneSet:
         Raises ProcessLimit.
         """
         try:
-            mapping = segment.open_mapping(name, minimum=header.control_bytes)
+            mapping = open_mapping(name, minimum=header.control_bytes)
             info = None if mapping is None else header.read_lane(mapping)
         except (ShmPermission, header.LaneCorrupt) as wrong:
             self._refuse(name, str(wrong))
@@ -284,7 +302,7 @@ class LaneSet:
         The other consumer belongs to a removed control segment, unless it is just dying.
         """
         until = time.monotonic() + (0 if name in self._taken else _KILLED_S)
-        while not locks.lock_exclusive(mapping.fd, LockByte.READER):
+        while not lock_exclusive(mapping.fd, LockByte.READER):
             if time.monotonic() >= until:
                 if name not in self._taken:
                     self._taken.add(name)
@@ -475,7 +493,7 @@ class LaneSet:
     def _apply_ranks_before(self) -> None:
         """Defers releases of redelivered records while a rank of an earlier hub lives; does them after."""
         with self._adopting:
-            self._ranks_before = membership.ranks_before(self._control)
+            self._ranks_before = ranks_before(self._control)
             for lane in self:
                 if self._ranks_before:
                     lane.reader.ranks_before = True
@@ -487,7 +505,7 @@ class LaneSet:
             return False
         counters = lane.counters()
         try:
-            removed, reason, _ = membership.remove_lane(lane.name, with_records=lane.corrupt)
+            removed, reason, _ = remove_lane(lane.name, with_records=lane.corrupt)
         except ProcessLimit:  # retry when a descriptor is free
             return False
         if not (removed or reason == "gone already"):
@@ -531,9 +549,7 @@ class LaneSet:
     def tickets(self) -> dict[str, int]:
         """Returns per living lane the groups begun and not put; one system call per lane. Any thread."""
         return {
-            lane.name: locks.tickets_held(lane.reader.lane.fd)
-            for lane in self
-            if not (lane.corrupt or lane.dead)
+            lane.name: tickets_held(lane.reader.lane.fd) for lane in self if not (lane.corrupt or lane.dead)
         }
 
     # -- state
@@ -602,7 +618,7 @@ class LaneSet:
         """Gives every lane to the next consumer, also while views live: they can release nothing any more."""
         for lane in self:
             if not lane.reader.lane.forked:
-                locks.unlock(lane.reader.lane.fd, LockByte.READER)
+                unlock(lane.reader.lane.fd, LockByte.READER)
 
     def close(self) -> int:
         """Ends the death watch and drops all lanes but those of views; returns how many records are leased.
@@ -617,7 +633,7 @@ class LaneSet:
             for lane in self:
                 if not lane.reader.held and not lane.reader.lane.forked:
                     # No remaining holder of the lane reads in it.
-                    locks.unlock(lane.reader.lane.fd, LockByte.READER)
+                    unlock(lane.reader.lane.fd, LockByte.READER)
             self._lanes.clear()
             self._unsettled.clear()
             vars(self).pop("_control", None)  # only views, through their reader, keep it from here on

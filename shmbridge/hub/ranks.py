@@ -33,10 +33,7 @@ from shmbridge.hub.request import BatchRequest, is_stale
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_name
 from shmbridge.schema import Split
-from shmbridge.segments import locks
-from shmbridge.segments.closing import then_close
-from shmbridge.segments.helper_threads import Joined
-from shmbridge.segments.locks import MOST_RANKS, LockByte
+from shmbridge.segments import MOST_RANKS, Joined, LockByte, is_locked, then_close
 
 if TYPE_CHECKING:
     from shmbridge.hub.hub import Hub
@@ -416,7 +413,7 @@ class ShareDealer:
 
     def _living(self) -> list[int]:
         fd = self._state.control_fd
-        return [rank for rank in range(self.world_size) if locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
+        return [rank for rank in range(self.world_size) if is_locked(fd, LockByte.FIRST_RANK + rank)]
 
     # -- answering, in the control plane's thread
 

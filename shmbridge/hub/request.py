@@ -6,10 +6,9 @@ from typing import Literal, Self
 
 from shmbridge.batch import Batch, Hold, Layout, MakeBatch, as_batch
 from shmbridge.config import check_choice, check_count, check_seconds, check_timeout
-from shmbridge.errors import BadArgument
+from shmbridge.errors import BadArgument, shown
 from shmbridge.record.groups import Group
 from shmbridge.schema import Split
-from shmbridge.shown import shown
 
 Screen = Callable[[Group], bool]
 MOST_LAG = 7  # staleness values counted one by one; anything staler shares one bar

@@ -13,8 +13,7 @@ from shmbridge._ext.lane import Waits
 from shmbridge.config import Run, check_run_id, check_version
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.hub.admission import OffPolicyLimit
-from shmbridge.segments import locks
-from shmbridge.segments.closing import Closing
+from shmbridge.segments import Closing, pid_namespace
 
 _MOST_NOTED = (1 << 62) - 1
 
@@ -96,7 +95,7 @@ class HubState:
 
     def begin_epoch(self, columns: bytes) -> None:
         """Makes this process the hub that every participant sees."""
-        self.hub_epoch = self.words.begin_epoch(os.getpid(), locks.pid_namespace(), columns)
+        self.hub_epoch = self.words.begin_epoch(os.getpid(), pid_namespace(), columns)
 
     # -- the run
 

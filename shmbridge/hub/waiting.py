@@ -15,8 +15,7 @@ from shmbridge._ext.lane import HubWait, LaneReader
 from shmbridge.errors import ConsumerEmpty
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
-from shmbridge.segments.closing import Closing, then_close
-from shmbridge.segments.helper_threads import Joined
+from shmbridge.segments import Closing, Joined, then_close
 
 _TICK_S = 1.0
 _LONGEST_WAIT_S = 1.0

@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from shmbridge.config import check_bridge_name, format_size, parse_size
-from shmbridge.errors import BadConfig, ShmBridgeError
+from shmbridge.config import check_bridge_name, format_size, listed, parse_size, plain, read_yaml, wrong_value
+from shmbridge.errors import BadConfig, ShmBridgeError, kind_of
 from shmbridge.launch.flags import Options, Variables, handed_on
 from shmbridge.parser import none_of
-from shmbridge.shown import kind_of
-from shmbridge.wrong_value import listed, plain, read_yaml, wrong_value
 
 _NO_ARGUMENT = re.compile("[\0\ud800-\udfff]")  # NUL ends an argument; half a surrogate pair is not UTF-8
 MOST_PROCESSES = 1024  # as many lanes a consumer has at most

@@ -7,10 +7,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shmbridge.errors import BadConfig
+from shmbridge.config import Written, listed, plain
+from shmbridge.errors import BadConfig, kind_of
 from shmbridge.parser import Parser
-from shmbridge.shown import kind_of
-from shmbridge.wrong_value import Written, listed, plain
 
 Variables = dict[str, str]
 Option = str | list[str] | dict[str, str]

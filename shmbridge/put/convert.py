@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from shmbridge._ext.put import BadValue, Form, PackedColumn, int32_of, row_of
+from shmbridge.errors import is_tensor
 from shmbridge.put.errors import PutNotices, as_invalid
 from shmbridge.schema import FINISH_REASONS, JSON_COLUMNS, Column, Columns, Kind, Tag
-from shmbridge.shown import is_tensor
 
 Array = np.ndarray[Any, Any]
 _ATROPOS_MARKS = ("masks", "scores")

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shmbridge._ext.put import WORTH_A_LOOK, BadValue
-from shmbridge.errors import BadArgument, InvalidRecord
-from shmbridge.other_names import did_you_mean, nearest
+from shmbridge.errors import BadArgument, InvalidRecord, did_you_mean, kind_of, nearest, shown
 from shmbridge.schema import ALIASES, FINISH_REASONS, STANDARD, Column, Kind
-from shmbridge.shown import kind_of, shown
 
 log = logging.getLogger("shmbridge.producer")
 

@@ -17,20 +17,31 @@ from shmbridge.control.messages import Full
 from shmbridge.errors import (
     BadArgument,
     ClaimOpen,
+    Drop,
     LaneFull,
     LaneRemoved,
+    Lost,
     NoColumn,
     NoConsumer,
     NotAdmitted,
     SchemaMismatch,
     ShmBridgeError,
+    counted,
+    did_you_mean,
+    labelled,
+    shown,
 )
-from shmbridge.other_names import did_you_mean
 from shmbridge.schema import Columns
-from shmbridge.segments import locks, membership, segment
-from shmbridge.segments.discard_reasons import Drop, Lost, labelled
-from shmbridge.segments.locks import LockByte
-from shmbridge.shown import counted, shown
+from shmbridge.segments import (
+    LockByte,
+    control_name,
+    is_locked,
+    lane_header,
+    lane_names,
+    pid_namespace,
+    still_named,
+)
+from shmbridge.segments import create_lane as new_lane_segment
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +83,7 @@ def lane_full(
     producer_id: str, control: header.Control, writer: LaneWriter, wanted_bytes: int, waited_s: float
 ) -> LaneFull:
     """Returns the error of a group for which no room came in time."""
-    if not locks.is_locked(control.mapping.fd, LockByte.HUB):
+    if not is_locked(control.mapping.fd, LockByte.HUB):
         culprit, hint = "no consumer is alive: waiting for the next one", "start the learner"
     elif control.paused:
         culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
@@ -98,7 +109,7 @@ def not_admitted(
     error: type[ShmBridgeError] = NotAdmitted
     culprit = f"the consumer (pid {control.hub_pid}) has no room"
     hint = "the learner's steps make room: wait longer, or raise Consumer(max_off_policy_steps=)"
-    if not locks.is_locked(control.mapping.fd, LockByte.HUB):
+    if not is_locked(control.mapping.fd, LockByte.HUB):
         error, culprit, hint = NoConsumer, "no consumer is alive", "start the learner"
     elif control.paused:
         culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
@@ -123,8 +134,8 @@ def ahead(producer_id: str, bridge: str, stamped: int, published: int) -> str:
 def check_agrees_with_bridge(columns: Columns, control: header.Control, bridge: str) -> None:
     """Raises SchemaMismatch if the consumer or another producer has a column of another type."""
     columns.check_agrees(Columns.decode(control.columns), "in this producer", "in the consumer")
-    for name in segment.lane_names(bridge):
-        if (info := membership.lane_header(name)) is not None:
+    for name in lane_names(bridge):
+        if (info := lane_header(name)) is not None:
             try:
                 peer = Columns.decode(info["columns"])
             except SchemaMismatch:  # a lane this build cannot read: the consumer refuses it
@@ -164,7 +175,7 @@ def create_lane(
     given, env = given_id.encode()[:63], env_name.encode()[:127]
     slots = sizing.slots_of(lane_bytes)
     *_, size = header.lane_geometry(lane_bytes, slots)
-    name, lane = segment.create_lane(bridge, size)
+    name, lane = new_lane_segment(bridge, size)
     producer_id = f"{given.decode(errors='ignore')}-{name.rpartition('.')[2]}"
     header.format_lane(
         lane,
@@ -173,7 +184,7 @@ def create_lane(
         columns.encode(),
         len(columns),
         os.getpid(),
-        locks.pid_namespace(),
+        pid_namespace(),
         producer_id.encode(),
         env,
         *(origin or ()),
@@ -194,13 +205,13 @@ class OwnNames:
         writer: LaneWriter,
     ) -> None:
         self._producer_id, self._lane_name, self._lane, self._writer = producer_id, lane_name, lane, writer
-        self._control, self._control_name = control, segment.control_name(bridge)
+        self._control, self._control_name = control, control_name(bridge)
 
     @property
     def removed(self) -> bool:
         """Whether either was removed. Two stat calls."""
         both = ((self._lane.fd, self._lane_name), (self._control.mapping.fd, self._control_name))
-        return not all(segment.still_named(*each) for each in both)
+        return not all(still_named(*each) for each in both)
 
     def check(self) -> None:
         """Raises LaneRemoved if either was removed; checks at most every LOOK_S."""
@@ -224,9 +235,7 @@ class OwnNames:
         return obstacle(LaneRemoved, "removed", records=records, **names)
 
     def _unreachable(self) -> int:
-        if segment.still_named(self._lane.fd, self._lane_name) or locks.is_locked(
-            self._lane.fd, LockByte.READER
-        ):
+        if still_named(self._lane.fd, self._lane_name) or is_locked(self._lane.fd, LockByte.READER):
             return 0
         return self._writer.outstanding
 

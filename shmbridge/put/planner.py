@@ -16,14 +16,13 @@ from shmbridge import sizing
 from shmbridge._ext import put as fast_put
 from shmbridge._ext.put import BadValue, BeyondLayout, PackedColumn, Plan, Stamp
 from shmbridge.config import format_size, whole_number
-from shmbridge.errors import RecordTooBig
+from shmbridge.errors import RecordTooBig, counted
 from shmbridge.put.convert import Converter, checked_lengths, with_reason_codes
 from shmbridge.put.errors import PutNotices, as_invalid, refused
 from shmbridge.put.recorded import RecordedGroup
 from shmbridge.put.relayed import RelayedRecord
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
-from shmbridge.shown import counted
 
 Version = int | tuple[int, int] | None
 _LONGEST_GROUP_ID = 4096

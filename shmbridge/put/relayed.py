@@ -11,9 +11,8 @@ import numpy as np
 
 from shmbridge._ext.header import LaneCorrupt
 from shmbridge._ext.put import ColumnMissing, Plan, RelayedPlan
-from shmbridge.errors import BadArgument, InvalidRecord, SchemaMismatch
+from shmbridge.errors import BadArgument, InvalidRecord, SchemaMismatch, kind_of, shown
 from shmbridge.schema import COLUMN_BYTES, Columns
-from shmbridge.shown import kind_of, shown
 
 Array = np.ndarray[Any, Any]
 

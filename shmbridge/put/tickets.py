@@ -25,9 +25,7 @@ from shmbridge.errors import (
     ShmBridgeError,
 )
 from shmbridge.put.lane import not_admitted, obstacle
-from shmbridge.segments import locks
-from shmbridge.segments.locks import MOST_TICKETS
-from shmbridge.segments.one_process import OneProcess
+from shmbridge.segments import MOST_TICKETS, OneProcess, show_tickets
 
 if TYPE_CHECKING:
     from shmbridge.control.client import AsyncControlClient, ControlClient
@@ -115,7 +113,7 @@ class _Held:
         shown = -1
         while shown != self.count:
             shown = self.count
-            locks.show_tickets(self._lane.fd, shown)
+            show_tickets(self._lane.fd, shown)
 
 
 class Tickets:

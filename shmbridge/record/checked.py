@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 
-from shmbridge.errors import InvalidRecord
-from shmbridge.shown import shown
+from shmbridge.errors import InvalidRecord, shown
 
 MOST_ROWS = (1 << 31) - 1
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shmbridge.record.record import Record
 from shmbridge.schema import Columns
-from shmbridge.segments import segment
+from shmbridge.segments import map_data_writable
 
 
 def abandon(records: Iterable[Record]) -> None:
@@ -42,4 +42,4 @@ def map_lane_writable(record: Record) -> None:
 
     Shown by `inspect`. Never blocks. Raises OSError if the kernel refuses.
     """
-    segment.map_data_writable(record._lane_reader.lane, lane_name(record))
+    map_data_writable(record._lane_reader.lane, lane_name(record))

@@ -12,15 +12,13 @@ from shmbridge._ext.record import LeasedRecord
 from shmbridge._ext.record import Origin as Origin
 from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
-from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable
-from shmbridge.other_names import no_column
+from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable, no_column, shown
 from shmbridge.record.attributes import RecordColumns
 from shmbridge.record.columns import RaggedLists as RaggedLists
 from shmbridge.record.named_columns import NamedColumns
 from shmbridge.record.shown import columns_as_html
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
-from shmbridge.segments.one_process import OneProcess
-from shmbridge.shown import shown
+from shmbridge.segments import OneProcess
 
 if TYPE_CHECKING:
     import pyarrow as pa

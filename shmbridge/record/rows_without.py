@@ -4,8 +4,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from shmbridge.errors import BadArgument
-from shmbridge.shown import shown
+from shmbridge.errors import BadArgument, shown
 
 _Array = np.ndarray[Any, Any]
 

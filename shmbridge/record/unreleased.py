@@ -6,7 +6,7 @@ import threading
 import warnings
 from enum import IntEnum
 
-from shmbridge.segments.helper_threads import start_apart
+from shmbridge.segments import start_apart
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from shmbridge._ext import header
 from shmbridge.control import messages
 from shmbridge.control.client import ControlClient
 from shmbridge.errors import RelayTaken, ShmBridgeError, ShmPermission
-from shmbridge.segments import inventory, locks, segment
-from shmbridge.segments.locks import LockByte
+from shmbridge.segments import LockByte, is_locked, lane_info, lane_names, lock_after, open_mapping
 
 _ANSWER_S = 0.2
 _REMOVING_S = 1.0  # longest that the removal of a dead lane takes
@@ -22,14 +21,14 @@ def be_the_only_relay(bridge: str, control: header.Control) -> None:
 
     Raises RelayTaken if a process lives that puts records of other nodes.
     """
-    if not locks.lock_after(lambda: 0, control.mapping.fd, LockByte.RELAY):
+    if not lock_after(lambda: 0, control.mapping.fd, LockByte.RELAY):
         raise RelayTaken(
             f"another process puts records of other nodes into bridge {bridge!r}",
             hint=f"one relay for a bridge: shmbridge relay --bridge {bridge} --stop",
         )
     until = time.monotonic() + _REMOVING_S
-    for name in segment.lane_names(bridge):
-        while (lane := inventory.lane_info(name)) is not None and lane.alive and lane.origin_node:
+    for name in lane_names(bridge):
+        while (lane := lane_info(name)) is not None and lane.alive and lane.origin_node:
             if time.monotonic() < until:
                 time.sleep(_LOOK_AGAIN_S)
                 continue
@@ -44,11 +43,11 @@ def untaken(bridge: str, own: Collection[str]) -> dict[str, list[str]]:
     producer id -> those lanes.
     """
     found: dict[str, list[str]] = {}
-    for name in segment.lane_names(bridge):
+    for name in lane_names(bridge):
         if name in own:
             continue
         with contextlib.suppress(ShmPermission, header.LaneCorrupt):
-            mapping = segment.open_mapping(name, readonly=True)
+            mapping = open_mapping(name, readonly=True)
             said = None if mapping is None else header.read_lane(mapping)
             if mapping is not None and said is not None and said["origin_producer_id"]:
                 words = header.lane_counters(mapping)
@@ -72,7 +71,7 @@ class HubSays:
     @property
     def is_there(self) -> bool:
         """Whether a hub lives."""
-        return locks.is_locked(self._control.mapping.fd, LockByte.HUB)
+        return is_locked(self._control.mapping.fd, LockByte.HUB)
 
     def ask(self) -> messages.RunInfo | None:
         """Returns the run that the learner has announced, its step, and the lanes that its hub will not read.

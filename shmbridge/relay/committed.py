@@ -2,7 +2,7 @@
 
 import time
 
-from shmbridge.segments import receipts
+from shmbridge.segments import newest_relayed, read_receipts, remove_receipts
 
 _TIDY_S = 5.0
 
@@ -20,7 +20,7 @@ class Committed:
         self._bridge = bridge
         self._newest: dict[str, tuple[str, int]] = {}  # producer id -> its node, and a sequence there
         self._earlier: set[str] = set()
-        self._read: dict[str, tuple[str, int]] | None = receipts.newest_relayed(bridge)
+        self._read: dict[str, tuple[str, int]] | None = newest_relayed(bridge)
         self._tidied_s = time.monotonic()
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Committed:
 
     def remove_receipts(self, producer_id: str, newest: int | None) -> None:
         """Removes receipts of a source, up to a sequence, or all."""
-        receipts.remove(
+        remove_receipts(
             self._bridge,
             lambda each: each.producer_id == producer_id and (newest is None or each.sequence <= newest),
         )
@@ -85,7 +85,7 @@ class Committed:
         if time.monotonic() - self._tidied_s < _TIDY_S:
             return
         self._tidied_s, self._read = time.monotonic(), None
-        for receipt in receipts.read_all(self._bridge):
+        for receipt in read_receipts(self._bridge):
             if receipt.node in is_there:
                 self._newest.setdefault(receipt.producer_id, (receipt.node, receipt.sequence))
 
@@ -96,5 +96,5 @@ class Committed:
     def _lanes_and_receipts(self) -> dict[str, tuple[str, int]]:
         """What was read last; again, if a node has left since. What was put here since then is in memory."""
         if self._read is None:
-            self._read = receipts.newest_relayed(self._bridge)
+            self._read = newest_relayed(self._bridge)
         return self._read

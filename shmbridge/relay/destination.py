@@ -17,7 +17,7 @@ from shmbridge.relay.bridge_here import HubSays, be_the_only_relay, untaken
 from shmbridge.relay.committed import Committed
 from shmbridge.relay.lane import RelayedLane
 from shmbridge.relay.wire import MOST_BYTES, Ask, Parcel, SentRecord
-from shmbridge.segments import membership, receipts
+from shmbridge.segments import close_origin, leave_bridge, open_control
 from shmbridge.weights import WeightsReader
 
 log = logging.getLogger(__name__)
@@ -61,13 +61,13 @@ class Destination:
     ) -> None:
         self.bridge, self.lane_bytes, self.max_bytes = bridge, lane_bytes, max_bytes
         self._max_staleness, self._wait_s = max_staleness, wait_s
-        self._control = membership.open_control(bridge)
+        self._control = open_control(bridge)
         try:
             be_the_only_relay(bridge, self._control)
             self._here = Committed(bridge)
             self._weights = WeightsReader(bridge) if weights else None
         except BaseException:
-            membership.leave(self._control.mapping.fd, bridge)
+            leave_bridge(self._control.mapping.fd, bridge)
             raise
         self._lanes: dict[str, RelayedLane] = {}
         self._nodes: dict[str, AskedNode] = {}
@@ -261,7 +261,7 @@ class Destination:
             if lane.waiting:
                 return  # it is named again
             lane.finish()
-        if self._here.is_earlier(producer_id) and not receipts.close_origin(self.bridge, producer_id):
+        if self._here.is_earlier(producer_id) and not close_origin(self.bridge, producer_id):
             return
         self._lanes.pop(producer_id, None)
         self._here.finish(producer_id)
@@ -380,7 +380,7 @@ class Destination:
         if self._weights is not None:
             self._weights.close()
         self._hub.close()
-        membership.leave(self._control.mapping.fd, self.bridge)
+        leave_bridge(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from shmbridge.config import Run
 from shmbridge.record.relayed import memory_of, table_of
 from shmbridge.relay.source_lane import HeldLane
 from shmbridge.relay.wire import Ask, Parcel, SentRecord, SourceLane, State
-from shmbridge.segments import segment
+from shmbridge.segments import control_name, stands_there
 from shmbridge.weights import WeightsReader
 
 log = logging.getLogger(__name__)
@@ -224,8 +224,8 @@ class Source:
         """Returns whether a producer will never bring anything more: its lane is gone from this node."""
         lane = self._lanes.get(producer_id)
         number = producer_id.rpartition("-")[2]
-        return (lane is None or not lane.held) and not segment.stands_there(
-            f"{segment.control_name(self.bridge).removesuffix('.c')}.l.{number}"
+        return (lane is None or not lane.held) and not stands_there(
+            f"{control_name(self.bridge).removesuffix('.c')}.l.{number}"
         )
 
     # -- state

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shmbridge import Record
+from shmbridge.errors import Discard
 from shmbridge.hub.request import is_stale
 from shmbridge.relay.wire import SourceLane
-from shmbridge.segments.discard_reasons import Discard
 
 _MOST_PARTIAL = 256  # groups of a lane that are remembered although nothing of them is held
 _PARTIAL_S = 600.0  # as long as a hub waits for the rest of a group

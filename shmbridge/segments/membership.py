@@ -1,14 +1,19 @@
-"""Membership in a bridge: joining through its control segment, leaving, and sweeping dead members' segments.
+"""Who takes part in a bridge, and what is left of it: joining, leaving, sweeping, listing and cleaning.
 
-Defines which lock proves what and the lock order. docs/adr/0001-lanes.md, "Life of a name", describes both.
+Defines which lock proves what and the lock order; docs/adr/0001-lanes.md, "Life of a name", describes both.
+Folders with weights for engines that load from a path are here, too: the writer locks its folder, and any
+later start removes one without a lock.
 """
 
 import contextlib
+import fcntl
 import os
+import re
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import posix_ipc
@@ -17,26 +22,109 @@ from shmbridge._ext import header
 from shmbridge._ext import weights as versions
 from shmbridge._ext.header import Descriptor
 from shmbridge._ext.weights import Versions
-from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
-from shmbridge.segments import engine_folders, locks, os_limits, receipts, values
+from shmbridge.config import check_bridge_name
+from shmbridge.errors import LayoutMismatch, NotReady, ShmBridgeError, ShmPermission
+from shmbridge.segments import locks, stored
 from shmbridge.segments.locks import LockByte
 from shmbridge.segments.segment import (
+    MOUNT,
+    bridge_names,
     control_name,
+    engine_folder_prefix,
     foreign_owner,
+    gateway_directory,
     lane_names,
     map_now,
     map_segment,
     open_mapping,
     open_segment,
+    receipt_names,
     remove_folder,
     reserve,
     socket_directory,
     stands_there,
     still_named,
-    unlink,
+    unlink_segment,
     value_names,
     weights_name,
 )
+
+
+class EngineFolder:
+    """A new empty folder of this process, named after the bridge; its lock keeps others from removing it."""
+
+    def __init__(self, bridge: str) -> None:
+        """Does not block.
+
+        Raises OSError: no room on the mount, or no descriptor left; then there is no folder.
+        """
+        self._file: Descriptor | None = None
+        while self._file is None:
+            self.path = MOUNT / f"{engine_folder_prefix(bridge)}{os.urandom(8).hex()}"
+            self.path.mkdir(mode=0o700)
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    self.path.chmod(0o700)  # whatever the umask takes away
+                # None: another process took it for a dead one's, and removes it
+                self._file = _lock_folder(self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+                raise
+
+    def remove(self) -> None:
+        """Removes the folder and its contents. Idempotent."""
+        if self._file is not None:
+            remove_folder(self.path)
+            self._file.close()
+            self._file = None
+
+
+def remove_dead_folders(bridge: str, *, dry_run: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Removes the folders whose writers are dead (with `dry_run` only finds them); returns their names, and
+    the kept folders, each with the reason.
+
+    Never blocks.
+    """
+    dead: list[str] = []
+    kept: dict[str, str] = {}
+    for folder in _folders(bridge):
+        name = f"/{folder.name}"
+        try:
+            file = _lock_folder(folder)
+        except OSError as wrong:
+            kept[name] = f"cannot be opened: {wrong.strerror}"
+            continue
+        if file is None and folder.exists():
+            kept[name] = "its writer is alive"
+            continue
+        dead.append(name)
+        if file is not None:
+            if not dry_run:
+                remove_folder(folder)
+            file.close()
+    return dead, kept
+
+
+def _folders(bridge: str) -> Iterator[Path]:
+    for folder in sorted(MOUNT.glob(f"{engine_folder_prefix(bridge)}*")):
+        with contextlib.suppress(OSError):
+            if folder.is_dir() and not folder.is_symlink() and folder.lstat().st_uid == os.geteuid():
+                yield folder
+
+
+def _lock_folder(folder: Path) -> Descriptor | None:
+    """Opens and locks the folder; None if another process holds the lock, or the folder is gone.
+
+    Raises OSError, for example when no descriptor is left.
+    """
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        file = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fd), folder.lstat()):
+            return file
+    return None
+
 
 _READY_TIMEOUT_S = 10.0
 _EPOCHS = 1 << 31
@@ -54,7 +142,7 @@ def open_control(bridge: str) -> header.Control:
     """
     name = control_name(bridge)
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    os_limits.check_descriptors(_DESCRIPTORS, f"taking part in bridge {bridge!r}")
+    locks.check_descriptors(_DESCRIPTORS, f"taking part in bridge {bridge!r}")
     while True:
         file = open_segment(name, posix_ipc.O_CREAT)
         if not locks.lock_exclusive(file.fd, LockByte.INITIALISING):
@@ -154,18 +242,18 @@ def _epoch(control: header.Control) -> int:
     return epoch
 
 
-def leave(fd: int, bridge: str) -> None:
+def leave_bridge(fd: int, bridge: str) -> None:
     """Frees every lock held through the control segment's `fd`, and removes the dead segments of the
     bridge.
     """
     locks.unlock_all(fd)
-    sweep(bridge)
+    sweep_bridge(bridge)
 
 
 def _leave_late(fd: int, bridge: str, pid: int) -> None:
     """Runs when the last reference goes while `fd` is still open; does nothing in a child of fork."""
     if os.getpid() == pid:
-        leave(fd, bridge)
+        leave_bridge(fd, bridge)
 
 
 @dataclass(slots=True)
@@ -219,16 +307,16 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         if mapping is not None and not dry_run:
             if not still_named(file.fd, name):
                 return False, "gone already", held
-            if kept := receipts.write(name, mapping):
+            if kept := stored.write_receipt(name, mapping):
                 return False, kept, held
         header.fault(b"segment.unlinking")
-        return dry_run or unlink(file.fd, name), "", held
+        return dry_run or unlink_segment(file.fd, name), "", held
     finally:
         locks.unlock(file.fd, LockByte.PRODUCER)  # an error's frames keep the mapping, and so the lock
         file.close()
 
 
-def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> CleanReport:
+def sweep_bridge(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> CleanReport:
     """Removes the dead segments of a bridge: lanes without undelivered records (with them, if asked), then
     the rest if there is no participant; what a killed learner has trained only with the records.
 
@@ -246,7 +334,7 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
             report.undelivered[name] = held
     _sweep_values(bridge, report, with_records)
     _sweep_control(bridge, report, with_trained=with_records)
-    dead, kept = engine_folders.remove_dead(bridge, dry_run=dry_run)
+    dead, kept = remove_dead_folders(bridge, dry_run=dry_run)
     report.removed += dead
     report.kept.update(kept)
     return report
@@ -257,7 +345,7 @@ def _sweep_values(bridge: str, report: CleanReport, with_records: bool) -> None:
     names = value_names(bridge)  # first: what a queue that begins now puts is not among them
     ended = not _is_locked(bridge, LockByte.VALUES)
     for name in names:
-        removed, reason, held = values.remove_values(
+        removed, reason, held = stored.remove_values(
             name, with_records=with_records and ended, dry_run=report.dry_run
         )
         if removed:
@@ -365,4 +453,251 @@ def _remove_control(fd: int, bridge: str, kept: Collection[str]) -> None:
             posix_ipc.unlink_shared_memory(weights_name(bridge))
     if f"/{socket_directory(bridge).name}" not in kept:
         remove_folder(socket_directory(bridge))
-    unlink(fd, control_name(bridge))
+    unlink_segment(fd, control_name(bridge))
+
+
+_OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # the end of a producer's id
+
+
+@dataclass(frozen=True, slots=True)
+class LaneInfo:
+    """One lane as seen from outside.
+
+    `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
+    without release; `size_bytes` is the whole segment.
+
+    `released` is counted by its consumers; `unaccounted` is the number released beyond that, as the lane's
+    slots show: 0, except at most one between a consumer's death and the next consumer, unless a record was
+    lost; None if the lane was too busy to tell. `data_writable`: a reader maps its data writable, for a GPU.
+    `origin_node` is the node from which a relay brings its records, "" for a producer here.
+    """
+
+    name: str
+    producer_id: str
+    env_name: str
+    pid: int
+    alive: bool
+    held: int
+    records: int
+    size_bytes: int
+    dropped: int = 0
+    released: int = 0
+    unaccounted: int | None = 0
+    data_writable: bool = False
+    origin_node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """The weights of a bridge as seen from outside.
+
+    `version` is None before the first, `writer_pid` is None when no writer is alive.
+    """
+
+    version: int | None
+    writer_pid: int | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeInfo:
+    """One bridge as seen from outside.
+
+    `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
+
+    `weights` is None if no version was ever begun. `waiting` names the lanes for which the living consumer
+    has no room yet. `receipts` counts lanes of other nodes' records that are gone, and whose last record a
+    relay may have to know: all that is left of a bridge may be these.
+
+    `trained_version` is the version whose weights the newest one has, if these can hold a trained step, and
+    `run_id` the training run of the versions, "" if its learner stored none.
+    """
+
+    name: str
+    consumer_pid: int | None
+    participants: bool
+    policy_version: int
+    lanes: list[LaneInfo]
+    weights: WeightsInfo | None
+    waiting: list[str] = field(default_factory=list)
+    receipts: int = 0
+    run_id: str = ""
+    trained_version: int | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its lanes."""
+        return sum(lane.size_bytes for lane in self.lanes)
+
+
+def list_bridges() -> list[BridgeInfo]:
+    """Returns all bridges of this user's mount, by name. Never blocks, changes nothing."""
+    return [_bridge(name) for name in bridge_names()]
+
+
+def unreleased_sequences(producers: Iterable[str]) -> dict[str, set[int]]:
+    """Returns the sequences of each producer's committed, un-released records, by `producer_id`, on any
+    bridge.
+
+    Never blocks, changes nothing.
+
+    Empty for a producer whose lane is gone. A producer is left out if its state is unknown: its lane cannot
+    be read, or its id does not name one.
+    """
+    own = {producer: match[1] for producer in producers if (match := _OWN_LANE.search(producer))}
+    try:
+        lanes = (
+            {lane.rpartition(".")[2]: lane for name in bridge_names() for lane in lane_names(name)}
+            if own
+            else {}
+        )
+    except OSError:  # for example no descriptor left
+        return {}
+    found = {
+        producer: set[int]() if lane not in lanes else _unreleased(lanes[lane])
+        for producer, lane in own.items()
+    }
+    return {producer: sequences for producer, sequences in found.items() if sequences is not None}
+
+
+def _unreleased(lane: str) -> set[int] | None:
+    try:
+        mapping = open_mapping(lane, readonly=True)
+        return None if mapping is None else set(header.unreleased(mapping))
+    except (OSError, ShmBridgeError, header.LaneCorrupt):
+        return None
+
+
+def _bridge(name: str) -> BridgeInfo:
+    lanes = [lane for lane in map(lane_info, lane_names(name)) if lane is not None]
+    mapping = open_mapping(control_name(name), readonly=True, minimum=header.control_bytes)
+    left, weights = len(receipt_names(name)), _weights(name)
+    if mapping is None:
+        trained = None if weights is None else weights.version or None  # whether by a step is not known
+        return BridgeInfo(name, None, False, -1, lanes, weights, receipts=left, trained_version=trained)
+    control = header.Control(mapping)
+    alive = locks.is_locked(mapping.fd, LockByte.HUB)
+    participants = locks.is_locked(mapping.fd, LockByte.PARTICIPANTS)
+    pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
+    run_id = f"{control.run_id:016x}" if control.run_id else ""
+    return BridgeInfo(
+        name,
+        pid,
+        participants,
+        control.policy_version,
+        lanes,
+        weights,
+        waiting,
+        left,
+        run_id,
+        trained_version(control, None if weights is None else weights.version),
+    )
+
+
+def _waiting(lanes: list[LaneInfo]) -> list[str]:
+    """Returns lanes with a living producer or with records that a consumer reading other lanes does not
+    read.
+    """
+    unread = [lane for lane in lanes if not _is_read(lane.name)]
+    return [lane.name for lane in unread if lane.alive or lane.held] if len(unread) < len(lanes) else []
+
+
+def _is_read(lane: str) -> bool:
+    mapping = open_mapping(lane, readonly=True)
+    return mapping is not None and locks.is_locked(mapping.fd, LockByte.READER)
+
+
+def _weights(bridge: str) -> WeightsInfo | None:
+    try:
+        mapping = open_mapping(weights_name(bridge), readonly=True, minimum=versions.header_bytes)
+    except ShmPermission:
+        return None
+    if mapping is None:
+        return None
+    found = Versions(mapping)
+    latest = found.latest if found.ready else None
+    writer = found.writer_pid if locks.is_locked(mapping.fd, LockByte.WRITER) else None
+    return WeightsInfo(None if latest is None else latest[0], writer, mapping.size)
+
+
+def lane_info(name: str) -> LaneInfo | None:
+    """Inspects a lane read-only; None if it is gone, or another user's."""
+    try:
+        mapping = open_mapping(name, readonly=True)
+    except ShmPermission:
+        return None
+    if mapping is None:
+        return None
+    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    writable = locks.is_locked(mapping.fd, LockByte.WRITABLE_DATA)
+    info, held, dropped, records, released = None, 0, 0, 0, 0
+    shown: int | None = 0
+    with contextlib.suppress(header.LaneCorrupt):
+        info = header.read_lane(mapping)
+        held = header.undelivered(mapping)
+        if info:
+            words = header.lane_counters(mapping)
+            dropped, records = words["leases_dropped"], words["tail"]
+        released, shown = header.releases(mapping)
+    said = info or {"producer_id": "", "env_name": "", "pid": 0, "origin_node": ""}
+    return LaneInfo(
+        name,
+        said["producer_id"],
+        said["env_name"],
+        said["pid"],
+        alive,
+        held,
+        records,
+        mapping.size,
+        dropped,
+        released,
+        unaccounted=None if shown is None else shown - released,
+        data_writable=writable,
+        origin_node=said["origin_node"],
+    )
+
+
+def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
+    """Removes every segment that no living process uses, undelivered records included; with `dry_run` only
+    reports them.
+
+    Never blocks, never touches a live lane, or the control segment of a bridge that has participants.
+
+    Args:
+        bridge: one bridge, or None for all.
+        dry_run: only report.
+    """
+    report = CleanReport(dry_run)
+    for name in bridge_names() if bridge is None else [check_bridge_name(bridge)]:
+        swept = sweep_bridge(name, with_records=True, dry_run=dry_run)
+        report.removed += swept.removed
+        report.kept.update(swept.kept)
+        report.undelivered.update(swept.undelivered)
+        report.trained.update(swept.trained)
+        _forget_receipts(name, report)
+        _forget_gateway(name, report)
+    return report
+
+
+def _forget_receipts(bridge: str, report: CleanReport) -> None:
+    """Removes the receipts of a dead bridge; only here, because a relay that comes back needs them."""
+    for name in receipt_names(bridge):
+        if kept := foreign_owner(name) or report.kept.get(control_name(bridge)):
+            report.kept[name] = kept
+        elif report.dry_run or stored.remove_receipt(name):
+            report.removed.append(name)
+
+
+def _forget_gateway(bridge: str, report: CleanReport) -> None:
+    """Removes a gateway's saved state with the rest of a dead bridge; only here, because a restarted gateway
+    needs it.
+    """
+    folder = gateway_directory(bridge)
+    if stands_there(f"/{folder.name}") != "other":
+        return
+    if kept := foreign_owner(f"/{folder.name}") or report.kept.get(control_name(bridge)):
+        report.kept[f"/{folder.name}"] = kept
+        return
+    report.removed.append(f"/{folder.name}")
+    if not report.dry_run:
+        remove_folder(folder)

@@ -1,6 +1,7 @@
-"""Names and memory of segments: naming, creating, reserving, opening and unlinking them.
+"""Names and memory of segments: naming, creating, reserving, placing, opening and unlinking them.
 
-membership.py decides who takes part in a bridge and which segments are dead.
+Memory is in huge pages if the kernel gives them, and locked if asked; both at best effort. membership.py
+decides who takes part in a bridge and which segments are dead.
 """
 
 import contextlib
@@ -12,18 +13,91 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import posix_ipc
 
 from shmbridge._ext import header
 from shmbridge._ext import header as mapping_module
-from shmbridge._ext.header import Descriptor, Mapping
+from shmbridge._ext.header import Descriptor, Mapping, fill_with_huge_pages
 from shmbridge.config import check_bridge_name, format_size
 from shmbridge.errors import LayoutMismatch, ShmPermission, ShmTooSmall, ShmUnavailable
-from shmbridge.segments import locks, os_limits, placement
+from shmbridge.segments import locks
 from shmbridge.segments.locks import LockByte
+
+HUGE_PAGE = 2 << 20
+# Most time for one huge page: a page that takes longer was made by moving other memory.
+_MOST_NS = 20_000_000
+_KEPT_S = 10.0
+_FIELDS = {"Size": "mapped", "Rss": "resident", "ShmemPmdMapped": "huge", "Locked": "locked"}
+
+
+def huge_pages_wanted() -> bool:
+    """Returns whether segments may lie in huge pages: not with SHMBRIDGE_HUGE_PAGES=never."""
+    return os.environ.get("SHMBRIDGE_HUGE_PAGES", "") != "never"
+
+
+def fill_huge_pages(fd: int, at: int, size: int) -> bool:
+    """Puts these bytes of a segment in huge pages; returns whether every whole one succeeded, so that the
+    caller may try the next bytes.
+
+    Blocks.
+    """
+    whole = size // HUGE_PAGE * HUGE_PAGE
+    return whole > 0 and fill_with_huge_pages(fd, at, size, _MOST_NS) == whole
+
+
+def settle_mapping(mapping: Mapping, huge: bool) -> None:
+    """Prepares a new mapping for its first use.
+
+    With huge pages, every page is mapped now, which is cheap; small pages are mapped as they are touched,
+    which costs the same and only for used pages. SHMBRIDGE_LOCK_MEMORY=1 locks them.
+    """
+    if huge:
+        mapping.populate()
+    if os.environ.get("SHMBRIDGE_LOCK_MEMORY", "") == "1":
+        mapping.lock()
+
+
+class MemoryUse:
+    """How some mappings of this process lie in memory, read at most every ten seconds: the kernel takes
+    milliseconds to answer.
+    """
+
+    def __init__(self) -> None:
+        self._looked_at = -_KEPT_S
+        self._found: dict[str, int] = {}
+
+    def of(self, mappings: Iterable[Mapping]) -> dict[str, int]:
+        """Returns `lane_mapped_bytes`, and of them `lane_resident_bytes`: touched by this process,
+        `lane_huge_bytes`: seen by it in huge pages, and `lane_locked_bytes`.
+
+        Any thread.
+        """
+        if time.monotonic() - self._looked_at >= _KEPT_S:
+            self._found = memory_of(mappings)
+            self._looked_at = time.monotonic()
+        return {f"lane_{name}_bytes": count for name, count in self._found.items()}
+
+
+def memory_of(mappings: Iterable[Mapping]) -> dict[str, int]:
+    """Returns bytes of these mappings: `mapped`, `resident`, `huge`, `locked`. Reads all of
+    /proc/self/smaps.
+    """
+    found = dict.fromkeys(_FIELDS.values(), 0)
+    places = [range(mapping.address, mapping.address + mapping.size) for mapping in mappings]
+    ours = False
+    with contextlib.suppress(OSError), open("/proc/self/smaps") as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if " " in name:  # the head of a mapping: addresses, rights, offset, device, inode, path
+                start = int(name.partition("-")[0], 16)
+                ours = any(start in place for place in places)  # one mapping may appear in parts
+            elif ours and name in _FIELDS:
+                found[_FIELDS[name]] += 1024 * int(rest.split()[0])
+    return found
+
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +183,7 @@ def mount_id() -> str:
     return ""
 
 
-def bridges() -> list[str]:
+def bridge_names() -> list[str]:
     """Returns the names of all bridges of which this user has anything on the mount, sorted."""
     found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
     fit = (
@@ -147,7 +221,7 @@ def open_segment(name: str, flags: int = 0) -> Descriptor:
         # A child forked in between may hold this open file, and with it any lock we take on it: do not use
         # this one.
         if flags & posix_ipc.O_EXCL:
-            unlink(file.fd, name)
+            unlink_segment(file.fd, name)
         file.close()
 
 
@@ -188,7 +262,7 @@ def _cannot_open(name: str, wrong: ValueError | OSError) -> Exception:
         )
     if wrong.errno == errno.ENOSPC:
         return _mount_too_small(0, f"segment {name}")
-    return os_limits.as_error(wrong, "shm_open", f"segment {name}")
+    return locks.as_error(wrong, "shm_open", f"segment {name}")
 
 
 def _denied(name: str) -> ShmPermission | ShmUnavailable:
@@ -245,11 +319,11 @@ def still_named(fd: int, name: str) -> bool:
     try:
         mine = os.fstat(fd)
     except OSError as wrong:
-        raise os_limits.as_error(wrong, "fstat", f"segment {name}") from wrong
+        raise locks.as_error(wrong, "fstat", f"segment {name}") from wrong
     return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def unlink(fd: int, name: str) -> bool:
+def unlink_segment(fd: int, name: str) -> bool:
     """Removes the name if it still leads to `fd`; the caller holds the segment's lock.
 
     Returns False if it was gone already.
@@ -316,10 +390,10 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _reserve(fd: int, size: int, what: str, less: str) -> bool:
-    huge = size >= placement.HUGE_PAGE and placement.huge_pages_wanted()
+    huge = size >= HUGE_PAGE and huge_pages_wanted()
     _require_room(size, what, less)
     for at in range(0, size, _STEP_BYTES):
-        room, whose = os_limits.memory_headroom()
+        room, whose = locks.memory_headroom()
         if size - at + min(size, _LEFT_ALONE_BYTES) > room:
             raise ShmTooSmall(
                 f"{what} needs {format_size(size - at)}{' more' if at else ''}, {whose} has "
@@ -329,7 +403,7 @@ def _reserve(fd: int, size: int, what: str, less: str) -> bool:
                 f"{less}",
             )
         step = min(_STEP_BYTES, size - at)
-        huge = huge and (step < placement.HUGE_PAGE or placement.fill(fd, at, step))
+        huge = huge and (step < HUGE_PAGE or fill_huge_pages(fd, at, step))
         try:
             os.posix_fallocate(fd, at, step)
         except OSError as full:
@@ -339,7 +413,7 @@ def _reserve(fd: int, size: int, what: str, less: str) -> bool:
                 raise ShmTooSmall(
                     f"{what} needs {format_size(size)}: the kernel has no memory left for it", hint=less
                 ) from full
-            raise os_limits.as_error(full, "fallocate", what) from full
+            raise locks.as_error(full, "fallocate", what) from full
     return huge
 
 
@@ -368,7 +442,7 @@ def map_segment(file: Descriptor, size: int, what: str, *, readonly: bool = Fals
     try:
         return Mapping(file, size, readonly)
     except OSError as wrong:
-        raise os_limits.as_error(wrong, "mmap", f"{what} ({format_size(size)})") from wrong
+        raise locks.as_error(wrong, "mmap", f"{what} ({format_size(size)})") from wrong
 
 
 def map_data_writable(lane: Mapping, name: str) -> None:
@@ -405,10 +479,10 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             huge = reserve(file.fd, size, f"a lane of bridge {bridge!r}")
             header.fault(b"segment.reserved")
             mapping = map_segment(file, size, f"a lane of bridge {bridge!r}")
-            placement.settle(mapping, huge)
+            settle_mapping(mapping, huge)
             return name, mapping
         except BaseException:
-            unlink(file.fd, name)
+            unlink_segment(file.fd, name)
             file.close()
             raise
 
@@ -436,10 +510,10 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
             return None
         huge = reserve(file.fd, size, f"the weights segment of bridge {bridge!r}", less=_LESS_WEIGHTS)
         mapping = map_segment(file, size, f"the weights segment of bridge {bridge!r}")
-        placement.settle(mapping, huge)
+        settle_mapping(mapping, huge)
         return mapping
     except BaseException:
-        unlink(file.fd, name)
+        unlink_segment(file.fd, name)
         file.close()
         raise
 

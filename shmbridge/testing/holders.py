@@ -8,7 +8,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from shmbridge.segments.segment import MOUNT
+from shmbridge.segments import MOUNT
 
 
 def segments_of(bridge: str) -> list[str]:

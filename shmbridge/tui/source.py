@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 from shmbridge.record.record import RecordMeta
-from shmbridge.segments import segment
+from shmbridge.segments import bridge_names
 from shmbridge.watch import observer, snapshot
 from shmbridge.watch.snapshot import BridgeLook
 
@@ -50,7 +50,7 @@ class LiveSource:
 
     def bridges(self) -> list[str]:
         """Returns the names of all bridges of this user. Never blocks."""
-        return segment.bridges()
+        return bridge_names()
 
     def look(self, bridge: str) -> BridgeLook | None:
         """Returns one look; None if there is no such bridge. Never blocks."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from shmbridge.config import format_size
+from shmbridge.errors import counted
 from shmbridge.metrics import waiting_shares
-from shmbridge.shown import counted
 from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook
 

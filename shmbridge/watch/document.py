@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from itertools import groupby
 
-from shmbridge.segments.inventory import BridgeInfo
+from shmbridge.segments import BridgeInfo
 from shmbridge.watch.diagnosis import findings, headline
 from shmbridge.watch.rows import Row, lane_rows, losses, summed
 from shmbridge.watch.snapshot import BridgeLook, look

@@ -14,7 +14,7 @@ from shmbridge.config import check_bridge_name, deadline_of
 from shmbridge.errors import ShmBridgeError
 from shmbridge.record.record import Lane, Record
 from shmbridge.schema import Columns
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names, open_mapping
 from shmbridge.watch.arrivals import Arrivals
 
 _LOOK_FOR_LANES_S = 0.1
@@ -128,7 +128,7 @@ class Observer:
         if self._has_ended or (not came and now_s - self._looked_s < at_most_every_s):
             return
         self._looked_s = now_s
-        names = set(segment.lane_names(self.bridge))
+        names = set(lane_names(self.bridge))
         for name in self._lanes.keys() - names:
             if not self._lanes[name].waiting:
                 self._gone_missed += self._lanes.pop(name).missed
@@ -142,7 +142,7 @@ class Observer:
     def _open(self, name: str) -> None:
         """Opens a lane; one that is not ready yet is looked at again, one that cannot be read is noted."""
         try:
-            mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
+            mapping = open_mapping(name, readonly=True, minimum=header.control_bytes)
             said = None if mapping is None else header.read_lane(mapping)
             if mapping is None or said is None:
                 return

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from pathlib import Path
 
-from shmbridge.segments import locks
+from shmbridge.segments import is_own_namespace
 
 
 class State(StrEnum):
@@ -25,7 +25,7 @@ def state_of(pid: int, namespace: int, *, alive: bool) -> State:
     """
     if not alive:
         return State.DEAD
-    if not locks.is_own_namespace(namespace):
+    if not is_own_namespace(namespace):
         return State.UNKNOWN
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""What observers see of bridges, as Prometheus text. The names are those of `shmbridge.counters`.
+"""What observers see of bridges, as Prometheus text. The names are those of `shmbridge.metrics`.
 
 A value is labelled by bridge and environment, never by a pid or a producer: a restart makes no new series.
 """
@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from shmbridge.counters import COUNTERS, LATENCY_BOUNDS_S
-from shmbridge.metrics import MOST_ENVIRONMENTS, OTHER, environment_label
-from shmbridge.segments import segment
+from shmbridge.metrics import COUNTERS, LATENCY_BOUNDS_S, MOST_ENVIRONMENTS, OTHER, environment_label
+from shmbridge.segments import lane_names
 from shmbridge.watch.processes import State
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook, look
 
@@ -73,7 +72,7 @@ class _Memory:
             environments.setdefault(label, []).append(lane)
             self._lanes[lane.name] = dict(_counters(lane, (bridge, ("environment", label))))
         yield Sample(_NAMES["environments_other"], (bridge,), len(others))
-        for name in self._lanes.keys() - set(segment.lane_names(now.name)):
+        for name in self._lanes.keys() - set(lane_names(now.name)):
             _add(self._gone, self._lanes.pop(name))
         totals = dict(self._gone)
         for counters in self._lanes.values():

@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 
 from shmbridge._ext import header
 from shmbridge.config import check_bridge_name
-from shmbridge.errors import ShmBridgeError
-from shmbridge.segments import locks, segment
-from shmbridge.segments.discard_reasons import Discard, Drop, Lost
-from shmbridge.segments.locks import LockByte
+from shmbridge.errors import Discard, Drop, Lost, ShmBridgeError
+from shmbridge.segments import (
+    MOUNT,
+    LockByte,
+    bridge_names,
+    control_name,
+    is_locked,
+    lane_names,
+    open_mapping,
+)
 from shmbridge.watch.processes import State, state_of
 
 _UNREADABLE = (OSError, ShmBridgeError, header.LaneCorrupt)
@@ -110,7 +116,7 @@ class BridgeLook:
     @property
     def is_consumer_known(self) -> bool:
         """Whether the control segment, which names the consumer, can be read."""
-        return segment.control_name(self.name) not in self.unreadable
+        return control_name(self.name) not in self.unreadable
 
     @property
     def waiting(self) -> list[LaneLook]:
@@ -136,10 +142,10 @@ def look(bridge: str) -> BridgeLook | None:
 
     Raises BadBridgeName.
     """
-    if check_bridge_name(bridge) not in segment.bridges():
+    if check_bridge_name(bridge) not in bridge_names():
         return None
     now_ns, lanes, unreadable = time.monotonic_ns(), [], {}
-    for name in segment.lane_names(bridge):
+    for name in lane_names(bridge):
         try:
             if (lane := _lane(name, now_ns)) is not None:
                 lanes.append(lane)
@@ -152,7 +158,7 @@ def look(bridge: str) -> BridgeLook | None:
             consumer, version = _consumer(words, now_ns), _version(words)
             published_age_s, had_lanes = _age(words.published_ns, now_ns), bool(lanes) or words.arrivals > 0
     except _UNREADABLE as wrong:
-        unreadable[segment.control_name(bridge)] = str(wrong)
+        unreadable[control_name(bridge)] = str(wrong)
     return BridgeLook(
         bridge, now_ns / 1e9, consumer, version, published_age_s, *_mount(), lanes, unreadable, had_lanes
     )
@@ -167,7 +173,7 @@ def policy_version(bridge: str) -> int | None:
 
 def _control(bridge: str) -> header.Control | None:
     """Returns the control segment's words; None while there is none. Raises one of _UNREADABLE."""
-    mapping = segment.open_mapping(segment.control_name(bridge), readonly=True, minimum=header.control_bytes)
+    mapping = open_mapping(control_name(bridge), readonly=True, minimum=header.control_bytes)
     if mapping is None or not (words := header.Control(mapping)).ready:
         return None
     _check_layout(words.layout_version)
@@ -185,7 +191,7 @@ def _check_layout(version: int) -> None:
 
 
 def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
-    if not locks.is_locked(words.mapping.fd, LockByte.HUB):
+    if not is_locked(words.mapping.fd, LockByte.HUB):
         return None
     asking_s = _age(words.asking_ns, now_ns)
     latency_counts, latency_ns = words.latency
@@ -211,7 +217,7 @@ def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
 
 def _lane(name: str, now_ns: int) -> LaneLook | None:
     """Returns None for a lane that is gone or not ready. Raises one of _UNREADABLE."""
-    mapping = segment.open_mapping(name, readonly=True)
+    mapping = open_mapping(name, readonly=True)
     said = None if mapping is None else header.read_lane(mapping)
     if mapping is None or said is None:
         return None
@@ -220,7 +226,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
     discarded = words["discarded"]
     released = max(words["released"] - sum(discarded), 0)
     discarded[Discard.CORRUPT] += words["quarantined"]
-    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    alive = is_locked(mapping.fd, LockByte.PRODUCER)
     state = state_of(said["pid"], said["pid_namespace"], alive=alive)
     return LaneLook(
         name,
@@ -228,7 +234,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         said["env_name"],
         said["pid"],
         state,
-        locks.is_locked(mapping.fd, LockByte.READER),
+        is_locked(mapping.fd, LockByte.READER),
         words["tail"],
         released,
         words["tokens"],
@@ -261,7 +267,7 @@ def _age(stamp_ns: int, now_ns: int) -> float | None:
 def _mount() -> tuple[int, int]:
     """Returns (free, all) bytes of the mount."""
     try:
-        found = os.statvfs(segment.MOUNT)
+        found = os.statvfs(MOUNT)
     except OSError:
         return 0, 0
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from shmbridge.config import format_size
-from shmbridge.segments.inventory import BridgeInfo
-from shmbridge.shown import counted
+from shmbridge.errors import counted
+from shmbridge.segments import BridgeInfo
 from shmbridge.watch.cells import cells, cut, padded
 from shmbridge.watch.diagnosis import Severity, findings, headline, in_words, waited_for
 from shmbridge.watch.rows import Row, rows

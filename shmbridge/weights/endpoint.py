@@ -8,9 +8,7 @@ from shmbridge._ext.header import Control
 from shmbridge._ext.weights import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed
-from shmbridge.segments import membership
-from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.one_process import OneProcess
+from shmbridge.segments import OneProcess, at_exit, leave_bridge, open_control
 
 
 class WeightsEnd(OneProcess):
@@ -23,7 +21,7 @@ class WeightsEnd(OneProcess):
 
     def __init__(self, bridge: str) -> None:
         self.bridge = check_bridge_name(bridge)
-        self._control: Control | None = membership.open_control(bridge)
+        self._control: Control | None = open_control(bridge)
         self._versions: Versions | None = None  # the segment that is mapped
         self._no_exit_call = at_exit(self.close)
 
@@ -75,7 +73,7 @@ class WeightsEnd(OneProcess):
         self._before_leaving()
         self._no_exit_call()
         control, self._control = self._control, None
-        membership.leave(control.mapping.fd, self.bridge)
+        leave_bridge(control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

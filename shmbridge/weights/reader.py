@@ -14,8 +14,7 @@ from shmbridge._ext import weights as versions
 from shmbridge._ext.weights import Versions
 from shmbridge.config import check_bridge_name, check_timeout, check_version, deadline_of
 from shmbridge.errors import NotReady, WeightsMismatch
-from shmbridge.segments import locks, segment
-from shmbridge.segments.locks import LockByte
+from shmbridge.segments import LockByte, lock_shared, still_named, unlock, weights_name
 from shmbridge.weights.endpoint import WeightsEnd
 from shmbridge.weights.table import Array, TensorSpec, carrier, not_finite, open_segment, read_table, view
 
@@ -107,8 +106,8 @@ class WeightsReader(WeightsEnd):
     def _current(self) -> Versions | None:
         """Returns the mapped segment; maps it again if another took its name."""
         self._require_open()
-        name = segment.weights_name(self.bridge)
-        if self._versions is not None and segment.still_named(self._versions.mapping.fd, name):
+        name = weights_name(self.bridge)
+        if self._versions is not None and still_named(self._versions.mapping.fd, name):
             return self._versions
         self._versions = None
         if (found := open_segment(self.bridge)) is not None:
@@ -217,7 +216,7 @@ class WeightsReader(WeightsEnd):
         # Record the hold before locking, so that an exception from a signal handler still unlocks it.
         hold.found, hold.slot = found, slot
         self._holds.add(hold)
-        if locks.lock_shared(found.mapping.fd, LockByte.FIRST_SLOT + slot) and found.holds(slot, version):
+        if lock_shared(found.mapping.fd, LockByte.FIRST_SLOT + slot) and found.holds(slot, version):
             return found, version, slot
         self._let_go(hold)  # the writer reused the slot in between
         return None
@@ -233,7 +232,7 @@ class WeightsReader(WeightsEnd):
         self._holds.discard(hold)
         others = [each for each in self._holds if each.found is hold.found and each.slot == hold.slot]
         if (found := hold.found) is not None and not others and not found.mapping.forked:
-            locks.unlock(found.mapping.fd, LockByte.FIRST_SLOT + hold.slot)
+            unlock(found.mapping.fd, LockByte.FIRST_SLOT + hold.slot)
 
     def copy(
         self, into: Mapping[str, Array] | None = None, *, timeout_s: float = 5.0
@@ -273,7 +272,7 @@ def lease_from_outside(bridge: str) -> Iterator[WeightsLease]:
     version, slot = latest
     byte = LockByte.FIRST_SLOT + slot
     try:
-        if not (locks.lock_shared(found.mapping.fd, byte) and found.holds(slot, version)):
+        if not (lock_shared(found.mapping.fd, byte) and found.holds(slot, version)):
             raise NotReady(
                 f"version {version} of the weights of bridge {bridge!r} is being replaced by its writer",
                 hint="end that writer, or try again",
@@ -281,7 +280,7 @@ def lease_from_outside(bridge: str) -> Iterator[WeightsLease]:
         yield WeightsLease(found, version, slot, read_table(found, bridge), 0)
     finally:
         if not found.mapping.forked:
-            locks.unlock(found.mapping.fd, byte)
+            unlock(found.mapping.fd, byte)
 
 
 class _Hold:

@@ -12,8 +12,7 @@ from shmbridge._ext import header
 from shmbridge._ext import weights as versions
 from shmbridge._ext.weights import Versions
 from shmbridge.errors import FillingOver, WeightsMismatch
-from shmbridge.segments import locks
-from shmbridge.segments.locks import LockByte
+from shmbridge.segments import LockByte, is_locked, lock_shared, unlock
 from shmbridge.weights import tensors
 from shmbridge.weights.endpoint import WeightsEnd
 from shmbridge.weights.table import TensorSpec, open_segment, read_table
@@ -71,7 +70,7 @@ class WeightsPart(WeightsEnd):
         try:
             self._hold(found, wanted)
             header.fault(b"weights.part_locked")
-            if not found.lets_in(wanted.filling) or not locks.is_locked(found.mapping.fd, LockByte.WRITER):
+            if not found.lets_in(wanted.filling) or not is_locked(found.mapping.fd, LockByte.WRITER):
                 raise self._over(wanted)
             slot = wanted.filling // 2 % versions.slots
             base = found.slot_at(slot)
@@ -85,9 +84,9 @@ class WeightsPart(WeightsEnd):
             header.fault(b"weights.part_counted")
         finally:
             try:
-                locks.unlock(found.mapping.fd, LockByte.PARTS)
+                unlock(found.mapping.fd, LockByte.PARTS)
             except BaseException:  # a signal handler's, which came just before
-                locks.unlock(found.mapping.fd, LockByte.PARTS)
+                unlock(found.mapping.fd, LockByte.PARTS)
                 raise
 
     def _read(self, ticket: Any) -> _FillToken:
@@ -116,7 +115,7 @@ class WeightsPart(WeightsEnd):
         """Takes the parts' lock as a sharer; the writer holds it alone for moments, before and after a
         filling.
         """
-        while not locks.lock_shared(found.mapping.fd, LockByte.PARTS):
+        while not lock_shared(found.mapping.fd, LockByte.PARTS):
             if not found.lets_in(wanted.filling):
                 raise self._over(wanted)
             time.sleep(_RETRY_S)

@@ -14,7 +14,7 @@ import numpy as np
 from shmbridge._ext import weights as versions
 from shmbridge._ext.weights import Versions
 from shmbridge.errors import LayoutMismatch, WeightsMismatch
-from shmbridge.segments import segment
+from shmbridge.segments import create_weights, open_mapping, weights_name
 
 # The numpy types that carry types numpy does not have.
 _CARRIERS = {
@@ -163,7 +163,7 @@ def open_segment(bridge: str) -> Versions | None:
 
     LayoutMismatch for another build's.
     """
-    mapping = segment.open_mapping(segment.weights_name(bridge), minimum=versions.header_bytes)
+    mapping = open_mapping(weights_name(bridge), minimum=versions.header_bytes)
     if mapping is None:
         return None
     found = Versions(mapping)
@@ -188,7 +188,7 @@ def create(table: list[TensorSpec], slot_bytes: int, bridge: str) -> Versions | 
 
     Raises ShmTooSmall.
     """
-    mapping = segment.create_weights(bridge, segment_bytes(table, slot_bytes))
+    mapping = create_weights(bridge, segment_bytes(table, slot_bytes))
     if mapping is None:
         return None
     made = Versions(mapping)

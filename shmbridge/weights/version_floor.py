@@ -12,8 +12,17 @@ from shmbridge._ext import weights as versions
 from shmbridge._ext.header import Control
 from shmbridge._ext.weights import Versions
 from shmbridge.errors import BadArgument, LayoutMismatch
-from shmbridge.segments import locks, segment
-from shmbridge.segments.locks import LockByte
+from shmbridge.segments import (
+    LockByte,
+    lock_exclusive,
+    map_segment,
+    open_segment,
+    require_room_for_weights,
+    still_named,
+    unlink_segment,
+    unlock,
+    weights_name,
+)
 
 
 def floor(control: Control, bridge: str) -> int | None:
@@ -61,20 +70,20 @@ def remove_segment(control: Control, bridge: str, version: int, size: int) -> No
     one, ShmTooSmall if the mount has no room for the new one even without it, LayoutMismatch as `floor`: the
     segment then stays.
     """
-    name = segment.weights_name(bridge)
+    name = weights_name(bridge)
     with contextlib.suppress(FileNotFoundError):
-        file = segment.open_segment(name)
+        file = open_segment(name)
         try:
-            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):
+            if not (lock_exclusive(file.fd, LockByte.WRITER) and still_named(file.fd, name)):
                 return
             # Not before: its writer may have reserved it, and published, since.
             if os.fstat(file.fd).st_size >= versions.header_bytes:
-                mapping = segment.map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
+                mapping = map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
                 keep(control, Versions(mapping), bridge)
             require_above(version, floor(control, bridge))
-            segment.require_room_for_weights(bridge, size, freed=os.fstat(file.fd).st_size)
-            segment.unlink(file.fd, name)
+            require_room_for_weights(bridge, size, freed=os.fstat(file.fd).st_size)
+            unlink_segment(file.fd, name)
             header.fault(b"weights.removed")
         finally:
-            locks.unlock(file.fd, LockByte.WRITER)  # the error's frames keep the mapping, and so the lock
+            unlock(file.fd, LockByte.WRITER)  # the error's frames keep the mapping, and so the lock
             file.close()

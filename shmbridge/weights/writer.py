@@ -21,9 +21,17 @@ from shmbridge._ext.header import Mapping
 from shmbridge._ext.weights import Versions
 from shmbridge.config import check_timeout, check_version, deadline_of
 from shmbridge.errors import BadArgument, ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
-from shmbridge.segments import locks, segment
-from shmbridge.segments.helper_threads import run_to_end
-from shmbridge.segments.locks import LockByte
+from shmbridge.segments import (
+    LockByte,
+    lock_after,
+    lock_exclusive,
+    map_now,
+    open_mapping,
+    run_to_end,
+    still_named,
+    unlock,
+    weights_name,
+)
 from shmbridge.weights import tensors as weights_tensors
 from shmbridge.weights import version_floor
 from shmbridge.weights.endpoint import WeightsEnd
@@ -71,16 +79,16 @@ class WeightsWriter(WeightsEnd):
     def _attach(self) -> None:
         assert self._control is not None
         version_floor.floor(self._control, self.bridge)
-        name = segment.weights_name(self.bridge)
-        early = segment.open_mapping(name, minimum=versions.header_bytes)
+        name = weights_name(self.bridge)
+        early = open_mapping(name, minimum=versions.header_bytes)
         if early is None:
             return
-        if not locks.lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):
+        if not lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):
             raise self._taken(early)
-        if not segment.still_named(early.fd, name):
+        if not still_named(early.fd, name):
             return  # another writer has just removed it; our publish makes it again
         # Again: its creator may have reserved the rest, and published, before it let the lock go.
-        mapping = segment.map_now(early.file, name)
+        mapping = map_now(early.file, name)
         assert mapping is not None
         found = Versions(mapping)
         try:
@@ -302,14 +310,12 @@ class WeightsWriter(WeightsEnd):
                 raise WeightsMismatch(differs, hint=_ONE_MODEL)
         table, slot_bytes = lay_out(given, self.bridge)
         if self._versions is not None:
-            locks.unlock(self._versions.mapping.fd, LockByte.WRITER)
+            unlock(self._versions.mapping.fd, LockByte.WRITER)
             self._versions = None
         assert self._control is not None
         version_floor.remove_segment(self._control, self.bridge, version, segment_bytes(table, slot_bytes))
         if (made := create(table, slot_bytes, self.bridge)) is None:
-            raise self._taken(
-                segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
-            )
+            raise self._taken(open_mapping(weights_name(self.bridge), minimum=versions.header_bytes))
         self._use(made, table)
         version_floor.require_above(version, self.last_version)
         self._wrote_here = True
@@ -359,11 +365,11 @@ class WeightsWriter(WeightsEnd):
         """Frees a lock; does nothing in a child of fork, where it is the parent's."""
         mapping = self._segment().mapping
         if not mapping.forked:
-            locks.unlock(mapping.fd, byte)
+            unlock(mapping.fd, byte)
 
     def _hold(self, byte: int, timeout_s: float, who: str, hint: str) -> None:
         deadline = deadline_of(check_timeout(timeout_s))
-        while not locks.lock_exclusive(self._segment().mapping.fd, byte):
+        while not lock_exclusive(self._segment().mapping.fd, byte):
             if time.monotonic() > deadline:
                 if _in_event_loop():
                     hint = (
@@ -397,7 +403,7 @@ class WeightsWriter(WeightsEnd):
 
     def _before_leaving(self) -> None:
         if self._versions is not None:
-            locks.unlock(self._versions.mapping.fd, LockByte.WRITER)
+            unlock(self._versions.mapping.fd, LockByte.WRITER)
 
 
 def _in_event_loop() -> bool:

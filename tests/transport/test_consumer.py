@@ -14,7 +14,7 @@ import shmbridge
 from shmbridge._ext import header
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.waiting import Waiting
-from shmbridge.segments import os_limits, segment
+from shmbridge.segments import locks, open_mapping
 
 GROUP = {"tokens": [[1, 2]]}
 
@@ -245,12 +245,12 @@ def test_seventy_environments_are_all_taken_from_by_default(bridge, make_consume
 
 def test_as_many_lanes_as_descriptors_allow(monkeypatch) -> None:
     def limited_to(count: int) -> int:
-        monkeypatch.setattr(os_limits, "raise_descriptors", lambda: None)
-        monkeypatch.setattr(os_limits.os, "listdir", lambda _: [*map(str, range(40))])  # its open files
-        monkeypatch.setattr(os_limits.resource, "getrlimit", lambda _: (count, count))
-        return os_limits.lanes_at_most()
+        monkeypatch.setattr(locks, "raise_descriptors", lambda: None)
+        monkeypatch.setattr(locks.os, "listdir", lambda _: [*map(str, range(40))])  # its open files
+        monkeypatch.setattr(locks.resource, "getrlimit", lambda _: (count, count))
+        return locks.lanes_at_most()
 
-    assert limited_to(1 << 20) == limited_to(os_limits.resource.RLIM_INFINITY) == 1024
+    assert limited_to(1 << 20) == limited_to(locks.resource.RLIM_INFINITY) == 1024
     assert 300 < limited_to(1024) < 448
     assert limited_to(64) == 1
 
@@ -316,7 +316,7 @@ def test_garbage_among_lanes_is_said_once_and_the_records_before_it_come(
         for place, producer in enumerate((first, bad, last)):
             producer.put(numbered(10 * place + number))
     assert numbers(consumer.poll(max_records=4)) == [0, 10, 20, 1]
-    np.frombuffer(memoryview(segment.open_mapping(bad.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40
+    np.frombuffer(memoryview(open_mapping(bad.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40
     first.put(numbered(3))
     assert sorted(numbers(consumer.poll())) == [2, 3, 21, 22]
     with pytest.raises(shmbridge.ConsumerEmpty):
@@ -336,7 +336,7 @@ def test_garbage_found_while_a_backlog_is_discarded_is_counted_and_said_once(
     producer = make_producer()
     for number in range(3):
         producer.put(numbered(number))
-    lane = segment.open_mapping(producer.lane_name)
+    lane = open_mapping(producer.lane_name)
     words = np.frombuffer(memoryview(lane), "<u8")
     (place,) = np.flatnonzero((words[:-1] == 1) & (words[1:] == 1))  # generation 1, sequence 1
     words[place + 3] = 1 << 40  # bytes of its extent

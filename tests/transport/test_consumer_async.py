@@ -7,7 +7,7 @@ import time
 import pytest
 
 import shmbridge
-from shmbridge.segments import helper_threads
+from shmbridge.segments import Joined
 
 
 def numbers(records) -> list[int]:
@@ -135,11 +135,11 @@ async def test_a_lane_that_goes_while_a_get_async_waits_is_not_looked_at_again(
 def test_a_wait_that_could_not_start_its_thread_once_sleeps_the_next_time(
     raised, consumer, monkeypatch
 ) -> None:
-    def refuse(_: helper_threads.Joined) -> None:
+    def refuse(_: Joined) -> None:
         monkeypatch.undo()
         raise raised
 
-    monkeypatch.setattr(helper_threads.Joined, "start", refuse)
+    monkeypatch.setattr(Joined, "start", refuse)
     with pytest.raises(type(raised)):
         asyncio.run(consumer.get_async(timeout_s=0.1))
     used = time.process_time()

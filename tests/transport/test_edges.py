@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import open_mapping
 
 LOSSY = {"tokens": [[5, 6]], "masks": [[-100, 7]], "scores": [1.0]}
 
@@ -106,7 +106,7 @@ def test_a_quarantined_lane_says_so_to_its_producer_and_is_counted_once(
 ) -> None:
     producer, consumer = make_producer(), make_consumer()
     producer.put_many([{"tokens": [[1]]}] * 3)
-    np.frombuffer(memoryview(segment.open_mapping(producer.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40
+    np.frombuffer(memoryview(open_mapping(producer.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40
     assert consumer.poll() == []
     with pytest.raises(shmbridge.LaneQuarantined):
         producer.put({"tokens": [[1]]})

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.counters import COUNTERS
 from shmbridge.metrics import (
+    COUNTERS,
     MOST_ENVIRONMENTS,
     OTHER,
     LatencyWindow,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shmbridge.config import plain, read_yaml, shown_value, write_yaml
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
-from shmbridge.shown import kind_of
-from shmbridge.wrong_value import plain, read_yaml, shown_value, write_yaml
+from shmbridge.errors import kind_of
 
 NAME = "config.yaml"  # in the run directory
 _CHANGED = "# changed: "

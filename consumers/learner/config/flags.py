@@ -12,8 +12,8 @@ from typing import Any, get_args
 from shmbridge.consumers.learner.config.file import BadConfigFile, read
 from shmbridge.consumers.learner.config.option import Option, described
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
+from shmbridge.errors import shown
 from shmbridge.parser import Parser
-from shmbridge.shown import shown
 
 _EXAMPLES = """\
 examples:

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta
 
-from shmbridge.config import check_bridge_name
-from shmbridge.wrong_value import plain, shown_value
+from shmbridge.config import check_bridge_name, plain, shown_value
 
 _LARGEST = sys.float_info.max
 

@@ -16,7 +16,7 @@ from shmbridge.consumers.learner.stopping import StopSignals
 from shmbridge.consumers.learner.types import Refusal
 from shmbridge.consumers.learner.world import device_kind, say
 from shmbridge.control.messages import Evaluated
-from shmbridge.shown import counted
+from shmbridge.errors import counted
 
 if TYPE_CHECKING:
     from shmbridge.archive.recorder import Recorder

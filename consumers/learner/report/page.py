@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import shmbridge
+from shmbridge.config import plain, read_yaml
 from shmbridge.consumers.learner.config.file import NAME as CONFIG_FILE
 from shmbridge.consumers.learner.report.conclusions import conclusions
 from shmbridge.consumers.learner.report.curves import curves, lanes, lost_by_reason
 from shmbridge.consumers.learner.report.read_samples import Samples, read_samples
 from shmbridge.consumers.learner.report.run_facts import read_facts
 from shmbridge.consumers.learner.report.run_report import RunMetrics
-from shmbridge.wrong_value import plain, read_yaml
 
 _HERE = Path(__file__).parent
 

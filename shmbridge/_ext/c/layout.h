@@ -54,7 +54,7 @@ enum { TAG_VALUES = 0, TAG_NULL = 1, TAG_EMPTY_LIST = 2, TAG_EMPTY_MAP = 3 };
 enum { SLOT_EVAL = 1, SLOT_UNEVEN = 2 };
 enum { COLUMN_PER_RECORD = 1, COLUMN_TEXT = 2 };
 
-/* Reasons of discarded_total[]; their names are in shmbridge/segments/discard_reasons.py. Never renumbered. */
+/* Reasons of discarded_total[]; their names are in shmbridge/errors.py. Never renumbered. */
 enum {
     DISCARD_STALE = 0, DISCARD_PARTIAL = 1, DISCARD_RESUME = 2, DISCARD_CORRUPT = 3, DISCARD_REASONS = 4
 };

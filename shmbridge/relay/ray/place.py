@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shmbridge.errors import BadArgument, RelayTaken
+from shmbridge.errors import BadArgument, RelayTaken, shown
 from shmbridge.put.relayed import LONGEST_NODE
 from shmbridge.relay.ray.actors import find, get_or_make
 from shmbridge.relay.ray.directory import (
@@ -30,7 +30,6 @@ from shmbridge.relay.ray.directory import (
 from shmbridge.relay.ray.inward import inward_name, make_inward
 from shmbridge.relay.ray.node import BESIDE, DestinationActor, Options, make_source
 from shmbridge.relay.ray.weights import OutwardActor, outward_name
-from shmbridge.shown import shown
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import pytest
 from waiting import until
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import MOUNT, lane_names, open_mapping
 
 pytest.importorskip("atroposlib")
 
@@ -162,8 +162,8 @@ async def test_groups_that_wait_for_room_in_a_removed_lane_go_into_the_next(
         assert 2 < lost < len(groups) - 2, "the lane is full, and some wait"
         if not again:
             monkeypatch.setattr(lane, "_open", no_memory)
-        [name] = segment.lane_names(bridge)
-        (segment.MOUNT / name[1:]).unlink()
+        [name] = lane_names(bridge)
+        (MOUNT / name[1:]).unlink()
         if not again:
             await until(lambda: not lane.is_there)
             monkeypatch.undo()
@@ -202,8 +202,8 @@ async def test_a_lane_that_the_consumer_quarantined_is_replaced(
         await env.register_env()
         await env._send_scored_data_to_api(script.groups_of(10))
         consumer.get(5).release()
-        [lane] = segment.lane_names(bridge)
-        np.frombuffer(memoryview(segment.open_mapping(lane)), "<u8", 1, 0x200)[0] = 1 << 40  # its tail
+        [lane] = lane_names(bridge)
+        np.frombuffer(memoryview(open_mapping(lane)), "<u8", 1, 0x200)[0] = 1 << 40  # its tail
         await until(lambda: consumer.poll() or consumer.stats()["lanes_quarantined"])
         for number in (20, 30):
             await env._send_scored_data_to_api(script.groups_of(number))

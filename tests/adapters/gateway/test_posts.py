@@ -23,7 +23,7 @@ from shmbridge.consumers.gateway.modes import DefaultMode, Mode, StrictMode
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import Post, PostLedger, RemoteLane
 from shmbridge.httpd.door import Refused
-from shmbridge.segments.segment import MOUNT
+from shmbridge.segments import MOUNT
 
 
 class Rows(list[Any]):

@@ -17,7 +17,7 @@ import pytest
 from gateway_clients import GatewayProcess, RawClient
 
 import shmbridge
-from shmbridge.segments.segment import gateway_directory
+from shmbridge.segments import gateway_directory
 
 ROOT = Path(__file__).parents[3]
 SEEDED = ROOT / "tests" / "adapters" / "atropos" / "envs" / "seeded_env.py"

@@ -14,7 +14,7 @@ from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.httpd.door import Refused
-from shmbridge.segments.segment import lane_names
+from shmbridge.segments import lane_names
 
 WISH = {"max_token_length": 64, "weight": 1.0, "group_size": 4, "min_batch_allocation": None}
 SILENT_S, LANES = 60.0, 4  # one of them shared

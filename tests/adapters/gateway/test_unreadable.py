@@ -15,7 +15,7 @@ from shmbridge.consumers.gateway.batch_server import Taker
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
-from shmbridge.segments.segment import MOUNT
+from shmbridge.segments import MOUNT
 
 RUN = Run(batch_size=8, max_token_len=64)
 ROLE = "a role that stands nowhere else"

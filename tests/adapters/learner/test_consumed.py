@@ -14,7 +14,7 @@ from shmbridge.consumers.learner.checkpoint import consumed
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
 from shmbridge.consumers.learner.train.evaluation import TrainingScreen
-from shmbridge.segments import inventory
+from shmbridge.segments import membership
 
 START = Progress(step=0, policy_version=-1)
 GROUP = {"tokens": [[1, 2, 3]], "scores": [1.0]}
@@ -163,7 +163,7 @@ def test_records_on_another_mount_are_not_forgotten(bridge, monkeypatch):
         learner.run(2, released=False)
         first = learner.progress
         monkeypatch.setattr(held_records, "mount_id", lambda: "another")
-        monkeypatch.setattr(inventory.segment, "bridges", list)
+        monkeypatch.setattr(membership, "bridge_names", list)
         assert Consumed(first).progress(2, 2).held == first.held
         assert Consumed(first).progress(2, 2).mounts == first.mounts
         monkeypatch.undo()
@@ -180,9 +180,9 @@ def test_a_lane_that_cannot_be_read_is_not_taken_for_released(bridge, monkeypatc
         held = learner.run(2, released=True)
 
         def garbage(_: object) -> list[int]:
-            raise inventory.header.LaneCorrupt("garbage")
+            raise membership.header.LaneCorrupt("garbage")
 
-        monkeypatch.setattr(inventory.header, "unreleased", garbage)
+        monkeypatch.setattr(membership.header, "unreleased", garbage)
         assert Consumed(learner.progress).progress(2, 2).held == held
         monkeypatch.undo()
         assert Consumed(learner.progress).progress(2, 2).held == {}

@@ -11,7 +11,7 @@ import pytest
 
 import shmbridge
 from shmbridge._ext import header
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names, open_mapping
 from shmbridge.testing.fault_build import fault_build as build_with_faults
 from shmbridge.testing.faults import Fault, FaultyChild
 
@@ -69,8 +69,8 @@ def lane_words(bridge: str) -> Callable[[], dict[str, LaneWords]]:
 
     def read() -> dict[str, LaneWords]:
         found = {}
-        for name in segment.lane_names(bridge):
-            mapping = segment.open_mapping(name, readonly=True)
+        for name in lane_names(bridge):
+            mapping = open_mapping(name, readonly=True)
             info = header.read_lane(mapping)
             words = header.lane_counters(mapping)
             held = header.undelivered(mapping)

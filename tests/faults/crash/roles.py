@@ -31,8 +31,8 @@ def given(producer_id: str) -> str:
 def pattern(producer_id: str, sequence: int, tokens: int = 1200) -> dict:
     """One record: two rows of unequal length, about 17 bytes a token."""
     seed = zlib.crc32(f"{given(producer_id)}/{sequence}".encode())
-    values = np.random.default_rng(seed).integers(0, 1 << 30, tokens, dtype=np.int32)
-    rows = [values[: tokens // 3], values[tokens // 3 :]]
+    stored = np.random.default_rng(seed).integers(0, 1 << 30, tokens, dtype=np.int32)
+    rows = [stored[: tokens // 3], stored[tokens // 3 :]]
     return {
         "tokens": rows,
         "advantages": [row.astype(np.float32) for row in rows],
@@ -269,9 +269,9 @@ def attend(bridge: str) -> None:
 
 def sweep(bridge: str) -> None:
     """Removes what is dead."""
-    from shmbridge.segments import membership
+    from shmbridge.segments import sweep_bridge
 
-    say("swept", *membership.sweep(bridge).removed)
+    say("swept", *sweep_bridge(bridge).removed)
 
 
 def write_weights(bridge: str, first: str, last: str) -> None:
@@ -371,23 +371,23 @@ def hold_weights(bridge: str) -> None:
 
 def store_values(bridge: str, count: str) -> None:
     """Commits segments of values; every byte of one is its number, every row has that owner, too."""
-    from shmbridge.segments import membership, values
+    from shmbridge.segments import leave_bridge, open_control, stored
 
-    control = membership.open_control(bridge)
+    control = open_control(bridge)
     for number in range(int(count)):
         owners = np.arange(10 * number, 10 * number + 4)
-        say("stored", values.write(bridge, owners, b"table", [(0, [bytes([number]) * 4096])]))
+        say("stored", stored.write_values(bridge, owners, b"table", [(0, [bytes([number]) * 4096])]))
     say("done")
     sys.stdin.readline()
-    membership.leave(control.mapping.fd, bridge)
+    leave_bridge(control.mapping.fd, bridge)
 
 
 def release_values(bridge: str, name: str, first: str, last: str) -> None:
     """Releases rows of a segment, one at a time."""
-    from shmbridge.segments import values
+    from shmbridge.segments import stored
 
     for row in range(int(first), int(last) + 1):
-        say("gone" if values.release(name, [row]) else "held")
+        say("gone" if stored.release_values(name, [row]) else "held")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 from roles import given, pattern, say
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import control_name, still_named, weights_name
 from shmbridge.testing import faults
 from shmbridge.weights import WeightsReader, WeightsWriter
 
@@ -208,7 +208,7 @@ def put_rounds(bridge: str, number: int, rounds: int, seed: int) -> None:
         who = f"{number}-{turn}"
         with shmbridge.Producer(bridge, producer_id=who, lane_bytes="64K") as producer:
             there(producer._lane.fd, producer.lane_name)
-            there(producer._control.mapping.fd, segment.control_name(bridge))
+            there(producer._control.mapping.fd, control_name(bridge))
             count = rng.randrange(1, 6)
             for sequence in range(count):
                 producer.put(pattern(who, sequence, 300), group_id=sequence, timeout_s=30)
@@ -226,7 +226,7 @@ def take_for_ever(bridge: str, every: int, over: Callable[[], bool]) -> None:
             time.sleep(0.002)
             continue
         with consumer:
-            there(consumer._state.words.mapping.fd, segment.control_name(bridge))
+            there(consumer._state.words.mapping.fd, control_name(bridge))
             for _ in range(every):
                 try:
                     with consumer.get(0.2) as record:
@@ -234,7 +234,7 @@ def take_for_ever(bridge: str, every: int, over: Callable[[], bool]) -> None:
                 except shmbridge.ConsumerEmpty:
                     if over():
                         break
-            there(consumer._state.words.mapping.fd, segment.control_name(bridge))
+            there(consumer._state.words.mapping.fd, control_name(bridge))
 
 
 def check_short(record: shmbridge.Record) -> int:
@@ -251,7 +251,7 @@ def write_rounds(bridge: str, rounds: int) -> None:
             for _ in range(2):
                 number = max(next(version), (writer.last_version or 0) + 1)
                 writer.publish(number, [("all", np.full(1000, number, np.float32))])
-                there(writer._versions.mapping.fd, segment.weights_name(bridge))
+                there(writer._versions.mapping.fd, weights_name(bridge))
 
 
 def read_rounds(bridge: str, rounds: int) -> None:
@@ -269,7 +269,7 @@ def read_rounds(bridge: str, rounds: int) -> None:
 
 def there(fd: int, name: str) -> None:
     """Checks that a segment in use by a living process still has its name."""
-    assert segment.still_named(fd, name), f"{name} was removed under its living user"
+    assert still_named(fd, name), f"{name} was removed under its living user"
 
 
 def look(bridge: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names
 from shmbridge.testing.faults import Fault
 
 
@@ -27,7 +27,7 @@ def test_a_producer_stopped_in_mid_put_is_alive(
     }
     report = shmbridge.clean(bridge, dry_run=False)
     assert not report.removed
-    assert len(segment.lane_names(bridge)) == 2
+    assert len(lane_names(bridge)) == 2
     bystander.put(roles.pattern("bystander", 0), group_id=0)
     assert take(consumer, {"bystander": 1}) == {"bystander": [(0, False)]}
     assert consumer.stats()["lanes_live"] == 2

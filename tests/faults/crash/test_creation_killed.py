@@ -8,7 +8,7 @@ import time
 import pytest
 
 import shmbridge
-from shmbridge.segments import membership, segment
+from shmbridge.segments import lane_names, sweep_bridge
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -49,7 +49,7 @@ def test_a_creator_killed_on_a_bridge_in_use_disturbs_nobody(
     bystander.put(roles.pattern("bystander", 0), group_id=0)
     assert take(consumer, {"bystander": 1}) == {"bystander": [(0, False)]}
     make_producer().close()
-    assert segment.lane_names(consumer.bridge) == [bystander.lane_name]
+    assert lane_names(consumer.bridge) == [bystander.lane_name]
     bystander.close()
     consumer.close()
     assert segments() == []
@@ -84,7 +84,7 @@ def test_a_producer_stopped_while_it_makes_a_lane_succeeds_later(
     """A sweep may remove an unlocked name, never a locked one; the creator succeeds either way."""
     child = faulty("produce", "slow", 2, fault=Fault(label, 0, signal.SIGSTOP))
     child.wait_stopped()
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     report = shmbridge.clean(bridge, dry_run=False)
     if label == "segment.created":
         assert report.removed == [name]
@@ -103,10 +103,10 @@ def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consu
     lane alone.
     """
     faulty("produce", "victim", 1, fault=Fault("lane.after_magic")).end_on_fault()
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     sweeper = faulty("sweep", fault=Fault("segment.unlinking", 0, signal.SIGSTOP))
     sweeper.wait_stopped()
-    assert membership.sweep(bridge).kept[name]
+    assert sweep_bridge(bridge).kept[name]
     producer = make_producer(producer_id="next", on_full="raise")
     consumer = make_consumer()
     sweeper.go_on()
@@ -125,7 +125,7 @@ def test_two_producers_that_leave_at_once_leave_nothing(bridge, faulty, make_pro
     """
     child = faulty("attend", fault=Fault("segment.unlinking", 0, signal.SIGSTOP))
     child.until("ready")
-    (theirs,) = segment.lane_names(bridge)
+    (theirs,) = lane_names(bridge)
     for _ in range(64):  # names are random: ours must come first in their sweep
         ours = make_producer()
         if ours.lane_name < theirs:
@@ -154,7 +154,7 @@ def test_many_sweepers_remove_many_dead_lanes(bridge, faulty, segments):
         name for sweeper in sweepers for line in sweeper.said for name in line.split()[1:] if ".l." in name
     ]
     assert len(removed) == len(set(removed)) == 4, "each lane is removed once"
-    membership.sweep(bridge)
+    sweep_bridge(bridge)
     assert segments() == []
 
 
@@ -162,11 +162,11 @@ def test_undelivered_records_survive_every_sweep(
     bridge, faulty, make_producer, make_consumer, take, segments
 ):
     faulty("produce", "victim", 9, fault=Fault("producer.committed", 2)).end_on_fault()
-    assert membership.sweep(bridge).undelivered
+    assert sweep_bridge(bridge).undelivered
     assert shmbridge.clean(bridge).undelivered, "a dry run says what would go"
     make_producer().close()
-    (name,) = segment.lane_names(bridge)
-    assert membership.sweep(bridge).kept[name] == "holds 3 undelivered records"
+    (name,) = lane_names(bridge)
+    assert sweep_bridge(bridge).kept[name] == "holds 3 undelivered records"
     consumer = make_consumer()
     assert take(consumer, {"victim": 3}) == {"victim": [(0, False), (1, False), (2, False)]}
     consumer.close()
@@ -175,7 +175,7 @@ def test_undelivered_records_survive_every_sweep(
 
 def test_clean_says_what_it_throws_away(bridge, faulty, segments):
     faulty("produce", "victim", 9, fault=Fault("producer.committed", 2)).end_on_fault()
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     report = shmbridge.clean(bridge, dry_run=False)
     assert name in report.removed
     assert report.undelivered == {name: 3}

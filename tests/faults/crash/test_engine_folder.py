@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.segments import engine_folders
-from shmbridge.segments.engine_folders import EngineFolder
+from shmbridge.segments import EngineFolder, membership
 
 WRITER = """
 import sys, numpy as np
@@ -87,12 +86,12 @@ def test_a_folder_that_cannot_be_opened_is_kept(
     folder = EngineFolder(bridge)
     folder._file.close()  # as by the death of its process
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_folders, "_folders", lambda _: iter([folder.path]))
+        patched.setattr(membership, "_folders", lambda _: iter([folder.path]))
         with no_descriptor_left():
-            dead, kept = engine_folders.remove_dead(bridge)
+            dead, kept = membership.remove_dead_folders(bridge)
     assert (dead, list(kept)) == ([], [f"/{folder.path.name}"])
     assert "Too many open files" in kept[f"/{folder.path.name}"]
-    assert engine_folders.remove_dead(bridge) == ([f"/{folder.path.name}"], {})
+    assert membership.remove_dead_folders(bridge) == ([f"/{folder.path.name}"], {})
 
 
 def killed(writer: subprocess.Popen[str]) -> None:

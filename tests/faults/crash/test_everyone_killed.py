@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.segments import membership, segment
+from shmbridge.segments import MOUNT, control_name, lane_names, membership, still_named, weights_name
 from shmbridge.testing import wait_until
 from shmbridge.testing.faults import FaultyChild
 
@@ -118,8 +118,8 @@ def test_clean_shows_and_then_removes(bridge, wreck, orphan, make_consumer, segm
         if lane.unreleased
     ]
     others = [
-        segment.control_name(bridge),
-        segment.weights_name(bridge),
+        control_name(bridge),
+        weights_name(bridge),
         *(lane.name for lane in words.values() if not lane.unreleased),
     ]
     assert code == 0
@@ -161,7 +161,7 @@ def test_clean_leaves_a_living_consumer_what_it_has_not_had_yet(
 def test_clean_tells_whose_records_wait_once_the_consumer_is_gone(bridge, faulty, make_consumer):
     make_consumer().close()
     assert faulty("produce", "left", 2).end() == 0
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     assert f"removed {name} with 2 undelivered records" in clean_command(bridge, "--yes")[1]
 
 
@@ -175,16 +175,16 @@ def test_a_bridge_swept_between_open_and_lock_is_entered_again(
 
     def open_and_lose(name: str, flags: int = 0) -> int:
         file = opened(name, flags)
-        if name == segment.control_name(bridge) and not swept:
+        if name == control_name(bridge) and not swept:
             swept.append(name)
-            (segment.MOUNT / name[1:]).unlink()
+            (MOUNT / name[1:]).unlink()
         return file
 
     monkeypatch.setattr(membership, "open_segment", open_and_lose)
     first = (make_producer if end == "producer" else make_consumer)()
     assert swept
     words = first._control if end == "producer" else first._state.words
-    assert segment.still_named(words.mapping.fd, segment.control_name(bridge)), (
+    assert still_named(words.mapping.fd, control_name(bridge)), (
         "it takes part in a bridge nobody else can find"
     )
 
@@ -303,7 +303,7 @@ def test_twenty_starters_race_and_some_are_killed(seed, actor):
     race = Race(actor("nursery", seed))
     for _ in range(3):
         race.hear_until(race.everything_came)
-        gone = [number for number in race.living if not (segment.MOUNT / race.lanes[number][1:]).exists()]
+        gone = [number for number in race.living if not (MOUNT / race.lanes[number][1:]).exists()]
         assert not gone, f"lanes of living producers were removed: {gone}"
         count = len(race.hubs)
         os.kill(race.hubs[-1], signal.SIGKILL)

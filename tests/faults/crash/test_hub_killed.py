@@ -9,7 +9,7 @@ import pytest
 
 import shmbridge
 from shmbridge._ext import header
-from shmbridge.segments import segment
+from shmbridge.segments import open_mapping
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -48,7 +48,7 @@ def test_a_hub_is_killed_while_releasing(label, skip, filled, faulty, make_consu
     child.end_on_fault()
     released = skip + (label == "hub.released")
     assert sum(line.startswith("released ") for line in child.said) == skip
-    lane = segment.open_mapping(filled.lane_name)
+    lane = open_mapping(filled.lane_name)
     assert header.releases(lane) == (skip, released), "at most one behind"
     check_successor(filled, make_consumer, take, roles, segments, expected(0, COUNT - released, COUNT))
     assert header.releases(lane) == (COUNT + 1, COUNT + 1), "the successor has counted it"

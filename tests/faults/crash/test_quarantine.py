@@ -8,7 +8,7 @@ import pytest
 
 import shmbridge
 from shmbridge._ext import header
-from shmbridge.segments import segment
+from shmbridge.segments import open_mapping
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -54,7 +54,7 @@ def test_a_hub_killed_as_it_quarantines_has_counted_all_or_nothing(
 
 def spoil(producer: shmbridge.Producer) -> None:
     """Record 1 says that it is larger than its lane."""
-    mapping = segment.open_mapping(producer.lane_name)
+    mapping = open_mapping(producer.lane_name)
     memory, (_, slots_at, *_) = memoryview(mapping), header.lane_geometry(producer.lane_bytes, 64)
     (place,) = [
         at

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from shmbridge import errors
-from shmbridge.segments import locks
-from shmbridge.segments.locks import LockByte
+from shmbridge.segments import LockByte, is_locked
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -303,5 +302,5 @@ def test_a_rank_that_joins_while_the_hub_changes(filled, faulty, make_consumer, 
     consumer.serve_ranks(1, groups=1)
     child.go_on()
     child.until(f"done {GROUPS - 1}")
-    assert not locks.is_locked(consumer._state.control_fd, LockByte.FIRST_EPOCH, consumer.hub_epoch)
-    assert locks.is_locked(consumer._state.control_fd, LockByte.FIRST_EPOCH + consumer.hub_epoch)
+    assert not is_locked(consumer._state.control_fd, LockByte.FIRST_EPOCH, consumer.hub_epoch)
+    assert is_locked(consumer._state.control_fd, LockByte.FIRST_EPOCH + consumer.hub_epoch)

@@ -10,8 +10,7 @@ import pytest
 
 import shmbridge
 from shmbridge.record.relayed import memory_of, table_of
-from shmbridge.segments import membership, receipts, segment
-from shmbridge.segments.receipts import newest_relayed
+from shmbridge.segments import lane_names, newest_relayed, read_receipts, sweep_bridge
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -55,7 +54,7 @@ def test_a_relay_is_killed_with_no_consumer_there(
             with consumer.get(timeout_s=5) as it:
                 assert it.meta.origin.sequence == roles.there(number)
         assert consumer.poll() == []
-        until(lambda: segment.lane_names(bridge) == [])
+        until(lambda: lane_names(bridge) == [])
         assert newest_relayed(bridge) == known(roles, count)
     shmbridge.clean(bridge, dry_run=False)
     assert segments() == []
@@ -77,7 +76,7 @@ def test_a_relay_is_killed_while_its_records_are_released(
                 assert (it.meta.origin.sequence, it._slot) == (roles.there(number), 0)
     child.end_on_fault()
     assert newest_relayed(bridge) == known(roles, count)
-    until(lambda: segment.lane_names(bridge) == [])
+    until(lambda: lane_names(bridge) == [])
     assert newest_relayed(bridge) == known(roles, count)
 
 
@@ -104,7 +103,7 @@ def dead_lane(bridge, record, faulty) -> str:
     child = faulty("relay", record, fault=Fault("producer.woken_hub", 2))
     child.tell("\n" * 2)
     child.end_on_fault()
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     return name
 
 
@@ -115,9 +114,9 @@ def test_who_removes_the_lane_is_killed(label, bridge, dead_lane, faulty, roles,
     assert newest_relayed(bridge) == known(roles, 3)
     faulty("sweep", fault=Fault(label)).end_on_fault()
     assert newest_relayed(bridge) == known(roles, 3)
-    assert segment.lane_names(bridge) == [dead_lane]
-    assert dead_lane in membership.sweep(bridge).removed
-    assert len(receipts.read_all(bridge)) == 1
+    assert lane_names(bridge) == [dead_lane]
+    assert dead_lane in sweep_bridge(bridge).removed
+    assert len(read_receipts(bridge)) == 1
     assert newest_relayed(bridge) == known(roles, 3)
     shmbridge.clean(bridge, dry_run=False)
     assert segments() == []
@@ -129,10 +128,10 @@ def test_who_removes_the_lane_is_stopped(label, bridge, dead_lane, faulty, roles
     faulty("release_all", 3, fault=Fault(label)).end_on_fault()
     child = faulty("sweep", fault=Fault(label, 0, signal.SIGSTOP))
     child.wait_stopped()
-    assert len(receipts.read_all(bridge)) == (label != "receipt.created")
-    assert membership.sweep(bridge).kept[dead_lane]
+    assert len(read_receipts(bridge)) == (label != "receipt.created")
+    assert sweep_bridge(bridge).kept[dead_lane]
     assert newest_relayed(bridge) == known(roles, 3)
     child.go_on()
     assert child.end() == 0
-    assert segment.lane_names(bridge) == []
+    assert lane_names(bridge) == []
     assert newest_relayed(bridge) == known(roles, 3)

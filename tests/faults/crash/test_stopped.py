@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -143,7 +143,7 @@ def test_the_first_of_a_bridge_is_stopped(label, bridge, faulty, make_consumer, 
     until(lambda: "_ext/lane." in Path(f"/proc/{second.pid}/maps").read_text(), 20)
     with pytest.raises(AssertionError, match="printed nothing"):
         second.line(timeout_s=0.5)
-    assert segment.lane_names(bridge) == []
+    assert lane_names(bridge) == []
     first.go_on()
     assert (first.end(), second.end()) == (0, 0)
     taken = Taken(make_consumer(), roles)

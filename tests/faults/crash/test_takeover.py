@@ -5,7 +5,7 @@ producer is restarted.
 import pytest
 
 import shmbridge
-from shmbridge.segments.discard_reasons import Discard
+from shmbridge.errors import Discard
 from shmbridge.testing.faults import Fault
 
 PRODUCERS, COUNT, FULL = 8, 10, 4  # a lane has room for four records

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.segments import membership, segment
+from shmbridge.segments import lane_names, remove_lane
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 ROUNDS = 8
@@ -77,7 +77,7 @@ def succeed(role: str, bridge: str, until) -> None:
     if role == "hub":
         shmbridge.Consumer(bridge).close()
     elif role == "producer":
-        (lane,) = segment.lane_names(bridge)
-        until(lambda: membership.remove_lane(lane)[0])
+        (lane,) = lane_names(bridge)
+        until(lambda: remove_lane(lane)[0])
     else:
         WeightsWriter(bridge).close()

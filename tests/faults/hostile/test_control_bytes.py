@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import control_name
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 WORDS = {
@@ -46,10 +46,7 @@ COMERS = (
 
 @contextmanager
 def control_bytes(bridge: str) -> Iterator[mmap.mmap]:
-    with (
-        open(f"/dev/shm{segment.control_name(bridge)}", "r+b") as file,
-        mmap.mmap(file.fileno(), 0) as memory,
-    ):
+    with open(f"/dev/shm{control_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         yield memory
 
 
@@ -156,19 +153,19 @@ def test_the_hub_s_column_table(bridge, make_consumer, what) -> None:
 
 def test_a_short_or_empty_control_segment_is_made_whole(bridge) -> None:
     for size, filler in ((0, b""), (100, b"\0"), (4096, b"\0"), (20479, b"\0")):
-        with open(f"/dev/shm{segment.control_name(bridge)}", "wb") as file:
+        with open(f"/dev/shm{control_name(bridge)}", "wb") as file:
             file.write(filler * size)
         assert come(bridge) == [], f"a control segment of {size} bytes"
 
 
 def test_a_control_segment_of_garbage(bridge, look_around: Callable[[str], None]) -> None:
-    path = f"/dev/shm{segment.control_name(bridge)}"
+    path = f"/dev/shm{control_name(bridge)}"
     for size in (8, 100, 4096, 20480, 1 << 20):
         with open(path, "wb") as file:
             file.write(b"\x5a" * size)
         look_around(bridge)
         assert len(come(bridge)) == len(COMERS), f"{size} bytes of garbage"
-        assert segment.control_name(bridge) in shmbridge.clean(bridge, dry_run=False).removed
+        assert control_name(bridge) in shmbridge.clean(bridge, dry_run=False).removed
         assert come(bridge) == []
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import shmbridge
 from shmbridge.control import messages
 from shmbridge.control.client import AsyncControlClient, ControlClient, control_address
-from shmbridge.segments import segment
+from shmbridge.segments import socket_directory
 
 TIMEOUT_S = 0.3
 SLACK_S = 1.0
@@ -31,7 +31,7 @@ class FalseHub:
 
     def __init__(self, bridge: str) -> None:
         self.bridge = bridge
-        segment.socket_directory(bridge).mkdir(mode=0o700)
+        socket_directory(bridge).mkdir(mode=0o700)
         self.say: Say = lambda _, __: []
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -55,7 +55,7 @@ class FalseHub:
         self._thread.join()
         self._context.destroy(linger=0)
         os.unlink(control_address(self.bridge).removeprefix("ipc://"))
-        segment.socket_directory(self.bridge).rmdir()
+        socket_directory(self.bridge).rmdir()
 
 
 @pytest.fixture(scope="module")

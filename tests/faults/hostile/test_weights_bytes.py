@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import weights_name
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
 TABLE_AT, LATEST_AT = 4096, 128
@@ -38,10 +38,7 @@ VALUES = np.arange(8, dtype=np.float32)
 
 @contextlib.contextmanager
 def weights_bytes(bridge: str) -> Iterator[mmap.mmap]:
-    with (
-        open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
-        mmap.mmap(file.fileno(), 0) as memory,
-    ):
+    with open(f"/dev/shm{weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         yield memory
 
 
@@ -316,7 +313,7 @@ def test_weights_bytes_may_be_whatever_hypothesis_writes(weights, changes) -> No
 
 
 def test_a_short_segment(bridge) -> None:
-    path = f"/dev/shm{segment.weights_name(bridge)}"
+    path = f"/dev/shm{weights_name(bridge)}"
     for size in (0, 1, 4095, 4096, 8191):
         with open(path, "wb") as file:
             file.write(b"\x5a" * size)
@@ -339,7 +336,7 @@ def test_a_writer_begins_again_on_a_dead_ones_garbage(bridge, table) -> None:
 
 
 def test_the_mount_is_looked_at_with_garbage_weights(bridge, look_around: Callable[[str], None]) -> None:
-    with WeightsWriter(bridge), open(f"/dev/shm{segment.weights_name(bridge)}", "wb") as file:
+    with WeightsWriter(bridge), open(f"/dev/shm{weights_name(bridge)}", "wb") as file:
         file.write(b"\xff" * 9000)
         file.flush()
         look_around(bridge)

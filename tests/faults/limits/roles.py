@@ -20,7 +20,7 @@ import numpy as np
 import shmbridge
 import shmbridge.control.server
 from shmbridge import Consumer, Producer, clean, list_bridges
-from shmbridge.segments import os_limits as limits
+from shmbridge.segments import locks as limits
 from shmbridge.weights import WeightsWriter
 
 MOUNT = "/dev/shm"

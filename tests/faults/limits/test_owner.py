@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.segments import membership, segment
+from shmbridge.segments import (
+    MOUNT,
+    control_name,
+    gateway_directory,
+    lane_names,
+    open_control,
+    socket_directory,
+    weights_name,
+)
 from shmbridge.weights import WeightsWriter
 
 NOBODY = 65534
@@ -75,7 +83,7 @@ def test_another_users_bridge_is_refused(what, bridge, producer, consumer, as_no
 
 
 def test_another_user_cannot_reach_the_control_socket(bridge, consumer, as_nobody) -> None:
-    (path,) = [path for path in segment.socket_directory(bridge).iterdir() if path.is_socket()]
+    (path,) = [path for path in socket_directory(bridge).iterdir() if path.is_socket()]
 
     def dial() -> None:
         with socket.socket(socket.AF_UNIX) as client:
@@ -91,7 +99,7 @@ def test_another_users_bridges_are_in_nobodys_way(bridge, producer, as_nobody) -
     assert bridge not in as_nobody(shmbridge.list_bridges)
     said = as_nobody(lambda: shmbridge.clean(None, dry_run=False))
     assert said.startswith("did CleanReport"), said
-    assert len(segment.lane_names(bridge)) == 1
+    assert len(lane_names(bridge)) == 1
 
 
 def test_root_does_not_lock_a_user_out_of_his_bridge(bridge, as_nobody) -> None:
@@ -100,25 +108,25 @@ def test_root_does_not_lock_a_user_out_of_his_bridge(bridge, as_nobody) -> None:
     """
 
     def open_and_leave() -> None:
-        control = membership.open_control(bridge)
+        control = open_control(bridge)
         control.mapping.fd  # noqa: B018
         os._exit(0)
 
     as_nobody(open_and_leave)
-    assert segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).stat().st_uid == NOBODY
+    assert MOUNT.joinpath(control_name(bridge)[1:]).stat().st_uid == NOBODY
     try:
         for attempt in (lambda: shmbridge.Producer(bridge), lambda: shmbridge.Consumer(bridge)):
             with pytest.raises(
                 shmbridge.ShmPermission, match=f"belongs to uid {NOBODY}, this process is uid 0"
             ):
                 attempt()
-        assert segment.lane_names(bridge) == []
+        assert lane_names(bridge) == []
     finally:
-        segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).unlink()
+        MOUNT.joinpath(control_name(bridge)[1:]).unlink()
 
 
 def test_a_foreign_lane_is_refused_and_nobody_else_suffers(not_root, bridge, consumer, make_producer) -> None:
-    foreign = segment.MOUNT / f"shmbridge.{bridge}.l.{'0' * 16}"
+    foreign = MOUNT / f"shmbridge.{bridge}.l.{'0' * 16}"
     foreign.write_bytes(b"\0" * 65536)
     os.chown(foreign, NOBODY, NOBODY)
     try:
@@ -134,7 +142,7 @@ def test_a_foreign_lane_is_refused_and_nobody_else_suffers(not_root, bridge, con
 
 
 def test_a_foreign_socket_directory(not_root, bridge) -> None:
-    directory: Path = segment.socket_directory(bridge)
+    directory: Path = socket_directory(bridge)
     directory.mkdir()
     os.chown(directory, NOBODY, NOBODY)
     try:
@@ -148,7 +156,7 @@ def test_a_foreign_socket_directory(not_root, bridge) -> None:
 @pytest.mark.parametrize("ours", ["nothing", "a lane"])
 def test_clean_leaves_another_users_directories(ours, not_root, bridge, make_producer) -> None:
     """Root could remove everything: folders of another user's gateway and hub are kept and named."""
-    folders = [segment.socket_directory(bridge), segment.gateway_directory(bridge)]
+    folders = [socket_directory(bridge), gateway_directory(bridge)]
     if ours == "a lane":
         make_producer().close()
     for folder in folders:
@@ -163,7 +171,7 @@ def test_clean_leaves_another_users_directories(ours, not_root, bridge, make_pro
             }.items() <= report.kept.items()
             assert not {f"/{folder.name}" for folder in folders} & set(report.removed)
             assert all(folder.joinpath("state").exists() for folder in folders)
-        assert not segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).exists()
+        assert not MOUNT.joinpath(control_name(bridge)[1:]).exists()
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -171,7 +179,7 @@ def test_clean_leaves_another_users_directories(ours, not_root, bridge, make_pro
 
 def test_clean_leaves_another_users_weights(not_root, bridge, make_producer) -> None:
     make_producer().close()
-    weights = segment.MOUNT / segment.weights_name(bridge)[1:]
+    weights = MOUNT / weights_name(bridge)[1:]
     weights.write_bytes(b"\0" * 4096)
     os.chown(weights, NOBODY, NOBODY)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names
 
 ELSEWHERE = ("unshare", "-p", "-f", "--kill-child", "--mount-proc")
 
@@ -44,7 +44,7 @@ def test_records_flow_and_the_death_is_seen_within_a_second(
     assert consumer.stats()["lanes_live"] == 1
     child.process.kill()  # unshare; its child 1 goes with it
     until(lambda: consumer.stats()["lanes_live"] == 0, 1.0)
-    until(lambda: not segment.lane_names(bridge), 1.0)
+    until(lambda: not lane_names(bridge), 1.0)
     consumer.close()
     assert segments() == []
 
@@ -53,12 +53,12 @@ def test_nothing_alive_is_swept_from_either_side(elsewhere, bridge, consumer, ma
     here = make_producer(producer_id="here")
     child = elsewhere("produce", 5)
     child.step("put")
-    names = segment.lane_names(bridge)
+    names = lane_names(bridge)
     assert len(names) == 2
     report = shmbridge.clean(bridge, dry_run=False)
     assert (report.removed, set(names) <= set(report.kept)) == ([], True)
     assert "removed=[]" in clean_elsewhere(bridge)
-    assert segment.lane_names(bridge) == names
+    assert lane_names(bridge) == names
     with pytest.raises(shmbridge.ConsumerTaken):
         shmbridge.Consumer(bridge)
     here.put({"tokens": [[1]]})
@@ -84,9 +84,9 @@ def test_a_dead_one_is_cleaned_from_another_namespace(elsewhere, bridge, until) 
         ),
         2.0,
     )
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     assert f"undelivered={{'{name}': 3}}" in clean_elsewhere(bridge)
-    assert segment.lane_names(bridge) == []
+    assert lane_names(bridge) == []
 
 
 def test_a_consumer_elsewhere_takes_over(elsewhere, bridge, make_producer, until) -> None:

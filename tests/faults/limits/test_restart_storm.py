@@ -3,7 +3,7 @@ consumer the mount fills.
 """
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names
 
 COUNT, LANES = 200, 8
 
@@ -17,11 +17,11 @@ def test_a_storm_with_a_consumer(start, bridge, segments, until) -> None:
         with consumer.get(20) as record:
             numbers.append(int(record["tokens"].values[0]))
             del record
-        most = max(most, len(segment.lane_names(bridge)))
+        most = max(most, len(lane_names(bridge)))
     assert child.step("storm")["died"] == COUNT
     assert child.rest() == []
     assert sorted(numbers) == list(range(COUNT))
-    until(lambda: not segment.lane_names(bridge), 2.0)
+    until(lambda: not lane_names(bridge), 2.0)
     assert most < COUNT / 2, f"{most} lanes stood at a time"
     assert consumer.stats()["records_total"] == consumer.stats()["released_total"] == COUNT
     consumer.close()
@@ -41,7 +41,7 @@ def test_a_storm_before_the_consumer(start, bridge, segments, until) -> None:
                 del record
         assert sorted(numbers) == list(range(count))
         assert max(numbers[:LANES]) < 2 * LANES, f"the oldest lanes come first: {numbers}"
-        until(lambda: not segment.lane_names(bridge), 2.0)
+        until(lambda: not lane_names(bridge), 2.0)
     assert segments() == []
 
 
@@ -55,7 +55,7 @@ def test_a_batch_of_more_groups_than_lanes_from_the_dead(start, bridge, segments
         assert consumer.stats()["held"] == 3 * LANES
         batch.release()
         iterator.close()
-        until(lambda: not segment.lane_names(bridge), 2.0)
+        until(lambda: not lane_names(bridge), 2.0)
     assert segments() == []
 
 

@@ -41,7 +41,20 @@ import shmbridge.control.server
 import shmbridge.producer
 from shmbridge import sizing
 from shmbridge._ext import header
-from shmbridge.segments import inventory, membership, os_limits, segment, values
+from shmbridge.segments import (
+    MOUNT,
+    lane_info,
+    lane_names,
+    locks,
+    memory_headroom,
+    read_values_head,
+    release_values,
+    segment,
+    sweep_bridge,
+    value_names,
+    weights_name,
+    write_values,
+)
 from shmbridge.testing.holders import segments_of
 from shmbridge.watch import snapshot
 from shmbridge.watch.observer import Observer
@@ -126,10 +139,10 @@ def take_the_rest(setting: Setting, begin: Callable[[], None], notes: Notes) -> 
     """Takes what nobody has taken, not in turns, and releases values whose writer was killed."""
     with shmbridge.Consumer(setting.bridge) as consumer:
         _take_some(consumer, notes, timeout_s=0.0)
-    for name in segment.value_names(setting.bridge):
+    for name in value_names(setting.bridge):
         with contextlib.suppress(shmbridge.RecordUnreadable):  # never committed
-            values.release(name, range(2))
-    membership.sweep(setting.bridge)
+            release_values(name, range(2))
+    sweep_bridge(setting.bridge)
 
 
 def _take_some(consumer: shmbridge.Consumer, notes: Notes, *, timeout_s: float) -> None:
@@ -167,8 +180,8 @@ def look(setting: Setting, begin: Callable[[], None], notes: Notes) -> None:
     while not setting.over:
         if (seen := snapshot.look(setting.bridge)) is not None:
             notes.add("unreadable", seen.unreadable)
-        for name in segment.lane_names(setting.bridge):
-            inventory.lane_info(name)
+        for name in lane_names(setting.bridge):
+            lane_info(name)
         time.sleep(0.01)
 
 
@@ -185,9 +198,7 @@ def publish(
                 writer.publish(version, [("tensor", np.full(size, version))], timeout_s=LIMIT_S)
                 notes.add("published", version)
                 if one_model:
-                    notes.add(
-                        "segment", os.stat(f"{segment.MOUNT}{segment.weights_name(setting.bridge)}").st_ino
-                    )
+                    notes.add("segment", os.stat(f"{MOUNT}{weights_name(setting.bridge)}").st_ino)
         os.sched_yield()
 
 
@@ -209,11 +220,11 @@ def store(setting: Setting, begin: Callable[[], None], notes: Notes) -> None:
     """Stores values, finds them again, and releases them row by row."""
     begin()
     for _ in range(2):
-        name = values.write(setting.bridge, np.arange(2), b"table", [(0, [bytes(2 * STEP_BYTES)])])
+        name = write_values(setting.bridge, np.arange(2), b"table", [(0, [bytes(2 * STEP_BYTES)])])
         for row in range(2):
-            if (found := values.read_head(name)) is None or found.table != b"table":
+            if (found := read_values_head(name)) is None or found.table != b"table":
                 notes.add("lost", f"values {name} before row {row} was released")
-            values.release(name, [row])
+            release_values(name, [row])
         os.sched_yield()
 
 
@@ -435,8 +446,8 @@ def prepare() -> None:
     segment._STEP_BYTES = STEP_BYTES
     segment._TURN_PREFIX = f".shmbridge-turn.step-fuzz-{os.getpid()}."
     # Dozens of calls for each step, none of which has to do with another process.
-    os_limits.memory_headroom = functools.cache(os_limits.memory_headroom)
-    os_limits.memory_headroom()
+    locks.memory_headroom = functools.cache(memory_headroom)
+    memory_headroom()
 
 
 def main() -> int:
@@ -473,7 +484,7 @@ def main() -> int:
                 break
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{segment.MOUNT}/{segment._TURN_PREFIX}{os.geteuid()}")
+            os.unlink(f"{MOUNT}/{segment._TURN_PREFIX}{os.geteuid()}")
     about = {"played": played} if wanted.turns else {}
     print(json.dumps({"seed": wanted.seed, "wrong": wrong, **tally, **about}), flush=True)
     return 1 if wrong else 0

@@ -25,7 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one thread, or it could no
 import numpy as np
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import control_name, stands_there, weights_name
 from shmbridge.weights import WeightsLease, WeightsPart, WeightsReader, WeightsWriter
 
 SHAPES = {"large": (300, 1000), "wide": (4, 50_000), "vector": (999,), "small": (2, 3), "scalar": ()}
@@ -280,11 +280,7 @@ def main() -> int:
                 assert {int(np.unique(tensor)[0]) for tensor in held.tensors.values()} == {version}
         if time.monotonic() - began > 5:
             director.wrong.append("the last writer waited for the dead")
-    left = [
-        name
-        for name in (segment.control_name(bridge), segment.weights_name(bridge))
-        if segment.stands_there(name)
-    ]
+    left = [name for name in (control_name(bridge), weights_name(bridge)) if stands_there(name)]
     director.wrong += [f"{name} is left" for name in left]
     shmbridge.clean(bridge, dry_run=False)
     print(

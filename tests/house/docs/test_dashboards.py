@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shmbridge.counters import COUNTERS
+from shmbridge.metrics import COUNTERS
 
 ROOT = Path(__file__).parents[3]
 RULES = yaml.safe_load((ROOT / "examples/grafana/alerts.yml").read_text())["groups"][0]["rules"]

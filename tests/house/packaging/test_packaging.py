@@ -106,12 +106,6 @@ def outside(*argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_wheel_has_every_public_path(fresh_python, tmp_path):
-    tried = Path(__file__).parents[1] / "sources" / "public_paths.py"
-    done = outside(fresh_python, tried, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_the_wheel_has_no_suite_and_no_result(tree, in_wheel):
     assert suites(tree), "there are some in the tree"
     assert not [name for name in in_wheel if name.rpartition("/")[2].startswith(("test_", "conftest"))]

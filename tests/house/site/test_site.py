@@ -228,4 +228,4 @@ def test_a_browser_shows_it(address: str, tmp_path: Path, name: str, words: str)
 
 
 def test_sources_are_shown(site: Path) -> None:
-    assert "COUNTERS" in (site / "shmbridge/counters.py.html").read_text()
+    assert "COUNTERS" in (site / "shmbridge/metrics.py.html").read_text()

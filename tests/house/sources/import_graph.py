@@ -3,10 +3,9 @@
     python tests/house/sources/import_graph.py [ROOT] [--package shmbridge] [--package consumers/learner]
     [--arrows]
 
-A room is a folder of the package, or a module at its top. A module that only re-exports another, as the
-public path of one that moved, is counted separately. An arrow is an import of one room by another. A level is
-one more than the highest that a room imports; rooms of one circle share it. Reads the files of any revision;
-imports nothing of them.
+A room is a folder of the package, or a module at its top. An arrow is an import of one room by another. A
+level is one more than the highest that a room imports; rooms of one circle share it. Reads the files of any
+revision; imports nothing of them.
 """
 
 import argparse
@@ -26,7 +25,6 @@ class Graph:
     """Rooms, and the imports of each."""
 
     arrows: dict[str, set[str]]
-    aliases: int
 
     @property
     def count(self) -> int:
@@ -110,8 +108,6 @@ def graph(root: Path, package: str, *, for_types: bool = True) -> Graph:
     inside = {name: path for name, path in there.items() if name == dotted or name.startswith(dotted + ".")}
     if dotted == "shmbridge":
         inside = {name: path for name, path in inside.items() if not set(name.split(".")[1:2]) & set(MAPPED)}
-    aliases = {name for name, path in inside.items() if "sys.modules[__name__] = " in path.read_text()}
-    inside = {name: path for name, path in inside.items() if name not in aliases}
 
     def room(name: str) -> str:
         rest = name.removeprefix(dotted).lstrip(".")
@@ -127,7 +123,7 @@ def graph(root: Path, package: str, *, for_types: bool = True) -> Graph:
                 target = target.rpartition(".")[0]
             if target in inside and room(target) != room(name):
                 arrows[room(name)].add(room(target))
-    return Graph(arrows, len(aliases))
+    return Graph(arrows)
 
 
 def main() -> None:
@@ -145,10 +141,9 @@ def main() -> None:
         found = graph(options.root, package)
         levels = found.levels()
         height = max(levels.values(), default=0)
-        beside = f" (and {found.aliases} public paths of what moved)" if found.aliases else ""
         circles = found.circles()
         numbers = f"{len(levels)} rooms, {height} levels, {found.count} arrows, {len(circles)} circles"
-        print(f"{package}: {numbers}{beside}")
+        print(f"{package}: {numbers}")
         for circle in circles:
             print(f"  circle: {' <-> '.join(circle)}")
         if options.arrows:

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[3]
 # Rooms of each folder, lowest first. A room imports only from lines above its own.
 ORDER = {
     "shmbridge": """
-        _ext errors counters log_format shown
-        wrong_value metrics config program schema other_names atropos
+        _ext errors log_format metrics
+        config program schema atropos
         sizing segments parser extras httpd
         record control weights
         batch put watch

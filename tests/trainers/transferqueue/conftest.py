@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from shmbridge.consumers import transfer_queue as room
-from shmbridge.segments import membership, segment
+from shmbridge.segments import bridge_names, sweep_bridge, value_names
 
 HOOK = {"worker_process_setup_hook": "shmbridge.consumers.transfer_queue.register"}
 EXAMPLE = Path(__file__).parents[3] / "examples" / "transferqueue_backend.py"
@@ -63,10 +63,10 @@ def queue(cluster) -> Iterator[str]:
     tq.init({"backend": {"storage_backend": "shmbridge", "shmbridge": {"bridge": bridge}}})
     yield bridge
     tq.close()
-    assert segment.value_names(bridge) == [], "the queue's values go with it"
+    assert value_names(bridge) == [], "the queue's values go with it"
     deadline = time.monotonic() + 30
-    while bridge in segment.bridges():  # until Ray has ended its workers
-        membership.sweep(bridge)
+    while bridge in bridge_names():  # until Ray has ended its workers
+        sweep_bridge(bridge)
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -107,7 +107,7 @@ def partition(queue) -> Iterator[str]:
     yield name
     if keys := list(tq.kv_list(name).get(name, {})):
         tq.kv_clear(keys, name)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
 
 
 @pytest.fixture(scope="session")

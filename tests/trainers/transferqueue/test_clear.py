@@ -8,7 +8,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from shmbridge.segments import segment
+from shmbridge.segments import value_names
 from shmbridge.testing import wait_until
 
 KEYS = ["k0", "k1", "k2"]
@@ -21,7 +21,7 @@ def put(keys, partition, **fields):
 def test_another_process_clears(queue, partition, there):
     put(KEYS, partition, x=torch.zeros(3, 2))
     there(tq.kv_clear, KEYS, partition)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
     with pytest.raises(ValueError, match="not found"):
         tq.kv_batch_get(KEYS, partition)
 
@@ -31,9 +31,9 @@ def test_rows_go_one_by_one(queue, partition, there):
     there(tq.kv_clear, "k1", partition)
     assert tq.kv_batch_get(["k0", "k2"], partition)["x"].values().tolist() == [0, 2]
     tq.kv_clear("k0", partition)
-    assert len(segment.value_names(queue)) == 1
+    assert len(value_names(queue)) == 1
     tq.kv_clear("k2", partition)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
 
 
 def test_rows_with_other_fields_are_cleared_together(queue, partition):
@@ -42,14 +42,14 @@ def test_rows_with_other_fields_are_cleared_together(queue, partition):
     put(KEYS, partition, x=torch.zeros(3, 2))
     put(KEYS[:1], partition, more=torch.zeros(1, 2))
     tq.kv_clear(["group", *KEYS], partition)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
 
 
 def test_what_was_put_over_goes_too(queue, partition):
     for number in range(4):
         put(KEYS, partition, x=torch.full((3, 1), number))
     tq.kv_clear(KEYS, partition)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
 
 
 def test_clearing_twice_does_nothing(partition):
@@ -76,7 +76,7 @@ def test_a_partition_is_cleared_whole(queue, partition):
     client = tq.get_client()
     client.put(TensorDict({"x": torch.zeros(5, 2)}, batch_size=5), partition_id=partition)
     client.clear_partition(partition)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
 
 
 def test_a_reader_that_comes_too_late_is_told(partition):

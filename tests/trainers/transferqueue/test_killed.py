@@ -9,7 +9,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from shmbridge.segments import segment
+from shmbridge.segments import value_names
 
 KEYS = [f"k{n}" for n in range(8)]
 
@@ -48,4 +48,4 @@ def test_a_killed_reader_leaves_nothing(queue, partition, peers):
     kill(reader)
     assert torch.equal(tq.kv_batch_get(KEYS, partition)["x"].values(), torch.arange(8000.0))
     tq.kv_clear(KEYS, partition)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []

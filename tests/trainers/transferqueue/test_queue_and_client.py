@@ -17,7 +17,16 @@ import shmbridge
 from shmbridge.consumers import transfer_queue as room
 from shmbridge.consumers.transfer_queue.columns import Column
 from shmbridge.consumers.transfer_queue.queue_lock import Queue, begin, join
-from shmbridge.segments import membership, segment, values
+from shmbridge.segments import (
+    MOUNT,
+    bridge_names,
+    membership,
+    mount_id,
+    new_name,
+    value_bytes,
+    value_names,
+    write_values,
+)
 
 KEYS = ["0@a", "1@a", "0@b@c", "1@b@c"]
 VALUES = [torch.arange(3), torch.arange(5), "text", {"k": 1}]
@@ -31,7 +40,7 @@ def make_client(bridge):
 
     yield make
     make().clear([f"{owner}@" for owner in range(100)])
-    assert segment.value_names(bridge) == []
+    assert value_names(bridge) == []
 
 
 def test_it_is_registered_by_its_name():
@@ -50,7 +59,7 @@ def test_put_get_and_clear_by_keys(make_client, bridge):
     make_client().clear(KEYS[:1])
     assert client.get(["1@a"], custom_backend_meta=places[:1])[0].tolist() == [0, 1, 2, 3, 4]
     client.clear(KEYS)
-    assert segment.value_names(bridge) == []
+    assert value_names(bridge) == []
     with pytest.raises(StorageKeyNotFoundError, match="its rows were cleared"):
         client.get(KEYS, custom_backend_meta=places)
 
@@ -70,7 +79,7 @@ def test_what_was_never_put_is_not_found(make_client):
 def test_keys_that_do_not_fit_are_refused(keys, given, make_client, bridge):
     with pytest.raises(shmbridge.BadArgument):
         make_client().put(keys, given)
-    assert segment.value_names(bridge) == []
+    assert value_names(bridge) == []
 
 
 def test_a_full_bridge_makes_a_put_wait_until_rows_are_cleared(make_client):
@@ -97,13 +106,13 @@ def test_no_room_in_time_names_the_numbers(size, says, make_client, bridge):
     client.put(["0@a"], [torch.zeros(600_000, dtype=torch.uint8)])
     with pytest.raises(shmbridge.LaneFull, match=says):
         client.put(["1@a"], [torch.zeros(size, dtype=torch.uint8)])
-    assert len(segment.value_names(bridge)) == 1
+    assert len(value_names(bridge)) == 1
 
 
 def test_garbage_in_a_table_is_refused(make_client, bridge):
     client = make_client()
     (place,) = client.put(["0@a"], [torch.arange(3)])
-    path = segment.MOUNT / place[1:]
+    path = MOUNT / place[1:]
     raw = path.read_bytes()
     at = raw.index(b"int64")
     path.write_bytes(raw[:at] + b"int99" + raw[at + 5 :])
@@ -118,7 +127,7 @@ def test_a_bridge_has_one_living_queue(bridge):
     first.close()
     first.close()
     Queue(bridge).close()
-    assert bridge not in segment.bridges()
+    assert bridge not in bridge_names()
 
 
 ENDED = """
@@ -137,12 +146,12 @@ def test_what_an_ended_queue_left_goes_at_the_next_start(how, bridge, caplog):
     """Its controller is gone, and with it all that was known of the values."""
     done = subprocess.run([sys.executable, "-c", ENDED, bridge, how], timeout=60, check=False)
     assert done.returncode == (-9 if how == "killed" else 0)
-    left = segment.value_names(bridge)
+    left = value_names(bridge)
     assert len(left) == (1 if how == "killed" else 0)
-    membership.sweep(bridge)
-    assert segment.value_names(bridge) == left, "a start of something else does not throw them away"
+    membership.sweep_bridge(bridge)
+    assert value_names(bridge) == left, "a start of something else does not throw them away"
     queue = Queue(bridge)
-    assert segment.value_names(bridge) == []
+    assert value_names(bridge) == []
     assert ("3 rows that nobody had cleared were removed" in caplog.text) == (how == "killed")
     queue.close()
 
@@ -154,7 +163,7 @@ def test_the_configuration_reaches_the_clients(bridge):
     room.register()
     queue = StorageBootstrapProvider.get_provider("shmbridge")(conf)
     settings = conf.backend.shmbridge
-    assert (settings.bridge, settings.capacity, settings.mount) == (bridge, "1G", segment.mount_id())
+    assert (settings.bridge, settings.capacity, settings.mount) == (bridge, "1G", mount_id())
     join(settings).leave()
     queue.close()
 
@@ -175,14 +184,12 @@ def test_without_a_name_the_bridge_has_one(monkeypatch, bridge):
 
 def test_a_put_that_is_being_written_is_not_cleared(make_client, bridge):
     """It belongs to nobody yet; a clear leaves it alone."""
-    with open(segment.MOUNT / segment.new_name(bridge, "v")[1:], "wb") as half:
+    with open(MOUNT / new_name(bridge, "v")[1:], "wb") as half:
         client = make_client()
         client.clear(["0@a"])
-        assert segment.value_names(bridge) == [f"/{half.name.rpartition('/')[2]}"]
-        assert membership.sweep(bridge).removed == segment.value_names(bridge) or not segment.value_names(
-            bridge
-        )
-    assert values.stored_bytes(bridge) == (0, 0)
+        assert value_names(bridge) == [f"/{half.name.rpartition('/')[2]}"]
+        assert membership.sweep_bridge(bridge).removed == value_names(bridge) or not value_names(bridge)
+    assert value_bytes(bridge) == (0, 0)
 
 
 def test_of_two_values_for_a_row_in_one_put_the_last_counts(make_client, bridge):
@@ -190,7 +197,7 @@ def test_of_two_values_for_a_row_in_one_put_the_last_counts(make_client, bridge)
     name = client.store.put([5, 5], [Column("x", torch.tensor([[1, 1], [2, 2]]), 2)])
     assert client.get(["5@x"], custom_backend_meta=[name])[0].tolist() == [2, 2]
     client.clear(["5@x"])
-    assert segment.value_names(bridge) == []
+    assert value_names(bridge) == []
 
 
 @pytest.mark.parametrize("value", [np.zeros(2, "V8"), np.zeros(2, [("a", "i4")]), np.zeros((), "V3")[()]])
@@ -198,7 +205,7 @@ def test_values_of_no_type_are_refused_before_anything_is_stored(value, make_cli
     """numpy would bring the fields of their records back, but raw bytes not as they were."""
     with pytest.raises(shmbridge.InvalidRecord, match=r"field 'a', row 0: a numpy\.(ndarray|void)"):
         make_client().put(["0@a"], [value])
-    assert segment.value_names(bridge) == []
+    assert value_names(bridge) == []
 
 
 def test_a_limit_of_the_process_ends_a_clear_with_its_name(make_client, bridge, monkeypatch):
@@ -210,11 +217,11 @@ def test_a_limit_of_the_process_ends_a_clear_with_its_name(make_client, bridge, 
         raise shmbridge.ProcessLimit("1024 of 1024 descriptors are open", hint="ulimit -n 65536")
 
     with monkeypatch.context() as patched:
-        patched.setattr("shmbridge.segments.values.read_head", no_descriptor)
+        patched.setattr("shmbridge.segments.stored.read_values_head", no_descriptor)
         with pytest.raises(shmbridge.ProcessLimit, match="ulimit"):
             client.clear(["0@a"])
     client.clear(["0@a"])
-    assert segment.value_names(bridge) == []
+    assert value_names(bridge) == []
 
 
 def test_what_a_queue_puts_that_begins_during_a_sweep_stays(bridge, monkeypatch):
@@ -225,12 +232,12 @@ def test_what_a_queue_puts_that_begins_during_a_sweep_stays(bridge, monkeypatch)
         if not began:
             began.append(None)
             began.append(Queue(bridge))
-            values.write(bridge, np.arange(3), b"", [(0, [b"abc"])])
-        return segment.value_names(name)
+            write_values(bridge, np.arange(3), b"", [(0, [b"abc"])])
+        return value_names(name)
 
     monkeypatch.setattr(membership, "value_names", listed)
-    report = membership.sweep(bridge, with_records=True)
-    assert len(segment.value_names(bridge)) == 1
+    report = membership.sweep_bridge(bridge, with_records=True)
+    assert len(value_names(bridge)) == 1
     assert "its queue is alive" in "".join(report.kept.values())
     began[1].close()
 
@@ -248,4 +255,4 @@ def test_what_a_queue_puts_that_begins_during_a_sweep_stays(bridge, monkeypatch)
 def test_settings_that_no_client_could_use_are_refused(settings, says, bridge):
     with pytest.raises(shmbridge.ShmBridgeError, match=says):
         begin({"bridge": bridge, **settings})
-    assert bridge not in segment.bridges()
+    assert bridge not in bridge_names()

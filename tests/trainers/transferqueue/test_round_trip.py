@@ -12,7 +12,7 @@ from transfer_queue.metadata import extract_field_schema
 import shmbridge
 from shmbridge.consumers.transfer_queue.columns import Column
 from shmbridge.consumers.transfer_queue.manager import _schema
-from shmbridge.segments import segment
+from shmbridge.segments import value_names
 
 ROWS = [torch.arange(4.0), torch.zeros(0), torch.arange(7.0) - 3]
 
@@ -152,7 +152,7 @@ def test_a_view_outlives_the_clear(queue, partition):
     put(KEYS, partition, {"x": torch.arange(3 * 4096.0).view(3, 4096)})
     view = tq.kv_batch_get(KEYS, partition)["x"]
     tq.kv_clear(KEYS, partition)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
     put(KEYS, partition, {"x": torch.zeros(3, 4096)})
     assert torch.equal(view.values(), torch.arange(3 * 4096.0))
 
@@ -206,7 +206,7 @@ def test_what_has_no_bytes_is_refused_before_anything_is_stored(value, named, qu
     with pytest.raises(shmbridge.InvalidRecord, match=rf"field 'bad', row 1: .*{named}") as wrong:
         put(KEYS, partition, {"good": torch.zeros(3, 1), "bad": NonTensorStack(1, value, 2)})
     assert (wrong.value.column, wrong.value.row) == ("bad", 1)
-    assert segment.value_names(queue) == []
+    assert value_names(queue) == []
 
 
 def test_a_parser_is_refused(partition):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import shmbridge
-from shmbridge.segments import locks
+from shmbridge.segments import tickets_held
 
 
 def group(number: int = 0, rows: int = 1) -> dict:
@@ -219,7 +219,7 @@ def test_an_answer_of_a_hub_that_is_gone_counts_for_nothing(producer, make_consu
     now = time.monotonic_ns()
     assert producer._tickets._taken(MayBegin(epoch - 1, 0, now + 10**9)) is None
     assert producer._tickets._taken(MayBegin(epoch, 0, now - 1)) is None
-    assert locks.tickets_held(producer._lane.fd) == producer._tickets._held.count == 0
+    assert tickets_held(producer._lane.fd) == producer._tickets._held.count == 0
 
 
 @pytest.mark.parametrize(

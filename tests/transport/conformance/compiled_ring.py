@@ -16,8 +16,8 @@ import shmbridge
 from shmbridge._ext import header
 from shmbridge._ext import lane as lane_reader
 from shmbridge._ext import lane as lane_writer
-from shmbridge.segments import membership, segment
-from shmbridge.segments.discard_reasons import Discard
+from shmbridge.errors import Discard
+from shmbridge.segments import create_lane, open_control, open_mapping
 
 _SLOT_BYTES = 128
 _SLOT = struct.Struct("<QQQQ")  # generation, sequence, extent_at, extent_bytes; layout.h
@@ -57,7 +57,7 @@ class CompiledRing:
     def __init__(self, lane_count: int, slots: int, data_bytes: int) -> None:
         self.lane_count, self.slots, self.data_bytes = lane_count, slots, data_bytes
         self.bridge = f"conformance-{os.getpid()}-{os.urandom(3).hex()}"
-        self._control = membership.open_control(self.bridge)
+        self._control = open_control(self.bridge)
         self._lanes = [_Lane(self.bridge, slots, data_bytes, self._control) for _ in range(lane_count)]
         self._leases: dict[tuple[int, int], lane_reader.Lease] = {}
         self._views: dict[tuple[int, int], memoryview] = {}  # of leases that were asked to end
@@ -162,10 +162,10 @@ class _Lane:
     def __init__(self, bridge: str, slots: int, data_bytes: int, control: header.Control) -> None:
         _, self.slots_at, self.released_at, self.data_at, size = header.lane_geometry(data_bytes, slots)
         self.slots = slots
-        self.name, self.mapping = segment.create_lane(bridge, size)
+        self.name, self.mapping = create_lane(bridge, size)
         header.format_lane(self.mapping, data_bytes, slots, b"", 0, os.getpid(), 0, b"producer", b"")
         self.writer = lane_writer.LaneWriter(self.mapping, control.mapping)
-        hub_side = segment.open_mapping(self.name)
+        hub_side = open_mapping(self.name)
         assert hub_side is not None
         self.hub_side = hub_side
         self.reader: lane_reader.LaneReader | None = None

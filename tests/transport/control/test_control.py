@@ -14,7 +14,7 @@ from shmbridge.control.client import ControlClient, RequestRefused, control_addr
 from shmbridge.control.messages import Register, StatusRequest
 from shmbridge.control.server import ControlServer
 from shmbridge.errors import ShmPermission
-from shmbridge.segments.segment import socket_directory
+from shmbridge.segments import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
 
 RUN = FakeHub().run

@@ -19,7 +19,7 @@ from shmbridge.control.environments import ENV_IDS_PER_HUB
 from shmbridge.control.messages import Register, StatusRequest
 from shmbridge.control.server import ControlServer
 from shmbridge.errors import Closed, NoConsumer
-from shmbridge.segments.segment import socket_directory
+from shmbridge.segments import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
 
 RUN = FakeHub().run

@@ -7,7 +7,7 @@ import pytest
 
 import shmbridge
 from shmbridge.doctor import leaks
-from shmbridge.segments import inventory
+from shmbridge.segments import membership
 
 ABANDON = """
 import shmbridge, time
@@ -22,8 +22,8 @@ time.sleep(60)
 @pytest.fixture
 def only(bridge, monkeypatch):
     """Other bridges of this machine are not looked at."""
-    every = inventory.list_bridges
-    monkeypatch.setattr(inventory, "list_bridges", lambda: [each for each in every() if each.name == bridge])
+    every = membership.list_bridges
+    monkeypatch.setattr(membership, "list_bridges", lambda: [each for each in every() if each.name == bridge])
 
 
 def test_no_bridge_and_living_ones_are_well(only, make_producer, make_consumer) -> None:
@@ -51,11 +51,11 @@ def test_a_leaked_bridge_is_told_and_left(only, bridge, child, segments) -> None
 
 
 def test_many_are_summed_and_the_largest_named(monkeypatch) -> None:
-    def dead(number: int) -> inventory.BridgeInfo:
-        weights = inventory.WeightsInfo(1, None, number << 20)
-        return inventory.BridgeInfo(f"run{number}", None, False, -1, [], weights)
+    def dead(number: int) -> membership.BridgeInfo:
+        weights = membership.WeightsInfo(1, None, number << 20)
+        return membership.BridgeInfo(f"run{number}", None, False, -1, [], weights)
 
-    monkeypatch.setattr(inventory, "list_bridges", lambda: [dead(number) for number in range(1, 6)])
+    monkeypatch.setattr(membership, "list_bridges", lambda: [dead(number) for number in range(1, 6)])
     assert leaks.dead_bridges().text == (
         "5 with 15 MiB and 0 undelivered records: run5 (5 MiB), run4 (4 MiB), run3 (3 MiB) and 2 more"
     )
@@ -65,7 +65,7 @@ def test_a_bridge_with_another_users_segment(monkeypatch) -> None:
     def refused():
         raise shmbridge.ShmPermission("segment /x belongs to uid 7", hint="another name")
 
-    monkeypatch.setattr(inventory, "list_bridges", refused)
+    monkeypatch.setattr(membership, "list_bridges", refused)
     found = leaks.dead_bridges()
     assert (found.state, found.text, found.fix) == ("warn", "segment /x belongs to uid 7", "another name")
 

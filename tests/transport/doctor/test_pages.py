@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from shmbridge.doctor import pages
-from shmbridge.segments import os_limits, placement
+from shmbridge.segments import locks, segment
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_huge_pages_are_tried_here(monkeypatch) -> None:
     [("5.15.0-91-generic", "Linux 6.1 or newer"), ("6.8.0", "no `deny` in /sys/kernel/mm/")],
 )
 def test_no_huge_page(root, monkeypatch, kernel, fix) -> None:
-    monkeypatch.setattr(placement, "fill", lambda fd, at, size: False)
+    monkeypatch.setattr(segment, "fill", lambda fd, at, size: False)
     monkeypatch.setattr(pages.platform, "release", lambda: kernel)
     found = pages.huge_pages(root)
     assert found.state == "warn"
@@ -44,7 +44,7 @@ def test_no_huge_page(root, monkeypatch, kernel, fix) -> None:
 
 
 def test_no_huge_page_is_tried_without_memory(monkeypatch) -> None:
-    monkeypatch.setattr(os_limits, "memory_headroom", lambda: (1 << 20, "the machine"))
+    monkeypatch.setattr(locks, "memory_headroom", lambda: (1 << 20, "the machine"))
     assert pages.huge_pages().text.startswith("too little memory is left to try one; ")
 
 

@@ -11,7 +11,7 @@ import pytest
 from shmbridge._ext import header
 from shmbridge._ext import lane as lane_reader
 from shmbridge._ext import lane as lane_writer
-from shmbridge.segments import membership, segment
+from shmbridge.segments import create_lane, open_control
 from tests.transport.ext.commit_fields import FIELDS
 
 LINES = 32
@@ -19,9 +19,9 @@ LINES = 32
 
 class Lane:
     def __init__(self, bridge: str, lines: int = LINES) -> None:
-        self.control = membership.open_control(bridge)
+        self.control = open_control(bridge)
         size = header.lane_geometry(lines * 64, 32)[-1]
-        _, self.mapping = segment.create_lane(bridge, size)
+        _, self.mapping = create_lane(bridge, size)
         header.format_lane(self.mapping, lines * 64, 32, b"", 0, os.getpid(), 0, b"", b"")
         self.writer = lane_writer.LaneWriter(self.mapping, self.control.mapping)
         self.hub = lane_reader.LaneReader(self.mapping, None)

@@ -13,7 +13,7 @@ from shmbridge._ext import header
 from shmbridge._ext import lane as lane_reader
 from shmbridge._ext import lane as lane_writer
 from shmbridge._ext.lane import LanePoller
-from shmbridge.segments import membership, segment
+from shmbridge.segments import create_lane, open_control
 from shmbridge.testing import wait_until
 from tests.transport.ext.commit_fields import FIELDS
 
@@ -24,7 +24,7 @@ class Bridge:
     """Lanes of up to 16 records; `env_id` of a record says which lane it is from."""
 
     def __init__(self, bridge: str) -> None:
-        self.bridge, self.control, self.told = bridge, membership.open_control(bridge), []
+        self.bridge, self.control, self.told = bridge, open_control(bridge), []
         self.mappings, self.writers, self.readers = [], [], []
 
     def turns(self, lanes: int, cls: type = lane_reader.Lease) -> LanePoller:
@@ -37,7 +37,7 @@ class Bridge:
         self.told.append((self.readers.index(reader), why))
 
     def lane(self) -> lane_reader.LaneReader:
-        _, mapping = segment.create_lane(self.bridge, header.lane_geometry(16 * 64, 16)[-1])
+        _, mapping = create_lane(self.bridge, header.lane_geometry(16 * 64, 16)[-1])
         header.format_lane(mapping, 16 * 64, 16, b"", 0, os.getpid(), 0, b"", b"")
         self.mappings.append(mapping)
         self.writers.append(lane_writer.LaneWriter(mapping, self.control.mapping))

@@ -12,7 +12,7 @@ import pytest
 from shmbridge._ext import header
 from shmbridge._ext import lane as lane_reader
 from shmbridge._ext import lane as lane_writer
-from shmbridge.segments import membership, segment
+from shmbridge.segments import create_lane, open_control, open_mapping
 from tests.transport.ext import commit_fields
 
 FIELDS = commit_fields.FIELDS | {
@@ -29,11 +29,11 @@ WORD = {"layout_version": 8, "slot_count": 32, "data_bytes": 72, "tail": 0x200, 
 @pytest.fixture
 def lane(bridge):
     def make(slots: int = 4, lines: int = 8) -> SimpleNamespace:
-        control = membership.open_control(bridge)
+        control = open_control(bridge)
         *places, size = header.lane_geometry(lines * 64, slots)
-        name, mapping = segment.create_lane(bridge, size)
+        name, mapping = create_lane(bridge, size)
         header.format_lane(mapping, lines * 64, slots, b"", 0, os.getpid(), 1, b"me", b"env")
-        reader_side = segment.open_mapping(name)
+        reader_side = open_mapping(name)
         writer = lane_writer.LaneWriter(mapping, control.mapping)
         return SimpleNamespace(
             writer=writer,

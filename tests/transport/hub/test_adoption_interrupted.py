@@ -5,7 +5,7 @@ import time
 import pytest
 
 from shmbridge._ext.lane import LanePoller
-from shmbridge.segments.death_watch import DeathWatch
+from shmbridge.segments import DeathWatch
 
 
 class Stop(Exception):

@@ -14,8 +14,7 @@ import shmbridge
 from shmbridge._ext import header
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.schema import Columns, standard_columns
-from shmbridge.segments import locks, segment
-from shmbridge.segments.death_watch import DeathWatch
+from shmbridge.segments import MOUNT, DeathWatch, control_name, open_mapping, pid_namespace
 
 PID_AT, HUB_EPOCH_AT, TABLE_AT, DEFINITION = 12, 0x110, 4096, 64
 NOTE = pa.schema(
@@ -27,12 +26,12 @@ NOTE = pa.schema(
 
 
 def scribble(name: str, at: int, raw: bytes) -> None:
-    memoryview(segment.open_mapping(name))[at : at + len(raw)] = raw
+    memoryview(open_mapping(name))[at : at + len(raw)] = raw
 
 
 def overwrite(name: str, found: bytes, raw: bytes) -> None:
     """Replaces bytes that stand once in a segment."""
-    memory = bytes(memoryview(segment.open_mapping(name)))
+    memory = bytes(memoryview(open_mapping(name)))
     assert memory.count(found) == 1
     scribble(name, memory.index(found), raw)
 
@@ -164,8 +163,8 @@ def test_the_death_watch_outlives_whatever_a_round_raises(watch, until) -> None:
 def test_a_pid_of_another_process_that_ends_does_not_spin_the_watch(producer, watch, until) -> None:
     other = subprocess.Popen(["sleep", "60"])
     death_watch, ticks = watch(lambda _: False)
-    lane = segment.open_mapping(producer.lane_name)
-    death_watch.watch(producer.lane_name, lane, other.pid, locks.pid_namespace())
+    lane = open_mapping(producer.lane_name)
+    death_watch.watch(producer.lane_name, lane, other.pid, pid_namespace())
     other.kill()
     other.wait()
     began = len(ticks)
@@ -249,7 +248,7 @@ def test_a_starving_lane_with_words_that_cannot_be_starves(make_producer, make_c
     lane = next(iter(consumer._lanes))
     assert lane.waits_for_space
     _, slots, *_ = header.lane_geometry(producer.lane_bytes, 64)
-    memory = bytes(memoryview(segment.open_mapping(producer.lane_name)))[:TABLE_AT]
+    memory = bytes(memoryview(open_mapping(producer.lane_name)))[:TABLE_AT]
     place = slots + 16 if at == "slot" else memory.index(struct.pack("<Q", lane.reader.wanted_bytes))
     scribble(producer.lane_name, place, raw)
     assert lane.waits_for_space
@@ -263,7 +262,7 @@ def test_a_starving_lane_with_words_that_cannot_be_starves(make_producer, make_c
 @pytest.mark.parametrize("epoch", [2**31, 2**62, 2**64 - 1])
 def test_a_count_of_consumers_that_cannot_be_is_a_typed_error(bridge, producer, epoch) -> None:
     with shmbridge.Rank(bridge, 0, 1) as inside:
-        scribble(segment.control_name(bridge), HUB_EPOCH_AT, struct.pack("<Q", epoch))
+        scribble(control_name(bridge), HUB_EPOCH_AT, struct.pack("<Q", epoch))
         with pytest.raises(shmbridge.LayoutMismatch, match=str(epoch)):
             shmbridge.Consumer(bridge)
         with pytest.raises(shmbridge.LayoutMismatch, match=str(epoch)):
@@ -271,7 +270,7 @@ def test_a_count_of_consumers_that_cannot_be_is_a_typed_error(bridge, producer, 
 
 
 def test_a_hub_outlives_a_count_of_consumers_that_cannot_be(bridge, producer, consumer) -> None:
-    scribble(segment.control_name(bridge), HUB_EPOCH_AT, struct.pack("<Q", 2**64 - 1))
+    scribble(control_name(bridge), HUB_EPOCH_AT, struct.pack("<Q", 2**64 - 1))
     consumer._lanes.look_for_ranks()
     producer.put({"tokens": [[1]]})
     assert consumer.get(timeout_s=5)["tokens"].values.tolist() == [1]
@@ -281,7 +280,7 @@ def test_a_hub_outlives_a_count_of_consumers_that_cannot_be(bridge, producer, co
 def test_a_folder_for_the_control_segment_is_a_typed_error_and_a_file_for_the_socket_is_nothing(
     bridge, suffix
 ) -> None:
-    path = segment.MOUNT / f"shmbridge.{bridge}.{suffix}"
+    path = MOUNT / f"shmbridge.{bridge}.{suffix}"
     path.write_text("") if suffix == "s" else path.mkdir()
     try:
         shmbridge.list_bridges()

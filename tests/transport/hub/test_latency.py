@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shmbridge.counters import LATENCY_BOUNDS_S
 from shmbridge.hub.counts import RecentLatency, percentile_s
+from shmbridge.metrics import LATENCY_BOUNDS_S
 
 BUCKETS = len(LATENCY_BOUNDS_S) + 1
 

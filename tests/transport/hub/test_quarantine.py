@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.errors import Discard
 from shmbridge.hub import lanes as adopted_lane
-from shmbridge.segments import segment
-from shmbridge.segments.discard_reasons import Discard
+from shmbridge.segments import open_mapping
 
 PUT = 4
 
@@ -32,7 +32,7 @@ def filled(make_producer) -> shmbridge.Producer:
 
 def spoil(producer: shmbridge.Producer, sequence: int) -> None:
     """Writes nonsense into the slot of a record; its generation is 1."""
-    words = np.frombuffer(memoryview(segment.open_mapping(producer.lane_name)), "<u8")
+    words = np.frombuffer(memoryview(open_mapping(producer.lane_name)), "<u8")
     (place,) = np.flatnonzero((words[:-1] == 1) & (words[1:] == sequence))
     words[place + 3] = 1 << 40  # bytes of its extent
 

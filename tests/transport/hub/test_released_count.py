@@ -10,14 +10,14 @@ import pytest
 
 import shmbridge
 from shmbridge._ext import header
-from shmbridge.segments import segment
+from shmbridge.segments import open_mapping
 
 GROUP = {"tokens": [[1, 2, 3]]}
 SLOT_WORDS = 16  # 64-bit words of a slot
 
 
 def counted(producer: shmbridge.Producer) -> tuple[int, int]:
-    return header.releases(segment.open_mapping(producer.lane_name, readonly=True))
+    return header.releases(open_mapping(producer.lane_name, readonly=True))
 
 
 def scribbled(released: str) -> str:
@@ -37,7 +37,7 @@ while True:
 
 def lose(producer: shmbridge.Producer, sequence: int) -> None:
     """Frees a record's memory without a count, which no consumer does."""
-    lane = segment.open_mapping(producer.lane_name)
+    lane = open_mapping(producer.lane_name)
     words = np.frombuffer(memoryview(lane), "<u8")
     (slots,) = words[4:5].view("<u4")[:1]
     _, slots_at, released_at, *_ = header.lane_geometry(producer.lane_bytes, int(slots))

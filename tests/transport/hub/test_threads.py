@@ -25,8 +25,7 @@ from shmbridge.hub.hub import Hub
 from shmbridge.hub.lanes import HubLane, LaneSet
 from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import LoopBell, Waiting
-from shmbridge.segments import helper_threads, one_thread
-from shmbridge.segments.placement import MemoryUse
+from shmbridge.segments import MemoryUse, threads
 from shmbridge.testing import wait_until
 
 RUN = shmbridge.Run(batch_size=1)
@@ -414,7 +413,7 @@ def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(
 ) -> None:
     """The interrupt comes while the starting thread waits until the new one runs."""
     producer.put(group())
-    before, started, start = events(), [], helper_threads.start_apart
+    before, started, start = events(), [], threads.start_apart
 
     async def waits(hub: shmbridge.Consumer) -> None:
         (await hub.get_async()).release()
@@ -433,7 +432,7 @@ def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(
         start(which, failed)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(helper_threads, "start_apart", interrupted)
+        patched.setattr(threads, "start_apart", interrupted)
         with make_consumer() as hub:
             asyncio.run(waits(hub))
             hub.serve_ranks(1, groups=1)
@@ -453,14 +452,14 @@ def test_a_handler_during_the_check_for_two_threads_does_not_wait_for_itself(mon
             calls.append("get")
 
     def interrupted() -> int:
-        monkeypatch.setattr(one_thread, "threading", threading)
+        monkeypatch.setattr(threads, "threading", threading)
         owner.get()
         return threading.get_ident()
 
     monkeypatch.setenv("SHMBRIDGE_DEBUG", "1")
     owner = Owner()
-    one_thread.watch(owner, "the owner", ("get",))
-    monkeypatch.setattr(one_thread, "threading", SimpleNamespace(get_ident=interrupted))
+    threads.watch_threads(owner, "the owner", ("get",))
+    monkeypatch.setattr(threads, "threading", SimpleNamespace(get_ident=interrupted))
     calling = threading.Thread(target=owner.get, daemon=True)
     calling.start()
     calling.join(10)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import control_name, open_mapping
 
 NAN = float("nan")
 
@@ -246,14 +246,14 @@ def test_bad_bridge_names_are_refused_by_every_end(name) -> None:
 
 
 def patch_version(name: str) -> None:
-    np.frombuffer(memoryview(segment.open_mapping(name)), "<u4", 1, 8)[0] = 77
+    np.frombuffer(memoryview(open_mapping(name)), "<u4", 1, 8)[0] = 77
 
 
 def test_a_bridge_of_another_layout_is_refused_with_both_versions(
     bridge, make_producer, make_consumer
 ) -> None:
     make_producer()
-    patch_version(segment.control_name(bridge))
+    patch_version(control_name(bridge))
     for make in (make_producer, make_consumer):
         with pytest.raises(shmbridge.LayoutMismatch, match="77"):
             make()

@@ -17,7 +17,7 @@ from shmbridge._ext import lane as lane_writer
 from shmbridge._ext.put import BadValue, LossyMasks, Plan, Stamp
 from shmbridge.put.planner import RecordPlanner
 from shmbridge.schema import standard_columns
-from shmbridge.segments import membership, segment
+from shmbridge.segments import create_lane, open_control
 
 TABLE = standard_columns()
 STAMP = Stamp(b"g", 0, 3, 3, False)
@@ -153,9 +153,9 @@ def test_a_group_means_the_same_on_the_fast_and_on_the_slow_path(ends, group) ->
 @pytest.fixture
 def placed(bridge):
     """The bytes of a plan in a lane."""
-    control = membership.open_control(bridge)
+    control = open_control(bridge)
     *_, size = header.lane_geometry(1 << 20, 64)
-    _, mapping = segment.create_lane(bridge, size)
+    _, mapping = create_lane(bridge, size)
     header.format_lane(mapping, 1 << 20, 64, TABLE.encode(), len(TABLE), 1, 1, b"me", b"env")
     writers = [lane_writer.LaneWriter(mapping, control.mapping)]
     del control, mapping

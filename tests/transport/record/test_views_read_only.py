@@ -12,7 +12,7 @@ import pytest
 
 import shmbridge
 from shmbridge.record.leases import lane_name, map_lane_writable
-from shmbridge.segments import segment
+from shmbridge.segments import open_mapping
 
 GROUP = {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1.5, 2.5], [3.5]], "score": [1.0, 2.0]}
 
@@ -192,7 +192,7 @@ def test_a_lane_mapped_writable_for_a_gpu_is_shown(bridge, producer, consumer, c
 
 
 def test_the_data_area_begins_on_a_page_of_its_own(producer) -> None:
-    lane = segment.open_mapping(producer.lane_name, readonly=True)
+    lane = open_mapping(producer.lane_name, readonly=True)
     words = np.frombuffer(memoryview(lane), "<u8", 10)
     released_at, data_at = words[7], words[8]
     assert data_at % 4096 == 0

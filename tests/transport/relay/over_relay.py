@@ -19,7 +19,7 @@ import shmbridge
 from shmbridge._ext import header
 from shmbridge.relay.destination import Destination
 from shmbridge.relay.source import Source
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names, open_mapping
 
 NODE = "elsewhere"
 _SETTLED_S = 0.1
@@ -114,8 +114,8 @@ class Relay(threading.Thread):
 def _held(bridge: str) -> int:
     """The committed and un-released records of a bridge, by its lanes' own words."""
     found = 0
-    for name in segment.lane_names(bridge):
-        mapping = segment.open_mapping(name, readonly=True)
+    for name in lane_names(bridge):
+        mapping = open_mapping(name, readonly=True)
         if mapping is not None and header.read_lane(mapping) is not None:
             words = header.lane_counters(mapping)
             found += words["tail"] - words["released"]

@@ -13,8 +13,7 @@ from shmbridge.config import Run
 from shmbridge.relay import wire
 from shmbridge.relay.destination import Destination
 from shmbridge.schema import LOGPROBS, recorded_logprobs
-from shmbridge.segments import locks, receipts, segment
-from shmbridge.segments.locks import LockByte
+from shmbridge.segments import LockByte, lane_names, lock_exclusive, open_mapping, read_receipts, unlock
 from shmbridge.testing import wait_until
 from shmbridge.testing.known_groups import known_groups
 
@@ -124,14 +123,14 @@ def test_a_lane_that_is_gone_left_what_another_destination_needs(
     exchange(source, first)
     assert taken(consumer) == keys_of(producer, 10)
     first.close()
-    wait_until(lambda: not segment.lane_names(bridge))
-    assert [each.sequence for each in receipts.read_all(bridge)] == [9]
+    wait_until(lambda: not lane_names(bridge))
+    assert [each.sequence for each in read_receipts(bridge)] == [9]
     producer.put(group(10))
     second = make_destination()
     exchange(source, second, 2)
     assert taken(consumer) == keys_of(producer, 1, 10)
     assert second.stats()["duplicates_total"] == 0
-    assert not receipts.read_all(bridge)  # the new lane says it
+    assert not read_receipts(bridge)  # the new lane says it
 
 
 def test_another_source_relay_between_two_asks_repeats_what_waits(
@@ -419,10 +418,10 @@ def test_a_source_that_ends_without_a_committed_record_is_finished(
     destination.accept(NODE, spoiled(parcel, 0) if parcel.records else parcel, time.monotonic_ns())
     exchange(source, destination)
     producer.close()
-    wait_until(lambda: exchange(source, destination) or not segment.lane_names(elsewhere))
+    wait_until(lambda: exchange(source, destination) or not lane_names(elsewhere))
     exchange(source, destination)
     assert source.stats()["lanes"] == destination.stats()["lanes"] == 0
-    wait_until(lambda: not segment.lane_names(bridge))
+    wait_until(lambda: not lane_names(bridge))
 
 
 def test_a_source_that_ends_is_finished_on_both_nodes(
@@ -433,10 +432,10 @@ def test_a_source_that_ends_is_finished_on_both_nodes(
     exchange(source, destination)
     producer.close()
     assert taken(consumer) == keys_of(producer, 1)
-    wait_until(lambda: exchange(source, destination) or not segment.lane_names(elsewhere))
+    wait_until(lambda: exchange(source, destination) or not lane_names(elsewhere))
     wait_until(lambda: exchange(source, destination) or destination.stats()["lanes"] == 0)
-    wait_until(lambda: not segment.lane_names(bridge))
-    assert not receipts.read_all(bridge)
+    wait_until(lambda: not lane_names(bridge))
+    assert not read_receipts(bridge)
     assert not destination.ask(NODE).committed
 
 
@@ -456,7 +455,7 @@ def test_the_end_of_a_source_of_an_earlier_destination_is_said(
 ):
     """A partial group of a source that is gone would wait for an end that a dead relay cannot say."""
     source, second = after_part_of_a_group(put_there, make_source, make_destination)
-    wait_until(lambda: exchange(source, second) or not segment.lane_names(elsewhere))
+    wait_until(lambda: exchange(source, second) or not lane_names(elsewhere))
     wait_until(lambda: exchange(source, second) or not second.ask(NODE).committed)
     assert consumer.take_groups(groups=1, timeout_s=0.1) is None
     wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
@@ -467,11 +466,11 @@ def test_the_end_of_a_source_waits_for_the_lock_of_its_lane(
 ):
     """A process holds that lock while it tries to remove the lane, or reads its memory map."""
     source, second = after_part_of_a_group(put_there, make_source, make_destination)
-    lane = segment.open_mapping(segment.lane_names(bridge)[0])
-    wait_until(lambda: locks.lock_exclusive(lane.fd, LockByte.PRODUCER))
-    wait_until(lambda: exchange(source, second) or not segment.lane_names(elsewhere))
+    lane = open_mapping(lane_names(bridge)[0])
+    wait_until(lambda: lock_exclusive(lane.fd, LockByte.PRODUCER))
+    wait_until(lambda: exchange(source, second) or not lane_names(elsewhere))
     exchange(source, second, 2)
-    locks.unlock(lane.fd, LockByte.PRODUCER)
+    unlock(lane.fd, LockByte.PRODUCER)
     wait_until(lambda: exchange(source, second) or not second.ask(NODE).committed)
     wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
 
@@ -506,9 +505,9 @@ def test_a_lane_that_is_being_removed_is_no_second_relay(
     producer.put(group(0))
     exchange(source, first)
     first.close()
-    lane = segment.open_mapping(segment.lane_names(bridge)[0])
-    wait_until(lambda: locks.lock_exclusive(lane.fd, LockByte.PRODUCER))
-    ends = threading.Timer(0.1, locks.unlock, (lane.fd, LockByte.PRODUCER))
+    lane = open_mapping(lane_names(bridge)[0])
+    wait_until(lambda: lock_exclusive(lane.fd, LockByte.PRODUCER))
+    ends = threading.Timer(0.1, unlock, (lane.fd, LockByte.PRODUCER))
     ends.start()
     make_destination()
     ends.join()

@@ -16,10 +16,10 @@ import pytest
 
 import shmbridge
 from shmbridge._ext.header import Descriptor
-from shmbridge.segments import engine_folders, locks, membership, os_limits, placement, segment
+from shmbridge.segments import locks, membership, segment
 from tests.transport import interrupts
 
-WATCHED = {each.__file__ for each in (engine_folders, os_limits, locks, membership, placement, segment)}
+WATCHED = {each.__file__ for each in (membership, locks, locks, membership, segment, segment)}
 
 
 class Stop(Exception):
@@ -46,7 +46,7 @@ def test_a_mapping_keeps_its_descriptor_open(bridge) -> None:
     del mapping
     with pytest.raises(OSError):
         os.fstat(number)
-    segment.unlink(created.fd, name)
+    segment.unlink_segment(created.fd, name)
 
 
 def interrupt_at(call: Callable[[], object], number: int) -> list[int] | None:
@@ -95,7 +95,7 @@ def test_descriptors_are_not_closed_twice_wherever_an_interrupt_comes(what, brid
         "open": open_and_forget,
         "remove": open_and_forget,
         "enter": lambda: membership.open_control(bridge),
-        "engine folder": lambda: engine_folders.EngineFolder(bridge).remove(),
+        "engine folder": lambda: membership.EngineFolder(bridge).remove(),
     }
     number = 0
     while (opened := interrupt_at(calls[what], number)) is not None:
@@ -103,7 +103,7 @@ def test_descriptors_are_not_closed_twice_wherever_an_interrupt_comes(what, brid
             os.close(each)  # OSError: the interrupted call has
         number += 1
     assert number > 100
-    membership.sweep(bridge, with_records=True)
+    membership.sweep_bridge(bridge, with_records=True)
 
 
 def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writes(
@@ -190,9 +190,9 @@ def test_a_consumer_that_is_refused_leaves_no_descriptor_open(bridge, no_collect
 def test_the_probe_for_descriptors_leaves_none_open_when_interrupted(no_collection) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for number in itertools.count(1):
-        at_a_line = interrupts.raising_at(number, {os_limits.__name__})
+        at_a_line = interrupts.raising_at(number, {locks.__name__})
         with at_a_line as came, contextlib.suppress(interrupts.Stop):
-            os_limits.check_descriptors(8, "a test")
+            locks.check_descriptors(8, "a test")
         if not came():
             break
     assert len(os.listdir("/proc/self/fd")) == before

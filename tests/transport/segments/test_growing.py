@@ -12,7 +12,7 @@ from shmbridge._ext import header
 from shmbridge._ext import lane as lane_reader
 from shmbridge._ext import weights as versions
 from shmbridge._ext.header import Mapping
-from shmbridge.segments import inventory, membership, segment
+from shmbridge.segments import lane_header, lane_info, segment
 from shmbridge.watch import snapshot
 from shmbridge.watch.observer import Observer
 from shmbridge.weights import WeightsReader, WeightsWriter
@@ -83,10 +83,10 @@ def test_nobody_who_looks_at_it_says_that_it_is_garbage(producer, early, size):
     seen = snapshot.look(producer.bridge)
     assert (seen.lanes, seen.unreadable) == ([], {})
     early(size)
-    assert membership.lane_header(producer.lane_name) is None
+    assert lane_header(producer.lane_name) is None
     early(size)
-    assert inventory.lane_info(producer.lane_name).records == 0
-    assert inventory.lane_info(producer.lane_name).records == 1
+    assert lane_info(producer.lane_name).records == 0
+    assert lane_info(producer.lane_name).records == 1
 
 
 def test_a_lane_that_says_more_bytes_than_it_has_is_garbage(make_producer, consumer):

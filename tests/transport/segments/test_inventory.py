@@ -8,7 +8,7 @@ import pytest
 
 import shmbridge
 from shmbridge.cli import main
-from shmbridge.segments import locks, segment
+from shmbridge.segments import LockByte, lock_exclusive, segment
 from shmbridge.weights import WeightsReader, WeightsWriter, lease_from_outside
 
 ABANDON = """
@@ -186,7 +186,7 @@ def test_lanes_that_wait_are_listed_and_said(bridge, make_producer, make_consume
         producer.put({"tokens": [[1]]})
     taken = consumer.poll()
     for lane in consumer._lanes:
-        locks.lock_exclusive(lane.reader.lane.fd, locks.LockByte.READER)  # as the lane's reader does
+        lock_exclusive(lane.reader.lane.fd, LockByte.READER)  # as the lane's reader does
     assert info(bridge).waiting == [producers[2].lane_name]
     assert main(["inspect", bridge, "--seconds", "0"]) == 0
     said = capsys.readouterr().out

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import MOUNT, control_name, lane_names
 
 GROUP = {"tokens": [[1, 2, 3]]}
 
 
 def remove(*names: str) -> None:
     for name in names:
-        (segment.MOUNT / name[1:]).unlink()
+        (MOUNT / name[1:]).unlink()
 
 
 @pytest.fixture
 def remove_all(bridge):
-    return lambda: remove(*segment.lane_names(bridge), segment.control_name(bridge))
+    return lambda: remove(*lane_names(bridge), control_name(bridge))
 
 
 def fails_within_a_second(put) -> shmbridge.LaneRemoved:
@@ -46,7 +46,7 @@ def test_a_second_hub_does_not_read_a_lane_that_the_first_reads(
         producer.put({"tokens": [[number]]})
     first = make_consumer()
     record = first.get(1)
-    remove(segment.control_name(bridge))
+    remove(control_name(bridge))
     second = make_consumer()
     assert second.poll() == []
     assert second.stats()["lanes_refused"] == 1
@@ -79,7 +79,7 @@ def test_put_fails_within_a_second_and_the_hub_that_has_the_lane_takes_what_was_
 
 @pytest.mark.parametrize("which", ["lane", "control"])
 def test_either_name_is_missed(bridge, producer, which) -> None:
-    remove(producer.lane_name if which == "lane" else segment.control_name(bridge))
+    remove(producer.lane_name if which == "lane" else control_name(bridge))
     fails_within_a_second(lambda: producer.put(GROUP))
     with pytest.raises(shmbridge.LaneRemoved), producer.claim(1, {"tokens": [1]}):
         pass

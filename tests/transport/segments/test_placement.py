@@ -6,7 +6,7 @@ import resource
 import pytest
 
 import shmbridge
-from shmbridge.segments import placement
+from shmbridge.segments import segment
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ def test_huge_pages_can_be_declined(make_producer, monkeypatch) -> None:
 
 
 def test_a_kernel_without_them_changes_nothing(make_producer, consumer, monkeypatch) -> None:
-    monkeypatch.setattr(placement, "fill_with_huge_pages", lambda *_: 0)
+    monkeypatch.setattr(segment, "fill_with_huge_pages", lambda *_: 0)
     producer = make_producer(lane_bytes="8M")
     assert os.fstat(producer._lane.fd).st_blocks * 512 == producer._lane.size + -producer._lane.size % 4096
     producer.put({"tokens": [[1, 2]]})

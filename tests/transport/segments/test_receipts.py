@@ -12,9 +12,18 @@ import shmbridge
 from shmbridge.cli import main
 from shmbridge.put.relayed import LaneOrigin, RelayedRecord
 from shmbridge.record.relayed import memory_of, table_of
-from shmbridge.segments import membership, receipts, segment
-from shmbridge.segments.inventory import LaneInfo
-from shmbridge.segments.receipts import Receipt, newest_relayed
+from shmbridge.segments import (
+    LaneInfo,
+    Receipt,
+    close_origin,
+    committed_here,
+    forget_producer,
+    membership,
+    newest_relayed,
+    read_receipts,
+    remove_receipts,
+    segment,
+)
 
 SOURCE = "gsm8k-12-0123456789abcdef"
 
@@ -59,7 +68,7 @@ def test_a_removed_lane_leaves_a_receipt_for_its_last_record(bridge, relay, cons
     take(consumer, 3)
     producer.close()
     until(lambda: segment.lane_names(bridge) == [])
-    (receipt,) = receipts.read_all(bridge)
+    (receipt,) = read_receipts(bridge)
     assert (receipt.node, receipt.producer_id, receipt.sequence) == ("env-2", SOURCE, 17)
     path = receipt_path(producer.lane_name)
     assert f"/{path.name}" == receipt.name
@@ -74,7 +83,7 @@ def test_a_lane_whose_origin_is_closed_leaves_none(bridge, relay, consumer, unti
     take(consumer, 1)
     producer.close()
     until(lambda: segment.lane_names(bridge) == [])
-    assert receipts.read_all(bridge) == []
+    assert read_receipts(bridge) == []
     assert newest_relayed(bridge) == {}
 
 
@@ -82,12 +91,12 @@ def test_a_dead_lane_whose_source_sends_nothing_again_leaves_none(bridge, relay,
     """Its next relay says so of it; a living lane and another source's are left alone."""
     dead, living, other = relay(3), relay(4), relay(5, source="other")
     dead.close()
-    receipts.close_origin(bridge, SOURCE)
+    close_origin(bridge, SOURCE)
     take(consumer, 3)
     for producer in (living, other):
         producer.close()
     until(lambda: segment.lane_names(bridge) == [])
-    assert sorted((each.producer_id, each.sequence) for each in receipts.read_all(bridge)) == [
+    assert sorted((each.producer_id, each.sequence) for each in read_receipts(bridge)) == [
         (SOURCE, 4),
         ("other", 5),
     ]
@@ -99,12 +108,12 @@ def test_a_lane_of_this_node_leaves_none(bridge, producer, consumer, until) -> N
     take(consumer, 1)
     producer.close()
     until(lambda: segment.lane_names(bridge) == [])
-    assert receipts.read_all(bridge) == []
+    assert read_receipts(bridge) == []
 
 
 def test_a_lane_that_took_nothing_says_what_earlier_ones_had(bridge, relay, until) -> None:
     relay().close()
-    assert receipts.read_all(bridge) == []
+    assert read_receipts(bridge) == []
     producer = relay(newest=9)
     assert newest_relayed(bridge) == {SOURCE: ("env-2", 9)}
     producer.close()
@@ -127,7 +136,7 @@ def test_the_newest_of_all_lanes_and_receipts_counts(bridge, relay, consumer, un
         record.release()
     del held, record
     until(lambda: segment.lane_names(bridge) == [])
-    assert [(each.producer_id, each.sequence) for each in receipts.read_all(bridge)].count((SOURCE, 2)) == 1
+    assert [(each.producer_id, each.sequence) for each in read_receipts(bridge)].count((SOURCE, 2)) == 1
     assert newest_relayed(bridge) == {SOURCE: ("env-2", 3), "other": ("env-2", 7)}
 
 
@@ -144,7 +153,7 @@ def test_a_lane_that_is_removed_while_one_looks_is_found_by_its_receipt(
 
     def swept(name: str) -> list[str]:
         monkeypatch.undo()
-        membership.sweep(name)
+        membership.sweep_bridge(name)
         return names(name)
 
     monkeypatch.setattr(segment, "lane_names", swept)
@@ -164,12 +173,12 @@ def test_who_comes_late_to_a_lane_leaves_no_receipt(bridge, relay, make_consumer
                 monkeypatch.undo()
                 producer.close()
                 assert segment.lane_names(bridge) == []
-                assert receipts.remove(bridge, lambda _: True) != []
+                assert remove_receipts(bridge, lambda _: True) != []
             return file
 
         monkeypatch.setattr(membership, "open_segment", late)
         assert membership.remove_lane(producer.lane_name)[:2] == (False, "gone already")
-    assert receipts.read_all(bridge) == []
+    assert read_receipts(bridge) == []
 
 
 def test_what_is_no_receipt_is_left_alone(bridge, relay, consumer, until, tmp_path) -> None:
@@ -196,7 +205,7 @@ def test_a_lane_stays_until_its_receipt_is_written(bridge, relay, consumer, unti
         take(consumer, 1)
         producer.close()
         until(lambda: consumer.stats()["lanes_dead"] == 1)
-        kept = membership.sweep(bridge).kept[producer.lane_name]
+        kept = membership.sweep_bridge(bridge).kept[producer.lane_name]
         assert kept == "its receipt cannot be written: Is a directory"
         assert newest_relayed(bridge) == {SOURCE: ("env-2", 5)}
     finally:
@@ -211,10 +220,10 @@ def test_the_relay_removes_what_nobody_needs(bridge, relay, consumer, until) -> 
         take(consumer, 1)
         producer.close()
     until(lambda: segment.lane_names(bridge) == [])
-    (name,) = (each.name for each in receipts.read_all(bridge) if each.producer_id == SOURCE)
-    assert receipts.remove(bridge, lambda each: each.producer_id == SOURCE) == [name]
+    (name,) = (each.name for each in read_receipts(bridge) if each.producer_id == SOURCE)
+    assert remove_receipts(bridge, lambda each: each.producer_id == SOURCE) == [name]
     assert newest_relayed(bridge) == {"other": ("env-2", 6)}
-    assert receipts.remove(bridge, lambda each: each.producer_id == SOURCE) == []
+    assert remove_receipts(bridge, lambda each: each.producer_id == SOURCE) == []
 
 
 @pytest.fixture
@@ -224,7 +233,7 @@ def left(bridge, relay, make_consumer) -> Receipt:
         producer = relay(5)
         take(consumer, 1)
         producer.close()
-    (receipt,) = receipts.read_all(bridge)
+    (receipt,) = read_receipts(bridge)
     assert segment.lane_names(bridge) == []
     return receipt
 
@@ -242,7 +251,7 @@ def test_clean_names_receipts_and_removes_them_only_when_told(bridge, left, segm
     assert main(["clean", bridge]) == 0
     assert f"would remove {left.name}" in capsys.readouterr().out
     assert newest_relayed(bridge) == {SOURCE: ("env-2", 5)}
-    membership.sweep(bridge, with_records=True)
+    membership.sweep_bridge(bridge, with_records=True)
     assert newest_relayed(bridge) == {SOURCE: ("env-2", 5)}, "only clean --yes removes them"
     assert main(["clean", bridge, "--yes"]) == 0
     assert f"removed {left.name}" in capsys.readouterr().out
@@ -284,19 +293,19 @@ def test_a_producer_here_that_is_to_go_on_leaves_one_too(bridge, make_producer, 
         for _ in range(3):
             each.put({"tokens": [[1]]})
         each.close()
-    assert receipts.committed_here(bridge, producer.producer_id) == 3
+    assert committed_here(bridge, producer.producer_id) == 3
     consumer = make_consumer()
     for record in consumer.poll():
         record.release()
     consumer.close()
     make_producer()  # removes what is dead
     assert producer.lane_name not in segment.lane_names(bridge)
-    assert receipts.committed_here(bridge, producer.producer_id) == 3
-    assert receipts.committed_here(bridge, other.producer_id) is None
+    assert committed_here(bridge, producer.producer_id) == 3
+    assert committed_here(bridge, other.producer_id) is None
     assert newest_relayed(bridge) == {}
-    receipts.forget(bridge, producer.producer_id)
-    assert receipts.committed_here(bridge, producer.producer_id) is None
-    assert receipts.read_all(bridge) == []
+    forget_producer(bridge, producer.producer_id)
+    assert committed_here(bridge, producer.producer_id) is None
+    assert read_receipts(bridge) == []
 
 
 def test_a_lane_whose_producer_is_forgotten_leaves_none(bridge, make_producer, make_consumer):
@@ -304,9 +313,9 @@ def test_a_lane_whose_producer_is_forgotten_leaves_none(bridge, make_producer, m
     producer.leave_receipt()
     producer.put({"tokens": [[1]]})
     producer.close()
-    receipts.forget(bridge, producer.producer_id)
+    forget_producer(bridge, producer.producer_id)
     with make_consumer() as consumer:
         consumer.get(timeout_s=5).release()
     make_producer()
     assert producer.lane_name not in segment.lane_names(bridge)
-    assert receipts.read_all(bridge) == []
+    assert read_receipts(bridge) == []

@@ -12,9 +12,8 @@ import urllib.request
 
 import pytest
 
-from shmbridge.counters import COUNTERS, LATENCY_BOUNDS_S
-from shmbridge.metrics import MOST_ENVIRONMENTS, OTHER
-from shmbridge.segments import segment
+from shmbridge.metrics import COUNTERS, LATENCY_BOUNDS_S, MOST_ENVIRONMENTS, OTHER
+from shmbridge.segments import control_name
 from shmbridge.testing import wait_until
 from shmbridge.watch.prometheus import Exporter, Sample, render
 from shmbridge.watch.scrape import ScrapeServer
@@ -190,7 +189,7 @@ def test_the_series_of_an_exporter_are_bounded_however_many_environments_come_an
 def test_a_segment_that_cannot_be_read_is_counted(bridge, exporter, make_producer):
     make_producer()
     assert of(scraped(exporter), "segments_unreadable") == 0
-    with open(f"/dev/shm{segment.control_name(bridge)}", "r+b") as file:
+    with open(f"/dev/shm{control_name(bridge)}", "r+b") as file:
         file.seek(8)
         file.write(b"\x63")  # its layout version
     try:
@@ -198,7 +197,7 @@ def test_a_segment_that_cannot_be_read_is_counted(bridge, exporter, make_produce
         assert of(found, "segments_unreadable") == 1
         assert "shmbridge_consumer_up" not in found  # not known, so no alert that it is gone
     finally:
-        with open(f"/dev/shm{segment.control_name(bridge)}", "r+b") as file:
+        with open(f"/dev/shm{control_name(bridge)}", "r+b") as file:
             file.seek(8)
             file.write(b"\x02")
 

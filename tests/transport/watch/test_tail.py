@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmbridge.cli import main
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names
 from shmbridge.watch.observer import Observer
 from shmbridge.watch.record_lines import rows_of
 
@@ -119,7 +119,7 @@ def test_no_such_tokenizer(bridge, producer, capsys):
 
 
 def test_a_lane_that_cannot_be_read_is_said(bridge, producer, capsys):
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     with open(f"/dev/shm{name}", "r+b") as file:
         file.seek(8)
         file.write(b"\x63")  # its layout version

@@ -14,7 +14,7 @@ import pytest
 
 import shmbridge
 from shmbridge.cli import main
-from shmbridge.segments import segment
+from shmbridge.segments import control_name, lane_names
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis, snapshot, text
 from shmbridge.watch.cells import cells, cut, padded
@@ -463,7 +463,7 @@ def overwritten():
 def test_a_lane_of_another_layout_is_named_not_left_out(bridge, make_producer, make_consumer, overwritten):
     make_consumer()
     make_producer(env_name="math")
-    (name,) = segment.lane_names(bridge)
+    (name,) = lane_names(bridge)
     overwritten(name, 8, b"\x63")
     said = says(bridge, r"^1 segment cannot be read from here: /shmbridge\.")
     assert said.endswith(
@@ -475,14 +475,14 @@ def test_a_lane_of_another_layout_is_named_not_left_out(bridge, make_producer, m
 def test_a_lane_of_garbage_is_named(bridge, make_producer, make_consumer, overwritten):
     make_consumer()
     make_producer(env_name="math")
-    overwritten(segment.lane_names(bridge)[0], 0, b"nonsense")
+    overwritten(lane_names(bridge)[0], 0, b"nonsense")
     says(bridge, r"cannot be read from here: /shmbridge.*not a lane -> look for what writes into its memory")
 
 
 def test_a_consumer_that_cannot_be_seen_is_not_said_to_be_gone(bridge, environment, learner, overwritten):
     environment("a")
     learner("consumer.get(10).release()")
-    overwritten(segment.control_name(bridge), 8, b"\x63")
+    overwritten(control_name(bridge), 8, b"\x63")
     said = says(bridge, r"^1 segment cannot be read from here: .*layout version 99")
     assert "no consumer" not in said
     [info] = [each for each in shmbridge.list_bridges() if each.name == bridge]

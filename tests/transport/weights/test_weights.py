@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.segments import locks, segment
+from shmbridge.segments import locks, open_mapping, weights_name
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
@@ -417,7 +417,7 @@ def test_a_tensor_that_is_negated_when_read_arrives_as_it_reads(ends) -> None:
 
 def test_another_builds_weights_are_refused_with_both_versions(bridge, ends) -> None:
     ends[0].publish(1, tensors(1))
-    memoryview(segment.open_mapping(segment.weights_name(bridge)))[8:12] = struct.pack("<I", 7)
+    memoryview(open_mapping(weights_name(bridge)))[8:12] = struct.pack("<I", 7)
     with (
         WeightsReader(bridge) as fresh,
         pytest.raises(shmbridge.LayoutMismatch, match="layout version 7, this build has 2"),
@@ -485,7 +485,7 @@ def test_the_same_number_in_another_segment_is_another_version(bridge):
                 assert lease.tensors["a"].tolist() == [value] * 4
             with pytest.raises(shmbridge.NotReady):
                 reader.wait(5, timeout_s=0.01)
-            posix_ipc.unlink_shared_memory(segment.weights_name(bridge))
+            posix_ipc.unlink_shared_memory(weights_name(bridge))
 
 
 def test_a_reader_that_is_told_what_somebody_else_has_waits_for_another(bridge):

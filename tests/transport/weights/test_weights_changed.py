@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge.segments import segment
+from shmbridge.segments import weights_name
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 NAMES = ["a", "b", "c"]
@@ -70,7 +70,7 @@ def test_versions_of_an_earlier_segment_are_not_compared_with(bridge) -> None:
             first.publish(2, tensors(2))
             with reader.lease():
                 pass
-            posix_ipc.unlink_shared_memory(segment.weights_name(bridge))
+            posix_ipc.unlink_shared_memory(weights_name(bridge))
         with WeightsWriter(bridge) as second:
             second.publish(1, tensors(1))
             second.publish(3, tensors(3, ["a"]), changed_only=True)
@@ -187,7 +187,7 @@ def test_a_successor_may_begin_with_the_very_number_that_is_held(bridge) -> None
             first.publish(2, tensors(2))
             with reader.lease():
                 pass
-            posix_ipc.unlink_shared_memory(segment.weights_name(bridge))
+            posix_ipc.unlink_shared_memory(weights_name(bridge))
         with WeightsWriter(bridge) as second:
             second.publish(2, tensors(3))
             with reader.lease() as lease:

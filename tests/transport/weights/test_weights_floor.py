@@ -5,7 +5,7 @@ import posix_ipc
 import pytest
 
 import shmbridge
-from shmbridge.segments import membership, segment
+from shmbridge.segments import open_control, segment
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
@@ -60,7 +60,7 @@ def test_a_writer_of_another_model_without_memory_leaves_the_last_version(bridge
         writer.publish(7, model("a", 7))
     with WeightsWriter(bridge) as writer:
         with monkeypatch.context() as little, pytest.raises(shmbridge.ShmTooSmall):
-            little.setattr(segment.os_limits, "memory_headroom", lambda: (0, "this test"))
+            little.setattr(segment.locks, "memory_headroom", lambda: (0, "this test"))
             writer.publish(8, model("b", 8))
         assert reader.version is None
         assert writer.last_version == 7
@@ -127,7 +127,7 @@ def test_the_floor_is_the_bridge_s(bridge):
 
 
 def test_the_floor_is_lowered_by_nobody(bridge, reader):
-    control = membership.open_control(bridge)
+    control = open_control(bridge)
     for version, expected in ((0, 0), (7, 7), (3, 7), (8, 8)):
         control.raise_weights_floor(version)
         assert control.weights_floor == expected

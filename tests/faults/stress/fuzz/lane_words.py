@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from shmbridge._ext import header
-from shmbridge.segments import inventory, segment
+from shmbridge.segments import lane_info, lane_names, open_mapping
 
 _PATIENCE_S = 3.0
 _TICK_S = 0.01
@@ -27,7 +27,7 @@ def differing(bridge: str) -> dict[str, int | None]:
     next hub has come. A look in between shows the difference larger, never smaller, so one look without a
     difference shows that there is none.
     """
-    fates = {name: inventory.lane_info(name) for name in segment.lane_names(bridge)}
+    fates = {name: lane_info(name) for name in lane_names(bridge)}
     return {
         name: fate.unaccounted for name, fate in fates.items() if fate is not None and fate.unaccounted != 0
     }
@@ -87,8 +87,8 @@ def lose_two(bridge: str) -> bool:
 
     Whether it does.
     """
-    for name in segment.lane_names(bridge):
-        lane = segment.open_mapping(name)
+    for name in lane_names(bridge):
+        lane = open_mapping(name)
         if lane is None or (counters := header.lane_counters(lane))["released"] < 2:
             continue
         words = np.frombuffer(memoryview(lane), "<u8")
