@@ -9,7 +9,7 @@ import time
 
 import shmbridge
 from shmbridge.bench.groups import SEED, SOURCES, Form, Shape, make
-from shmbridge.record.row_checks import VARIABLE
+from shmbridge.record import CHECK_VARIABLE
 
 _PUTS = 64
 
@@ -21,13 +21,13 @@ def put_ratios(
     take all N in turn.
     """
     groups = [make(shape, form, SEED + number) for number in range(SOURCES)]
-    bridge, before = f"bench-checked-{os.getpid()}", os.environ.get(VARIABLE)
+    bridge, before = f"bench-checked-{os.getpid()}", os.environ.get(CHECK_VARIABLE)
     spent: dict[int, list[float]] = {every: [] for every in (0, *everys)}
     try:
         with shmbridge.Consumer(bridge) as consumer:
             producers = {}
             for every in spent:
-                os.environ[VARIABLE] = str(every)
+                os.environ[CHECK_VARIABLE] = str(every)
                 producers[every] = shmbridge.Producer(bridge)
             for number in range(rounds + 1):
                 order = list(spent)
@@ -41,9 +41,9 @@ def put_ratios(
             for producer in producers.values():
                 producer.close()
     finally:
-        os.environ.pop(VARIABLE)
+        os.environ.pop(CHECK_VARIABLE)
         if before is not None:
-            os.environ[VARIABLE] = before
+            os.environ[CHECK_VARIABLE] = before
         shmbridge.clean(bridge, dry_run=False)
     without = spent.pop(0)[1:]  # of the first round lanes are touched for the first time
     return {

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.record.groups import Group
+from shmbridge.record import Group
 
 SEED = 20260101
 ROWS = 8

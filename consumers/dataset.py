@@ -25,21 +25,20 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbridge
-from shmbridge import Batch, ConsumerEmpty, Record
-from shmbridge.batch import Layout
+from shmbridge import Batch, ConsumerEmpty, Record, batch
+from shmbridge.batch import KEYS_OF_ROWS, Layout, batch_numbers, check_names, name_taken, number_columns
 from shmbridge.consumers.feed import Drained, Feed, Step
 from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.trainer_settings import ReleaseAt, check_words
 from shmbridge.errors import counted
-from shmbridge.record import batch_numbers
-from shmbridge.record.record import RaggedLists
+from shmbridge.record import RaggedLists
 from shmbridge.schema import STANDARD, Split
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shmbridge.hub.ranks import RankServer
-    from shmbridge.record.groups import Group
+    from shmbridge.hub import RankServer
+    from shmbridge.record import Group
 
 Items = Literal["batches", "rows"]
 Tensors = dict[str, torch.Tensor]
@@ -148,8 +147,8 @@ class BridgeDataset(IterableDataset[Tensors]):
                 f"{', '.join(feed) or repr(hold)} is for one process: with ranks the consumer keeps what is "
                 'not done, hold="step"'
             )
-        keys = batch_numbers.KEYS_OF_ROWS if items == "rows" else batch_numbers.KEYS_OF_BATCHES
-        batch_numbers.check_names(getattr(schema, "names", ()), keys)
+        keys = KEYS_OF_ROWS if items == "rows" else batch.KEYS_OF_BATCHES
+        check_names(getattr(schema, "names", ()), keys)
         self._timeout_s, self._whole_rows = timeout_s, whole_rows
         of_batches = {"groups": groups, "max_staleness": max_staleness, "prefetch": prefetch, "split": split}
         self._of_batches: dict[str, Any] = of_batches
@@ -248,7 +247,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             batch.train_whole_rows()
         if self.items == "rows":
             return deque(self._rows(batch, unfit))
-        numbers = batch_numbers.batch_numbers(batch)
+        numbers = batch_numbers(batch)
         tensors = {name: torch.from_numpy(array) for name, array in numbers.items()}
         taken = {_place(record): record.rows for record in batch.records}
         return deque([_Item(taken, len(batch), batch.token_count, tensors)])
@@ -455,11 +454,11 @@ def row_tensors(batch: Batch) -> Iterator[Tensors]:
     as (L,), lists as they are, scalars without dimensions, and `policy_version` and `redelivered`. A column
     that the row lacks is not in its dictionary. SchemaMismatch for a column that has the name of another key.
     """
-    columns = batch_numbers.number_columns(batch)
-    batch_numbers.check_names(columns, batch_numbers.KEYS_OF_ROWS)
+    columns = number_columns(batch)
+    check_names(columns, KEYS_OF_ROWS)
     for name, column in columns.items():
         if isinstance(column, RaggedLists) and f"{name}_inner_lengths" in columns:
-            raise batch_numbers.name_taken(f"{name}_inner_lengths", name)
+            raise name_taken(f"{name}_inner_lengths", name)
     has = {name: batch.has(name) | (name == "loss_mask") for name in columns}
     starts = batch.cu_seqlens.tolist()
 

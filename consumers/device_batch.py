@@ -27,8 +27,7 @@ import shmbridge
 from shmbridge.batch import Layout
 from shmbridge.consumers.pinned.driver import cuda_driver
 from shmbridge.consumers.pinned.lanes import PinnedLanes
-from shmbridge.record.groups import Group
-from shmbridge.record.leases import lane_columns
+from shmbridge.record import Group, lane_columns
 from shmbridge.schema import Kind
 
 

@@ -57,16 +57,14 @@ from shmbridge.consumers.trajectories import (
     unfit_rows,
 )
 from shmbridge.errors import Discard, counted
-from shmbridge.hub.former import Held
-from shmbridge.hub.request import Screen
-from shmbridge.record.groups import Group
-from shmbridge.record.leases import abandon
+from shmbridge.hub import Held, Screen
+from shmbridge.record import Group, abandon
 from shmbridge.schema import Split
 
 if TYPE_CHECKING:
     from shmbridge.batch import Layout, MakeBatch
     from shmbridge.control.messages import Evaluated
-    from shmbridge.hub.ranks import DeadRank, Mode, RankServer
+    from shmbridge.hub import DeadRank, Mode, RankServer
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from shmbridge import Batch, InvalidRecord
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
 from shmbridge.consumers.advantages.row_settings import truncated_rows
 from shmbridge.consumers.advantages.trained_tokens import trained_tokens
-from shmbridge.record.record import RecordMeta
+from shmbridge.record import RecordMeta
 from shmbridge.schema import FINISH_REASONS, STANDARD, recorded_logprobs
 
 __all__ = [

@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from shmbridge.errors import WeightsBusy as WeightsBusy
     from shmbridge.errors import WeightsMismatch as WeightsMismatch
     from shmbridge.producer import Producer as Producer
-    from shmbridge.put.tickets import Ticket as Ticket
+    from shmbridge.put import Ticket as Ticket
     from shmbridge.rank import Rank as Rank
-    from shmbridge.record.record import Record as Record
+    from shmbridge.record import Record as Record
     from shmbridge.segments import BridgeInfo as BridgeInfo
     from shmbridge.segments import CleanReport as CleanReport
     from shmbridge.segments import clean as clean
@@ -82,9 +82,9 @@ _HOMES = {
     "Consumer": "consumer",
     "Producer": "producer",
     "Rank": "rank",
-    "Record": "record.record",
+    "Record": "record",
     "Run": "config",
-    "Ticket": "put.tickets",
+    "Ticket": "put",
     "clean": "segments",
     "list_bridges": "segments",
     **dict.fromkeys(

@@ -1,19 +1,24 @@
-"""Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pxi)."""
+"""Batches: many groups gathered into padded or packed arrays, one host copy per column (_ext/gather.pxi);
+their numbers as named arrays, and values for rows that lack their own.
+"""
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
 from shmbridge._ext.record import MOST_TOKENS, Gather, Pool, TooManyTokens, positions
-from shmbridge.errors import BatchTooBig, LeaseReleased, no_column
-from shmbridge.record.attributes import BatchColumns
-from shmbridge.record.batch_numbers import batch_numbers
-from shmbridge.record.groups import Group
-from shmbridge.record.named_columns import NamedColumns
-from shmbridge.record.record import Ragged, RaggedLists, Record, RecordMeta
-from shmbridge.record.rows_without import advantages_or
-from shmbridge.record.shown import columns_as_html
+from shmbridge.errors import BadArgument, BatchTooBig, LeaseReleased, SchemaMismatch, no_column, shown
+from shmbridge.record import (
+    BatchColumns,
+    Group,
+    NamedColumns,
+    Ragged,
+    RaggedLists,
+    Record,
+    RecordMeta,
+    columns_as_html,
+)
 from shmbridge.schema import STANDARD, Column, Kind
 from shmbridge.segments import OneProcess
 
@@ -22,6 +27,171 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 
     from shmbridge.control.messages import Manifest
+
+# Keys that are no columns.
+KEYS_OF_ROWS = frozenset({"policy_version", "redelivered"})
+KEYS_OF_BATCHES = KEYS_OF_ROWS | {"lengths", "cu_seqlens", "position_ids", "group_index"}
+
+
+class ReadableBatch(Protocol):
+    """A Batch, as an export reads it; see Batch."""
+
+    @property
+    def layout(self) -> str:
+        """`packed` or `padded`."""
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """Tokens of each row."""
+
+    @property
+    def cu_seqlens(self) -> np.ndarray[Any, Any]:
+        """Start of each row and the end of the last."""
+
+    @property
+    def group_index(self) -> np.ndarray[Any, Any]:
+        """Number of each row's group."""
+
+    @property
+    def position_ids(self) -> np.ndarray[Any, Any]:
+        """Position of each token in its row."""
+
+    @property
+    def meta(self) -> list[RecordMeta]:
+        """Origin of each row."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that at least one record has."""
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+
+    def __contains__(self, name: object) -> bool:
+        """Returns whether at least one record has a column."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a column."""
+
+    def has(self, name: str) -> np.ndarray[Any, Any]:
+        """Returns which rows have a column."""
+
+
+def batch_columns(batch: ReadableBatch) -> list[str]:
+    """Returns the columns to hand out; `loss_mask` is always among them."""
+    return batch.columns if "loss_mask" in batch else [*batch.columns, "loss_mask"]
+
+
+def check_names(names: Iterable[str], keys: Collection[str]) -> None:
+    """Raises SchemaMismatch for a column that has the name of another key."""
+    for name in names:
+        if name in keys:
+            raise name_taken(name)
+
+
+def name_taken(name: str, beside: str = "") -> SchemaMismatch:
+    """Returns the error for a column with the name of another key, or of one that `beside` brings along."""
+    return SchemaMismatch(
+        f"column {name!r} has the name of a key that every batch or row has as "
+        f"tensors{beside and f', beside the column {beside!r}'}",
+        hint=f"rename the column, where it is put and in schema=: 'my_{name}'",
+    )
+
+
+def number_columns(batch: ReadableBatch) -> dict[str, Any]:
+    """Returns the columns that hold numbers: an array, Ragged or RaggedLists by name."""
+    columns = {name: batch[name] for name in batch_columns(batch)}
+    return {
+        name: column
+        for name, column in columns.items()
+        if isinstance(column, (Ragged, RaggedLists, np.ndarray))
+    }
+
+
+def batch_numbers(batch: ReadableBatch) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the batch's own arrays by key, without a copy; the keys are those of `Batch.to_torch`.
+
+    Never blocks. SchemaMismatch for a column that has the name of another key.
+    """
+    found: dict[str, np.ndarray[Any, Any]] = {
+        "lengths": batch.lengths,
+        "cu_seqlens": batch.cu_seqlens,
+        "position_ids": batch.position_ids,
+        "group_index": batch.group_index,
+        "policy_version": np.array([meta.min_policy_version for meta in batch.meta], np.int64),
+        "redelivered": np.array([meta.redelivered for meta in batch.meta], np.bool_),
+    }
+    columns = number_columns(batch)
+    check_names(columns, KEYS_OF_BATCHES)
+    for name, column in columns.items():
+        arrays = _arrays(name, column)
+        for key in (f"has_{name}", *arrays):
+            if key != name and key in columns:
+                raise name_taken(key, name)
+        found |= arrays
+        if not (has := batch.has(name)).all():
+            found[f"has_{name}"] = has
+    return found
+
+
+def _arrays(name: str, column: Any) -> dict[str, np.ndarray[Any, Any]]:
+    if isinstance(column, RaggedLists):
+        return {
+            name: column.values,
+            f"{name}_lengths": column.lengths,
+            f"{name}_inner_lengths": column.inner_lengths,
+        }
+    if isinstance(column, Ragged):
+        return {name: column.values, f"{name}_lengths": column.lengths}
+    return {name: column}
+
+
+_Array = np.ndarray[Any, Any]
+
+
+class _Rows(Protocol):
+    """A batch, as far as its rows are filled here."""
+
+    lengths: _Array
+    tokens: _Array
+
+    @property
+    def layout(self) -> Literal["padded", "packed"]:
+        """How its tokens are laid out."""
+
+    def has(self, name: str) -> _Array:
+        """Returns the rows that have a column."""
+
+    def __contains__(self, name: object) -> bool:
+        """Returns whether any row has a column."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a column."""
+
+
+def advantages_or(batch: _Rows, fallback: "float | _Array") -> _Array:
+    """See Batch.advantages_or."""
+    shape, rows = batch.tokens.shape, len(batch.lengths)
+    wanted = f"one number, one for each of {rows} rows, or one for each token, shaped {tuple(shape)}"
+    try:
+        given = np.asarray(fallback)
+    except (TypeError, ValueError):  # ragged, or no NumPy dtype
+        given = np.asarray("")
+    if given.dtype.kind not in "biuf":
+        raise BadArgument(f"fallback={shown(fallback)} is no number", hint=f"give {wanted}")
+    given = given.astype(np.float32, copy=False)
+    if given.shape not in ((), (rows,), shape):
+        raise BadArgument(f"fallback has shape {given.shape}", hint=f"give {wanted}")
+    own = np.array(batch["advantages"], np.float32) if "advantages" in batch else np.zeros(shape, np.float32)
+    lacks = ~batch.has("advantages")
+    if batch.layout == "padded":
+        tokens = (np.arange(shape[1]) < batch.lengths[:, None]) & lacks[:, None]
+        values = given[:, None] if given.shape == (rows,) and given.shape != shape else given
+    else:
+        tokens = np.repeat(lacks, batch.lengths)
+        values = np.repeat(given, batch.lengths) if given.shape == (rows,) and given.shape != shape else given
+    return np.where(tokens, values, own)
+
 
 Layout = Literal["padded", "packed"]
 Hold = Literal["step", "gather", "caller"]
@@ -215,7 +385,7 @@ class Batch(BatchColumns, NamedColumns, OneProcess):
             ValueError: some columns stay in place, or more values than the int32 offsets of a list count.
             SchemaMismatch: a column has the name of one that `meta` adds.
         """
-        from shmbridge.record.batch_arrow import batch_rows
+        from shmbridge.record.arrow import batch_rows
 
         self._check_copied()
         return batch_rows(self, self._column_types(), meta)

@@ -25,15 +25,24 @@ from shmbridge.config import (
     deadline_of,
 )
 from shmbridge.errors import BadArgument, ServesRanks, unknown_argument
-from shmbridge.hub.admission import limit_of
-from shmbridge.hub.batches import Batches
-from shmbridge.hub.counts import GroupQueue, OutsideQueue, check_outside
-from shmbridge.hub.hub import Hub, become_hub, note_hub
-from shmbridge.hub.request import BatchRequest, Policy, Scheduling, Screen, check_screen
-from shmbridge.hub.tap import Tap, check_tap
-from shmbridge.record.groups import Group
-from shmbridge.record.record import Record
-from shmbridge.record.unreleased import Call
+from shmbridge.hub import (
+    Batches,
+    BatchRequest,
+    GroupQueue,
+    Hub,
+    OutsideQueue,
+    Policy,
+    Scheduling,
+    Screen,
+    Tap,
+    become_hub,
+    check_outside,
+    check_screen,
+    check_tap,
+    limit_of,
+    note_hub,
+)
+from shmbridge.record import Call, Group, Record
 from shmbridge.schema import Split, columns_of
 from shmbridge.segments import OneProcess, closed_at_exit, lanes_at_most, then_close, watch_threads
 
@@ -42,7 +51,7 @@ if TYPE_CHECKING:
 
     from shmbridge.batch import Layout, MakeBatch
     from shmbridge.control.messages import Evaluated
-    from shmbridge.hub.ranks import DeadRank, Mode, RankServer, ShareDealer
+    from shmbridge.hub import DeadRank, Mode, RankServer, ShareDealer
 
 _MOST_POLLED = 1 << 31
 
@@ -421,7 +430,7 @@ class Consumer(OneProcess):
             dead_rank: the shares of a dead rank go to the next process that takes its number ("wait"), or to
                 the other ranks ("spread").
         """
-        from shmbridge.hub.ranks import RankServer, ShareDealer
+        from shmbridge.hub import RankServer, ShareDealer
 
         self._state.check_open()
         if self._hub.ranks is not None:

@@ -40,13 +40,27 @@ from shmbridge.errors import (
     RecordTooBig,
     ShmBridgeError,
 )
-from shmbridge.put import lane
-from shmbridge.put.errors import as_invalid, groups_of
-from shmbridge.put.lane import LOOK_S, OwnNames, Slot, check_agrees_with_bridge, create_lane, lane_counters
-from shmbridge.put.planner import RecordPlanner, Version, checked_stamp
-from shmbridge.put.recorded import RecordedGroup
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.put.tickets import Ticket, Tickets
+from shmbridge.put import (
+    LOOK_S,
+    LaneOrigin,
+    OwnNames,
+    RecordedGroup,
+    RecordPlanner,
+    RelayedRecord,
+    Slot,
+    Ticket,
+    Tickets,
+    Version,
+    ahead,
+    as_invalid,
+    check_agrees_with_bridge,
+    checked_stamp,
+    create_lane,
+    groups_of,
+    lane_counters,
+    lane_full,
+    obstacle,
+)
 from shmbridge.schema import Split, columns_of
 from shmbridge.segments import (
     Apart,
@@ -278,7 +292,7 @@ class Producer(OneProcess):
             with suppress(ValueError):
                 self._waiting.remove(plan)
         if plan.sequence is None:  # close() came first and had no room
-            raise lane.obstacle(Closed, "closed while waiting", producer=self.producer_id)
+            raise obstacle(Closed, "closed while waiting", producer=self.producer_id)
         return plan.sequence
 
     def claim(
@@ -364,7 +378,7 @@ class Producer(OneProcess):
         try:
             if isinstance(group, RelayedRecord):
                 if self.origin is None:
-                    raise lane.obstacle(
+                    raise obstacle(
                         InvalidRecord, "no origin", producer=self.producer_id, sequence=group.sequence
                     )
                 return self._planner.relayed(group, self._writer.newest_origin)
@@ -386,7 +400,7 @@ class Producer(OneProcess):
         if newest is not None and operator.index(newest) > published:
             self._fast_put.ahead += 1
             if self._fast_put.ahead == 1:
-                log.warning("%s", lane.ahead(self.producer_id, self.bridge, newest, published))
+                log.warning("%s", ahead(self.producer_id, self.bridge, newest, published))
         return stamp
 
     def _held_back(self) -> bool:
@@ -396,13 +410,13 @@ class Producer(OneProcess):
     def _is_paused(self) -> bool:
         self._check_open()
         if self._writer.quarantined:
-            raise lane.obstacle(
+            raise obstacle(
                 LaneQuarantined, "quarantined", producer=self.producer_id, pid=self._control.hub_pid
             )
         if self._writer.claiming:
-            raise lane.obstacle(ClaimOpen, "claim open", producer=self.producer_id)
+            raise obstacle(ClaimOpen, "claim open", producer=self.producer_id)
         if self._control.draining:
-            raise lane.obstacle(BridgeDraining, "draining", bridge=self.bridge)
+            raise obstacle(BridgeDraining, "draining", bridge=self.bridge)
         self._names.check()
         return bool(self._control.paused)
 
@@ -467,7 +481,7 @@ class Producer(OneProcess):
             time.sleep(min(left_s, 0.02))
 
     def _lane_full(self, plan: Plan, waited_s: float) -> LaneFull:
-        return lane.lane_full(self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s)
+        return lane_full(self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s)
 
     def _publish(self, slot: Slot) -> None:
         """Checks and publishes the values that the caller wrote into an open claim."""
@@ -483,7 +497,7 @@ class Producer(OneProcess):
             raise as_invalid(bad, self.columns, None) from None
         except ClaimLost:
             self._check_open()
-            raise lane.obstacle(ClaimOpen, "claim over") from None
+            raise obstacle(ClaimOpen, "claim over") from None
 
     def _drop(self, plan: Plan, reason: Drop) -> None:
         # set first: a signal handler that closes drops the waiting plans too
@@ -588,12 +602,12 @@ class Producer(OneProcess):
 
     def _check_process(self) -> None:
         if self._lane.forked:
-            raise lane.obstacle(Closed, "forked", producer=self.producer_id)
+            raise obstacle(Closed, "forked", producer=self.producer_id)
 
     def _check_open(self) -> None:
         self._check_process()
         if self._closed:
-            raise lane.obstacle(Closed, "closed", producer=self.producer_id)
+            raise obstacle(Closed, "closed", producer=self.producer_id)
 
     def close(self, drain: bool = False, timeout_s: float | None = None) -> None:
         """Leaves the bridge; committed records stay for the consumer.
@@ -620,7 +634,7 @@ class Producer(OneProcess):
                 left = _left(began, timeout_s)
                 if left <= 0:
                     numbers = {"records": self._writer.outstanding, "timeout_s": timeout_s}
-                    raise lane.obstacle(LaneFull, "not drained", producer=self.producer_id, **numbers)
+                    raise obstacle(LaneFull, "not drained", producer=self.producer_id, **numbers)
                 self._sleep(left)
         finally:
             self._leave()

@@ -29,11 +29,8 @@ from shmbridge.errors import (
     counted,
     unknown_argument,
 )
-from shmbridge.hub.batches import Batches, Steps
-from shmbridge.record.groups import Group
-from shmbridge.record.leases import lane_name
-from shmbridge.record.record import Lane, Record
-from shmbridge.record.unreleased import Call, say_lost
+from shmbridge.hub import Batches, Steps
+from shmbridge.record import Call, Group, Lane, Record, lane_name, say_lost
 from shmbridge.schema import Columns
 from shmbridge.segments import (
     MOST_RANKS,
@@ -153,7 +150,7 @@ class Rank(OneProcess):
     """
 
     def __init__(self, bridge: str, rank: int, world_size: int) -> None:
-        from shmbridge.control.client import ControlClient
+        from shmbridge.control.server import ControlClient
 
         world_size = check_count("world_size", world_size, 1, MOST_RANKS)
         rank = check_count(f"world_size={world_size}, rank", rank, 0, world_size - 1)
@@ -512,7 +509,7 @@ class Rank(OneProcess):
 
     def _request(self, request: messages.Request, timeout_s: float) -> messages.Answer | None:
         """Returns the hub's answer; None if there is none in time, or none yet from this hub."""
-        from shmbridge.control.client import RequestRefused
+        from shmbridge.control.server import RequestRefused
 
         try:
             return self._client.request(request, timeout_s)

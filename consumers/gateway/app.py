@@ -27,7 +27,7 @@ from shmbridge.consumers.gateway.batch_server import NotRegistered
 from shmbridge.consumers.gateway.decode import KEYS
 from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
 from shmbridge.consumers.gateway.strict_state import NoSuchThing
-from shmbridge.control.client import RequestRefused
+from shmbridge.control.server import RequestRefused
 from shmbridge.errors import NoWeight
 from shmbridge.httpd.door import Refused
 from shmbridge.httpd.gate import HeldBytes, json_answer, outcome

@@ -21,7 +21,7 @@ from shmbridge.consumers.gateway.hub import open_hub
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.errors import Discard
-from shmbridge.record.groups import Group
+from shmbridge.record import Group
 
 log = logging.getLogger(__name__)
 

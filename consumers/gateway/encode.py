@@ -12,8 +12,7 @@ import numpy as np
 
 from shmbridge.consumers.gateway.decode import KEYS
 from shmbridge.consumers.gateway.floats import shortest
-from shmbridge.record.groups import Group
-from shmbridge.record.record import Record
+from shmbridge.record import Group, Record
 from shmbridge.schema import ATROPOS_NO_LOGPROB, JSON_COLUMNS, LOGPROBS, recorded_logprobs
 
 # columns that to_scored_data has words for

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shmbridge.httpd.door import Bounds
-from shmbridge.hub.request import Policy
+from shmbridge.hub import Policy
 from shmbridge.schema import Split
 
 Compat = Literal["default", "strict"]

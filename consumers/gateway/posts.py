@@ -29,7 +29,7 @@ from shmbridge.consumers.gateway.delivery import ProvingConnection
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
 from shmbridge.httpd.door import Refused
-from shmbridge.put.planner import RecordPlanner, checked_stamp
+from shmbridge.put import RecordPlanner, checked_stamp
 
 log = logging.getLogger(__name__)
 

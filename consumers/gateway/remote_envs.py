@@ -18,7 +18,6 @@ from shmbridge import ShmBridgeError
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import RemoteLane
 from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
-from shmbridge.control.client import AsyncControlClient, RequestRefused
 from shmbridge.control.messages import (
     UNKNOWN_ENV,
     Answer,
@@ -31,6 +30,7 @@ from shmbridge.control.messages import (
     Status,
     StatusRequest,
 )
+from shmbridge.control.server import AsyncControlClient, RequestRefused
 from shmbridge.errors import NoConsumer
 from shmbridge.httpd.door import Refused
 

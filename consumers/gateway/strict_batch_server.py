@@ -21,9 +21,8 @@ from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_state import Upstream
 from shmbridge.errors import Discard
-from shmbridge.hub.counts import OutsideQueue
-from shmbridge.record.groups import Group, GroupAssembler
-from shmbridge.record.leases import lane_name
+from shmbridge.hub import OutsideQueue
+from shmbridge.record import Group, GroupAssembler, lane_name
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The state of one Atropos server, for `--compat strict`: registrations and the responses that follow from
-them. It reproduces the original's quirks. `shmbridge.atropos.queue` does the queue's arithmetic. For one
-thread.
+them. It reproduces the original's quirks. `shmbridge.control.environments` does the queue's arithmetic. For
+one thread.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from msgspec.structs import replace
 
-from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.config import Run
 from shmbridge.consumers.gateway.saved_state import SavedEnv
+from shmbridge.control.environments import AtroposQueue, EnvWeight
 
 T = TypeVar("T")
 

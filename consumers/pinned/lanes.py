@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 import shmbridge
 from shmbridge.consumers.pinned.driver import Driver
-from shmbridge.record import leases
+from shmbridge.record import lane_memory, lane_name, map_lane_writable
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,12 @@ class PinnedLanes:
 
         Blocks: every page of the lane is locked. Never raises.
         """
-        name = leases.lane_name(record)
+        name = lane_name(record)
         if self._driver is None or name in self._lanes:
             return
         if not self._driver.takes_read_only():
-            leases.map_lane_writable(record)
-        memory = leases.lane_memory(record)
+            map_lane_writable(record)
+        memory = lane_memory(record)
         lane = _Pinned(memory, np.frombuffer(memory, np.uint8).ctypes.data)
         self._lanes[name] = lane
         for at in range(0, memory.nbytes, self._piece_bytes):
@@ -92,7 +92,7 @@ class PinnedLanes:
         """Yields a record's flat values so that no part crosses the border of two registrations: a copy may
         not.
         """
-        lane = self._lanes.get(leases.lane_name(record))
+        lane = self._lanes.get(lane_name(record))
         if lane is None or not lane.pieces:
             yield values
             return

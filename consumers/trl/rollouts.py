@@ -28,8 +28,7 @@ from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words, warn_of_stale_rows
 from shmbridge.consumers.trajectories import Credit, lags, unfit_row, unfit_rows
 from shmbridge.consumers.trl.rows import Rows, rows_of
-from shmbridge.record.groups import Group
-from shmbridge.record.leases import abandon
+from shmbridge.record import Group, abandon
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from shmbridge.consumers.verl.settings import (
     release_at,
     steps_until_taken,
 )
-from shmbridge.record.groups import Group
+from shmbridge.record import Group
 from shmbridge.weights import WeightsReader
 
 __all__ = ["ShmAgentLoopManager"]

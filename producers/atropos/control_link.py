@@ -21,7 +21,6 @@ import msgspec
 
 from shmbridge import Run, ShmBridgeError
 from shmbridge.config import format_size
-from shmbridge.control.client import AsyncControlClient
 from shmbridge.control.messages import (
     Goodbye,
     Register,
@@ -31,6 +30,7 @@ from shmbridge.control.messages import (
     Status,
     StatusRequest,
 )
+from shmbridge.control.server import AsyncControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.producers.atropos.evaluations import Evaluations
 from shmbridge.producers.atropos.lane import EnvLane, LinkOptions

@@ -27,7 +27,7 @@ from shmbridge.producers.atropos.response_index import (
     Ledger,
 )
 from shmbridge.producers.rollout.responses import Tokens
-from shmbridge.put.convert import token_array
+from shmbridge.put import token_array
 
 # Markers in a row of versions, besides those of the ledger.
 _OPEN = -3

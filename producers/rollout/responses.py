@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shmbridge.put.convert import token_array
+from shmbridge.put import token_array
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 Span: TypeAlias = tuple[int, int, int]  # version, and the output tokens [start, end) that it sampled

@@ -9,7 +9,7 @@ cdef uint64_t MOST_VALUES = <uint64_t>1 << 48  # of a column: times the bytes of
 CHECKED_COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "ref_logprobs", "advantages")
 # Whose values are log-probabilities of the row's own tokens, or the mark of none.
 LOGPROBS = ("inference_logprobs", "ref_logprobs")
-# By which shmbridge.put.errors.PutNotices may have something to say of a group.
+# By which shmbridge.put.convert.PutNotices may have something to say of a group.
 WORTH_A_LOOK = ("temperature", "generation_params", "overrides", "group_overrides", "images")
 
 

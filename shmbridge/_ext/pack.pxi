@@ -31,7 +31,7 @@ cdef extern from "convert.h" nogil:
 class BadValue(ValueError):
     """A value, row or column that cannot be put, and the `limit` that it broke.
 
-    `fault` is one of those in shmbridge.put.errors; `row` and `position` are -1 where they say nothing.
+    `fault` is one of those in shmbridge.put.convert; `row` and `position` are -1 where they say nothing.
     """
 
     def __init__(self, column, row, position, value, fault, limit=None):

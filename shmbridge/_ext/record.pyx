@@ -515,7 +515,7 @@ cdef class LeasedRecord(Lease):
         return self.validity(self.there(name))
 
     def row_checks(self, name):
-        """uint64[rows], a copy: each row's check (shmbridge.record.row_checks), 0 for none; or None.
+        """uint64[rows], a copy: each row's check (shmbridge.record.record), 0 for none; or None.
 
         A row of other than one value per token gives 0: no reader trains with its values.
         """

@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from shmbridge.archive.layout import ORIGIN_TYPE, Layout, file_type
 from shmbridge.errors import RecordTooBig
-from shmbridge.put.recorded import FlatColumn
-from shmbridge.record.columns import ReadableRecord
-from shmbridge.record.record import Origin, RecordMeta
+from shmbridge.put import FlatColumn
+from shmbridge.record import Origin, ReadableRecord, RecordMeta
 from shmbridge.schema import Column, Columns, Kind, Tag
 
 Array = np.ndarray[Any, Any]

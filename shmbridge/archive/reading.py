@@ -18,9 +18,9 @@ from shmbridge.archive.keys import SeenKeys
 from shmbridge.archive.layout import OF_RECORD, ORIGIN, Layout, file_type, has_origin
 from shmbridge.archive.parts import keys_of, parts_of
 from shmbridge.errors import ArchiveUnreadable, InvalidRecord, shown
-from shmbridge.put.recorded import FlatColumn, RecordedGroup
-from shmbridge.record.checked import only_batch
-from shmbridge.record.record import Origin
+from shmbridge.put import FlatColumn, RecordedGroup
+from shmbridge.record import Origin
+from shmbridge.record.arrow import only_batch
 from shmbridge.schema import Column, Kind, Tag
 
 Array = np.ndarray[Any, Any]

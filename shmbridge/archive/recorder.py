@@ -17,7 +17,7 @@ from shmbridge.archive.refusals import is_full, unwritable, writing
 from shmbridge.archive.stream import StreamFile
 from shmbridge.config import parse_size
 from shmbridge.errors import ArchiveFull, BadArgument, Closed, RecordTooBig, RecordUnreadable
-from shmbridge.record.columns import ReadableRecord
+from shmbridge.record import ReadableRecord
 from shmbridge.schema import Columns, columns_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import pyarrow as pa
 from shmbridge._ext.weights import checksum
 from shmbridge.archive.layout import revision_of
 from shmbridge.errors import ArchiveUnreadable
-from shmbridge.record.checked import first_line
+from shmbridge.record.arrow import first_line
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from shmbridge._ext.lane import CrashNote
 from shmbridge.archive.recorder import Recorder
-from shmbridge.record.record import Record
+from shmbridge.record import Record
 
 log = logging.getLogger(__name__)
 

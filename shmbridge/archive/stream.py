@@ -22,7 +22,7 @@ from shmbridge._ext.weights import checksum
 from shmbridge.archive.layout import marked, revision_of
 from shmbridge.archive.seal import open_part, say_unchecked
 from shmbridge.errors import InvalidRecord
-from shmbridge.record.checked import first_line
+from shmbridge.record.arrow import first_line
 
 log = logging.getLogger(__name__)
 _PREFIX = struct.Struct("<4sI")  # of a message: four bytes of ones, and the length of its head

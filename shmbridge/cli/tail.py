@@ -12,7 +12,7 @@ import msgspec
 from shmbridge.parser import Parser, bridge_name, whole
 
 if TYPE_CHECKING:
-    from shmbridge.record.record import Record
+    from shmbridge.record import Record
     from shmbridge.watch.observer import Observer
 
 HELP = "print the records of a bridge as they come; takes none away"

@@ -4,22 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmbridge.control.client import AsyncControlClient as AsyncControlClient
-    from shmbridge.control.client import ControlClient as ControlClient
-    from shmbridge.control.client import RequestRefused as RequestRefused
-    from shmbridge.control.client import control_address as control_address
     from shmbridge.control.environments import HubView as HubView
+    from shmbridge.control.server import AsyncControlClient as AsyncControlClient
+    from shmbridge.control.server import ControlClient as ControlClient
     from shmbridge.control.server import ControlServer as ControlServer
+    from shmbridge.control.server import RequestRefused as RequestRefused
+    from shmbridge.control.server import control_address as control_address
 
 _FROM = {
-    "AsyncControlClient": "client",
-    "ControlClient": "client",
+    "AsyncControlClient": "server",
+    "ControlClient": "server",
     "ControlServer": "server",
     "HubView": "environments",
-    "RequestRefused": "client",
-    "control_address": "client",
+    "RequestRefused": "server",
+    "control_address": "server",
 }
-__all__ = [*_FROM, "client", "environments", "messages", "server"]
+__all__ = [*_FROM, "environments", "messages", "server"]
 
 
 def __getattr__(name: str) -> Any:

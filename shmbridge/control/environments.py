@@ -1,25 +1,32 @@
 """The environments a hub has admitted, and the numbers they steer themselves by.
 
 An environment throttles itself: ten times a second it asks how much is queued, and starts or stops rollouts.
-The arithmetic is that of the Atropos API server, on groups in lanes instead of a list in memory. One thing
-differs: a dead environment takes its weight and its share of the batch with it.
+The arithmetic is that of the Atropos API server (`steer`, AtroposQueue), on groups in lanes instead of a list
+in memory. One thing differs: a dead environment takes its weight and its share of the batch with it.
 
-Used by the control server's thread only.
+Environments and Evaluations are used by the control server's thread only.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from shmbridge.atropos.env_status import EnvWeight, Queued, steer
+from shmbridge._ext import groups
 from shmbridge.config import Run
 from shmbridge.control.messages import (
+    BAD_VALUE,
+    LONGEST_NAME,
+    MOST_METRICS,
     Ack,
     BeginGroup,
+    Evaluated,
     Full,
     Manifest,
     MayBegin,
@@ -32,6 +39,218 @@ from shmbridge.control.messages import (
     Status,
     WaitForRun,
 )
+from shmbridge.errors import NoWeight, UnknownEnvironment
+
+MIN_ENV_WEIGHT = 0.01  # an environment's least weight, as upstream
+
+
+@dataclass(frozen=True, slots=True)
+class EnvWeight:
+    """An environment's request: its weight, its guaranteed part of every batch, the rows of its groups."""
+
+    env_id: int
+    name: str
+    weight: float
+    min_allocation: float | None
+    group_size: int
+    max_token_length: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The queue of one environment: groups, sequences in them, the largest group."""
+
+    groups: int = 0
+    sequences: int = 0
+    largest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """The answer to one environment.
+
+    Sizes in groups of `group_size`, the largest size ever seen of that environment.
+    """
+
+    queue_size: int
+    self_queue_size: int
+    unallocated_fraction: float
+    max_group_size: int
+    env_weight: float
+    group_size: int
+
+
+def steer(
+    me: EnvWeight, connected: Collection[EnvWeight], queue: Mapping[int | None, Queued], batch_size: int
+) -> Steering:
+    """Returns the answer to `me` about `queue`, by env_id (None: unregistered producers); O(environments),
+    for any queue.
+    """
+    mine = queue.get(me.env_id, Queued())
+    largest = max([1, *(each.largest for each in queue.values())])
+    group_size = max(me.group_size, mine.largest)
+    return Steering(
+        queue_size=(mine.sequences + _open_to(me, connected, queue, batch_size, largest)) // group_size,
+        self_queue_size=mine.sequences // group_size,
+        unallocated_fraction=1.0 - min(sum(env.min_allocation or 0.0 for env in connected), 1.0),
+        max_group_size=largest,
+        env_weight=_weight(me, connected),
+        group_size=group_size,
+    )
+
+
+def total_weight(connected: Collection[EnvWeight]) -> float:
+    """Returns the weight of all, as upstream computes it: times the longest sequence."""
+    return sum(env.max_token_length * max(0.0, env.weight) for env in connected)
+
+
+def _open_to(
+    me: EnvWeight,
+    connected: Collection[EnvWeight],
+    queue: Mapping[int | None, Queued],
+    batch_size: int,
+    largest: int,
+) -> int:
+    """Returns the sequences of others that compete with mine: beyond their guaranteed part, packed as a
+    batch.
+    """
+    if largest == 1:
+        return 0  # as upstream: without groups to pack, only one's own queue counts
+    open_to_me = 0
+    by_right: dict[int | None, int] = {
+        env.env_id: int(batch_size * env.min_allocation)
+        for env in connected
+        if env.min_allocation is not None
+    }
+    for env_id, each in queue.items():
+        if env_id != me.env_id and each.groups:
+            open_to_me += max(0, math.ceil(each.sequences / largest) * largest - by_right.get(env_id, 0))
+    return open_to_me
+
+
+def _weight(me: EnvWeight, connected: Collection[EnvWeight]) -> float:
+    total = total_weight(connected)
+    return max(MIN_ENV_WEIGHT, me.max_token_length * me.weight / total if total > 0 else 0.0)
+
+
+T = TypeVar("T")
+
+
+class AtroposQueue(groups.SizedQueue, Generic[T]):
+    """Queue, buffers and formed batches of one training run; an item is of any type."""
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterates over all items: formed, queued, buffered."""
+        return super().__iter__()
+
+    def disconnect(self, env_id: int) -> None:
+        """Stops counting its weight and its allocation; its queued groups stay.
+
+        Raises UnknownEnvironment.
+        """
+        self._known(env_id)
+        super().disconnect(env_id)
+
+    def _known(self, env_id: int) -> EnvWeight:
+        env = self.envs.get(env_id)
+        if env is None:
+            raise UnknownEnvironment(
+                f"no environment {env_id} among {len(self.envs)}", hint="register it first"
+            )
+        return env  # type: ignore[no-any-return]
+
+    def status_env(self, env_id: int) -> dict[str, Any]:
+        """Returns the answer of upstream's /status-env, and has its effect: the environment's group size
+        grows to its largest group in the queue.
+
+        Raises:
+            UnknownEnvironment: it is not registered.
+            NoWeight: no connected environment has a weight above 0.
+        """
+        me, connected = self._known(env_id), self.connected
+        if total_weight(connected) == 0:
+            raise NoWeight(
+                f"environment {env_id} asks for its part of a weight of 0; {len(connected)} are connected",
+                hint="give one a weight above 0",
+            )
+        told = steer(me, connected, as_queued(self.by_env()), self.batch_size)
+        self.replace(replace(me, group_size=told.group_size))
+        return {
+            "current_step": self.step,
+            "queue_size": told.queue_size,
+            "unallocated_fraction": told.unallocated_fraction,
+            "self_queue_size": told.self_queue_size,
+            "max_group_size": told.max_group_size,
+            "env_weight": told.env_weight,
+        }
+
+
+def as_queued(by_env: dict[int | None, tuple[int, int, int]]) -> dict[int | None, Queued]:
+    """Returns the queue of each environment, of what the compiled queue counts."""
+    return {env_id: Queued(*counts) for env_id, counts in by_env.items()}
+
+
+MOST_KEPT = 256
+_MOST_PRODUCERS = 4096  # of which the last evaluation is known
+
+
+class Evaluations:
+    """The evaluations that nobody has taken yet, the newest `MOST_KEPT` at most. Any thread; never blocks.
+
+    Args:
+        lock: one that the close of a consumer knows of, so that a signal handler within `take` may close it.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._kept: deque[Evaluated] = deque()
+        self._last: OrderedDict[str, int] = OrderedDict()  # producer id -> number of its newest
+        self._noted = self._lost = 0
+
+    def note(self, evaluation: Evaluated) -> None:
+        """Keeps one; does nothing for one that came before. The oldest one makes room."""
+        producer_id = evaluation.producer_id
+        with self._lock:
+            if self._last.get(producer_id, -1) >= evaluation.number:
+                return
+            self._last[producer_id] = evaluation.number
+            self._last.move_to_end(producer_id)
+            if len(self._last) > _MOST_PRODUCERS:
+                self._last.popitem(last=False)
+            self._noted += 1
+            self._kept.append(evaluation)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popleft()
+                self._lost += 1
+
+    def take(self) -> list[Evaluated]:
+        """Returns those that came since the last call, in order."""
+        with self._lock:
+            taken, self._kept = list(self._kept), deque()
+            return taken
+
+    def stats(self) -> dict[str, float]:
+        """Returns the counters, flat."""
+        return {"evaluations_total": self._noted, "evaluations_lost_total": self._lost}
+
+
+def fault_of(evaluation: Evaluated) -> Refused | None:
+    """Returns the refusal of an evaluation that is too large, or has a number that is none."""
+    names = [evaluation.env_name, evaluation.producer_id, *evaluation.metrics]
+    if len(evaluation.metrics) > MOST_METRICS:
+        fault = f"{len(evaluation.metrics)} metrics, at most {MOST_METRICS} are kept"
+    elif long := [name for name in names if len(name) > LONGEST_NAME]:
+        fault = f"a name of {len(long[0])} characters, at most {LONGEST_NAME} are kept"
+    elif odd := [name for name, value in evaluation.metrics.items() if not math.isfinite(value)]:
+        fault = f"{odd[0]!r} is {evaluation.metrics[odd[0]]}"
+    else:
+        return None
+    return Refused(
+        BAD_VALUE,
+        f"cannot keep an evaluation of {evaluation.env_name[:40]!r}: {fault}",
+        "report fewer metrics",
+    )
+
 
 # Each hub of a bridge numbers new environments from its own block: environments of an earlier hub return with
 # their numbers, which must be free.

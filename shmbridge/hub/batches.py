@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 from shmbridge.batch import Batch, forget_spare_memory, unreadable
 from shmbridge.config import check_timeout, deadline_of
 from shmbridge.errors import BatchTooBig, ConsumerEmpty, Discard, IterationOver, counted
-from shmbridge.hub.former import Flag
-from shmbridge.hub.request import BatchRequest
-from shmbridge.record.groups import Group, hand_out
-from shmbridge.record.unreleased import Call
+from shmbridge.hub.former import BatchRequest, Flag
+from shmbridge.record import Call, Group, hand_out
 from shmbridge.segments import Joined, closed_at_exit, in_another_thread, run_to_end
 
 if TYPE_CHECKING:

@@ -6,15 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.batch import Batch
+from shmbridge.control.environments import EnvWeight
 from shmbridge.errors import BadArgument, kind_of
 from shmbridge.hub.former import Held
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.waiting import Waiting
 from shmbridge.metrics import LATENCY_BOUNDS_S
-from shmbridge.record.groups import Group, GroupAssembler, log_contradictions
-from shmbridge.record.record import Record
+from shmbridge.record import Group, GroupAssembler, Record, log_contradictions
 from shmbridge.segments import MemoryUse
 
 if TYPE_CHECKING:

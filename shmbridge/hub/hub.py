@@ -16,21 +16,17 @@ from typing import TYPE_CHECKING
 
 from shmbridge._ext import header
 from shmbridge._ext.lane import LaneReader
-from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.config import Run, check_run
 from shmbridge.control import messages
+from shmbridge.control.environments import EnvWeight
 from shmbridge.errors import ConsumerTaken, Discard
-from shmbridge.hub.admission import Admission, OffPolicyLimit
 from shmbridge.hub.batches import Iterations
 from shmbridge.hub.counts import GroupQueue, OutsideQueue, RecentLatency, lane_counters
-from shmbridge.hub.former import BatchFormer
-from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.request import Scheduling
-from shmbridge.hub.state import HubState
-from shmbridge.hub.tap import Tap
+from shmbridge.hub.former import BatchFormer, Scheduling
+from shmbridge.hub.lanes import LaneSet, Tap
+from shmbridge.hub.state import Admission, HubState, OffPolicyLimit
 from shmbridge.hub.waiting import Waiting
-from shmbridge.record.leases import lane_name
-from shmbridge.record.record import Record
+from shmbridge.record import Record, lane_name
 from shmbridge.schema import Columns
 from shmbridge.segments import (
     Closing,

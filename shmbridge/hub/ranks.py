@@ -29,9 +29,8 @@ from shmbridge.control.messages import (
     SharesDone,
 )
 from shmbridge.errors import BadArgument, BatchTooBig
-from shmbridge.hub.request import BatchRequest, is_stale
-from shmbridge.record.groups import Group
-from shmbridge.record.leases import lane_name
+from shmbridge.hub.former import BatchRequest, is_stale
+from shmbridge.record import Group, lane_name
 from shmbridge.schema import Split
 from shmbridge.segments import MOST_RANKS, Joined, LockByte, is_locked, then_close
 

@@ -1,4 +1,5 @@
-"""Turns the group given to `put` into a plan, before any memory is claimed.
+"""Turns the group given to `put` into a plan, before any memory is claimed; also a recorded group, and a
+record that a relay brings as it was in another node's lane (shmbridge/record/record.py is the other end).
 
 ColumnForms (_ext/forms.pxi) makes the forms of columns, and asks convert.Converter for uncommon values.
 """
@@ -6,23 +7,269 @@ ColumnForms (_ext/forms.pxi) makes the forms of columns, and asks convert.Conver
 import operator
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from shmbridge import sizing
 from shmbridge._ext import put as fast_put
-from shmbridge._ext.put import BadValue, BeyondLayout, PackedColumn, Plan, Stamp
+from shmbridge._ext.header import LaneCorrupt
+from shmbridge._ext.put import (
+    BadValue,
+    BeyondLayout,
+    ColumnMissing,
+    Form,
+    PackedColumn,
+    Plan,
+    RelayedPlan,
+    RowSampler,
+    Stamp,
+    WrongLengths,
+)
 from shmbridge.config import format_size, whole_number
-from shmbridge.errors import RecordTooBig, counted
-from shmbridge.put.convert import Converter, checked_lengths, with_reason_codes
-from shmbridge.put.errors import PutNotices, as_invalid, refused
-from shmbridge.put.recorded import RecordedGroup
-from shmbridge.put.relayed import RelayedRecord
-from shmbridge.record.row_checks import new_sampler
-from shmbridge.schema import ALIASES, Columns, Kind
+from shmbridge.errors import BadArgument, InvalidRecord, RecordTooBig, SchemaMismatch, counted, kind_of, shown
+from shmbridge.put.convert import (
+    Converter,
+    PutNotices,
+    as_invalid,
+    checked_lengths,
+    refused,
+    with_reason_codes,
+)
+from shmbridge.record import new_sampler
+from shmbridge.schema import ALIASES, COLUMN_BYTES, Column, Columns, Kind, Tag
+
+Array = np.ndarray[Any, Any]
+_DAMAGED = "take another copy of the file that it was read from"
+
+
+@dataclass(slots=True)  # frozen, each costs a recorder four times as much
+class FlatColumn:
+    """One column of one record. Not changed once it is made.
+
+    Args:
+        entries: rows that it has; 1 where it has one value per record.
+        values: all values, flat, of the column's dtype; text and bytes as uint8.
+        lengths: uint32 (entries,), values of each row; None for scalars.
+        inner: uint32, values of each inner list, or bytes of each key; None otherwise.
+        keys: the bytes of all keys of a map.
+        valid: bool (entries,), False where a row is null; None where none is.
+    """
+
+    entries: int
+    values: Array
+    lengths: Array | None = None
+    inner: Array | None = None
+    keys: bytes = b""
+    valid: Array | None = None
+
+    def packed(self, form: Form, kind: Kind) -> PackedColumn:
+        """Returns it in the form that is written into a lane. Raises WrongLengths."""
+        if self.values.dtype != form.dtype or self.values.ndim != 1:
+            raise WrongLengths(f"its values are {self.values.dtype}, the lane's {form.dtype}")
+        return PackedColumn(
+            form,
+            entries=self.entries,
+            count=len(self.values),
+            lengths=self.lengths,
+            inner=self.inner,
+            keys=self.keys if kind is Kind.MAP else None,
+            validity=None if self.valid is None else self.valid.astype(np.uint8),
+            rows=self.values.tobytes() if kind is Kind.BYTES else [self.values],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """What `Producer.put` takes for a group that was recorded; its columns in the order of the record.
+
+    Args:
+        columns: the column table of the lane it came from.
+        values: the columns that were put, by name: a FlatColumn, or the Tag of one without values.
+        env_id: the number under which its environment had registered; None if it had none.
+        uneven: whether it was put as `foreign`, with rows that do not fit its tokens.
+    """
+
+    columns: Columns
+    values: Mapping[str, FlatColumn | Tag]
+    env_id: int | None = None
+    uneven: bool = False
+
+    def plan(self, table: Columns, stamp: Stamp, sampler: RowSampler) -> Plan:
+        """Returns the plan of its record in a lane with the columns of `table`.
+
+        Raises InvalidRecord without tokens, or for lengths that do not fit; SchemaMismatch for a column that
+        the lane has not.
+        """
+        tokens = self.values.get("tokens")
+        if not isinstance(tokens, FlatColumn) or not tokens.entries:
+            raise InvalidRecord("a recorded group has no tokens", column="tokens")
+        packed = [self._packed(table, name, value) for name, value in self.values.items()]
+        if not self.uneven:
+            for name, value in self.values.items():
+                if isinstance(value, FlatColumn) and table[name].per_token and not _fit(value, tokens):
+                    raise _unfit(name, "its rows are not as long as their tokens")
+        env_id = -1 if self.env_id is None else self.env_id
+        try:
+            return Plan(packed, stamp, tokens.entries, len(tokens.values), self.uneven, env_id, None, sampler)
+        except WrongLengths as wrong:
+            raise InvalidRecord(f"a recorded group is not what it says: {wrong}", hint=_DAMAGED) from None
+
+    def _packed(self, table: Columns, name: str, value: FlatColumn | Tag) -> PackedColumn:
+        column: Column | None = table.get(name)
+        if column is None or not column.same_type(self.columns[name]):
+            has = "has none" if column is None else f"has {column.type_name}"
+            raise SchemaMismatch(
+                f"recorded column {name!r} is {self.columns[name].type_name}, and the lane {has}",
+                hint="open the producer with the schema of the archive",
+            )
+        form = table.forms[name]
+        try:
+            return (
+                PackedColumn(form, tag=value) if isinstance(value, Tag) else value.packed(form, column.kind)
+            )
+        except WrongLengths as wrong:
+            raise _unfit(name, wrong) from None
+
+
+def _fit(column: FlatColumn, tokens: FlatColumn) -> bool:
+    """Returns whether each row of a column that is not null has as many values as tokens."""
+    if column.entries != tokens.entries:
+        return False
+    fits = column.lengths == tokens.lengths
+    return bool(np.all(fits if column.valid is None else fits | ~column.valid))
+
+
+def _unfit(name: str, why: object) -> InvalidRecord:
+    return InvalidRecord(f"recorded column {name!r} is not what it says: {why}", hint=_DAMAGED, column=name)
+
+
+LONGEST_NODE, _LONGEST_ID = 63, 95  # bytes that a lane's header has for each, less the NUL
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOrigin:
+    """The producer on another node whose records a lane takes, in their order.
+
+    Args:
+        node: the node's name, at most 63 bytes.
+        producer_id: of its producer there, at most 95 bytes.
+        newest: sequence there of the last record that earlier lanes of this bridge have; None: none has any.
+    """
+
+    node: str
+    producer_id: str
+    newest: int | None = None
+
+    def words(self) -> tuple[bytes, bytes, int]:
+        """Returns what stands in a lane's header. Raises BadArgument if it has no room there."""
+        for what, text, most in (
+            ("node", self.node, LONGEST_NODE),
+            ("producer_id", self.producer_id, _LONGEST_ID),
+        ):
+            raw = text.encode(errors="replace")
+            if not 1 <= len(raw) <= most or raw.decode() != text or "\0" in text:
+                raise BadArgument(
+                    f"origin {what} {shown(text)} is not text of 1 to {most} bytes", hint=f"a shorter {what}"
+                )
+        if self.newest is not None and not 0 <= self.newest < 1 << 62:
+            raise BadArgument(f"origin newest {shown(self.newest)} is no sequence", hint="newest=None")
+        newest = 0 if self.newest is None else self.newest + 1
+        return self.node.encode(), self.producer_id.encode(), newest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayedRecord:
+    """What `Producer.put` takes for a record of another node; all that put says of a group, it brings itself.
+
+    Args:
+        extent: its bytes as a lane held them, in flat memory; not changed until put has returned.
+        table: the column table of that lane.
+        words: rows, columns, index_bytes, group_id_bytes, flags, tokens, group_size: of its slot there.
+        min_policy_version, max_policy_version: -1 where none was stamped.
+        sequence: its own at its origin.
+        waited_ns: from its commit there until it was sent, by the clock there.
+        requested_ns: CLOCK_MONOTONIC of this node, when it was requested.
+    """
+
+    extent: "bytes | memoryview | Array"
+    table: bytes
+    words: tuple[int, int, int, int, int, int, int]
+    min_policy_version: int
+    max_policy_version: int
+    sequence: int
+    waited_ns: int
+    requested_ns: int
+
+    def plan(self, table: bytes, newest: int | None) -> Plan:
+        """Returns the plan of its record in a lane with that column table, whose last record is `newest`.
+
+        Raises:
+            InvalidRecord: its bytes are not what its words say, or the lane has it.
+            SchemaMismatch: the lane lacks one of its columns, or has it with another type.
+        """
+        if newest is not None and self.sequence <= newest:
+            raise InvalidRecord(
+                f"record {self.sequence} of another node comes after {newest}, which the lane has",
+                hint="put the records of an origin in their order, each once",
+            )
+        numbers = self._numbers(table)
+        try:
+            plan = RelayedPlan(
+                self.extent,
+                numbers,
+                table,
+                self.words,
+                (self.min_policy_version, self.max_policy_version),
+                (self.sequence, self.waited_ns),
+                self.requested_ns,
+            )
+            plan.stamp.group_id.decode()
+        except ColumnMissing as missing:
+            raise _cannot_carry(self.table, table, missing.args[0]) from None
+        except (LaneCorrupt, OverflowError, TypeError, ValueError, BufferError) as wrong:
+            raise self._untrue(wrong) from None
+        return plan
+
+    def _numbers(self, table: bytes) -> Array:
+        """Returns the number in `table` of each of its lane's columns, -1 for none.
+
+        Raises InvalidRecord for what is no column table, SchemaMismatch for one of types that no lane has.
+        """
+        if type(self.table) is not bytes or len(self.table) % COLUMN_BYTES:
+            raise self._untrue(
+                f"a column table of {kind_of(self.table)}, not of entries of {COLUMN_BYTES} bytes"
+            )
+        return _numbers(self.table, table)
+
+    def _untrue(self, why: object) -> InvalidRecord:
+        return InvalidRecord(
+            f"record {self.sequence} of another node is not what it says: {why}",
+            hint="something overwrites shared memory there, or the relays are of two versions",
+        )
+
+
+@lru_cache(maxsize=256)
+def _numbers(theirs: bytes, ours: bytes) -> Array:
+    """Returns the number here of each column there, -1 for one that cannot come. Raises SchemaMismatch."""
+    there, here = Columns.decode(theirs), Columns.decode(ours)
+    numbers = [
+        here.number[column.name] if column.name in here and here[column.name].same_type(column) else -1
+        for column in there.order
+    ]
+    return np.array(numbers, np.int32)
+
+
+def _cannot_carry(theirs: bytes, ours: bytes, number: int) -> SchemaMismatch:
+    column, here = Columns.decode(theirs).order[number], Columns.decode(ours)
+    has = f"has {here[column.name].type_name}" if column.name in here else "has none"
+    return SchemaMismatch(
+        f"column {column.name!r} is {column.type_name} on the other node, and the lane here {has}",
+        hint="open the producer with schema= of that node's environment",
+    )
+
 
 Version = int | tuple[int, int] | None
 _LONGEST_GROUP_ID = 4096

@@ -1,27 +1,108 @@
-"""A committed trajectory group (or a fragment) as its reader sees it: zero-copy columns, Arrow, Atropos."""
+"""One leased record of a lane, and a group of them; what goes back to Atropos, and what a relay sends.
 
+Here, too: the calls that hand records out, and the warning about one that was handed out and never released;
+checks stored beside a row's values, by which a trainer can tell that it has the very values that were put.
+Imports nothing of Atropos. shmbridge/put/planner.py is the other end of a relayed record.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from shmbridge._ext.groups import NO_VERSION as NO_VERSION
+from shmbridge._ext.groups import Group as Group
+from shmbridge._ext.groups import GroupAssembler as GroupAssembler
 from shmbridge._ext.lane import LaneReader
-from shmbridge._ext.record import LeasedRecord
+from shmbridge._ext.put import CHECKED_COLUMNS as CHECKED_COLUMNS
+from shmbridge._ext.put import RowSampler
+from shmbridge._ext.record import LeasedRecord, Ragged
 from shmbridge._ext.record import Origin as Origin
-from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
+from shmbridge._ext.weights import check_of as check_of
 from shmbridge.errors import LeaseReleased, NoColumn, RecordUnreadable, no_column, shown
-from shmbridge.record.attributes import RecordColumns
-from shmbridge.record.columns import RaggedLists as RaggedLists
-from shmbridge.record.named_columns import NamedColumns
-from shmbridge.record.shown import columns_as_html
-from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
-from shmbridge.segments import OneProcess
+from shmbridge.record.columns import NamedColumns, RaggedLists, ReadableRecord, RecordColumns, columns_as_html
+from shmbridge.schema import (
+    ATROPOS_NO_LOGPROB,
+    JSON_COLUMNS,
+    LOGPROBS,
+    Column,
+    Columns,
+    Kind,
+    Tag,
+    recorded_logprobs,
+)
+from shmbridge.segments import OneProcess, map_data_writable, start_apart
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
+_STEPS = ("step_rewards", "step_ends")
+_JSON = ("messages", "overrides", "images", "group_overrides", "generation_params")
+
+
+def scored_data(record: ReadableRecord) -> dict[str, Any]:
+    """Returns the group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart;
+    plus what that path loses: rewards of steps, and the unknown keys in `extra`.
+    """
+    group: dict[str, Any] = {"tokens": record["tokens"].tolist(), "masks": _masks(record)}
+    for name, source in (("scores", "score"), *((name, name) for name in (*_LISTS, *_STEPS))):
+        if record.tag(source) is not None:
+            group[name] = _value(record, source)
+    for name in _JSON:
+        if record.tag(name) is not None:
+            group[name] = record.json(name) if name in record else _empty(record, name)
+    if record.meta.env_id is not None:
+        group["env_id"] = record.meta.env_id
+    if "extra" in record:
+        extra = record.json("extra")
+        group.update(extra if isinstance(extra, dict) else {"extra": extra})
+    return group
+
+
+def _empty(record: ReadableRecord, name: str) -> Any:
+    """Returns the content of a column without values: null, [] or {}."""
+    tag = record.tag(name)
+    return [] if tag is Tag.EMPTY_LIST else {} if tag is Tag.EMPTY_MAP else None
+
+
+def _value(record: ReadableRecord, name: str) -> Any:
+    if name not in record:
+        return _empty(record, name)
+    column = record[name]
+    if name in LOGPROBS:
+        values = recorded_logprobs(column.values, ATROPOS_NO_LOGPROB)
+        column = Ragged(values, column.lengths, column.valid)
+    if isinstance(column, (Ragged, RaggedLists)):
+        return column.tolist()
+    valid = record.valid(name)
+    return [value if valid is None or valid[row] else None for row, value in enumerate(column.tolist())]
+
+
+def _masks(record: ReadableRecord) -> Any:
+    """Returns masks as they came, or rebuilt: the token where trained, -100 elsewhere."""
+    if record.tag("masks") is not None:
+        return _value(record, "masks")
+    if "loss_mask" not in record:
+        return None
+    masks = record["loss_mask"].tolist()
+    pairs = zip(record["tokens"], masks, strict=False)
+    return [
+        None
+        if mask is None
+        else [token if on else -100 for token, on in zip(row.tolist(), mask, strict=False)]
+        for row, mask in pairs
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +202,6 @@ class Record(RecordColumns, NamedColumns, OneProcess, LeasedRecord):
 
     def to_scored_data(self) -> dict[str, Any]:
         """Returns the Atropos ScoredDataGroup this came from, a new dict; per-token floats are float32."""
-        from shmbridge.record.scored_data import scored_data
 
         return scored_data(self)
 
@@ -204,3 +284,222 @@ for _name in {field.name for field in fields(RecordMeta)}.difference(dir(Record)
 def _cut(raw: bytes, lengths: np.ndarray[Any, Any]) -> list[bytes]:
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
     return [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def abandon(records: Iterable[Record]) -> None:
+    """Ends leases without release, whatever views live: the next consumer gets the records again.
+
+    Never blocks, idempotent.
+    """
+    for record in records:
+        record._abandon()
+
+
+def lane_name(record: Record) -> str:
+    """Returns the name of the segment that holds a record."""
+    return record._lane.name
+
+
+def lane_columns(record: Record) -> Columns:
+    """Returns all columns that a record's lane may carry, by name."""
+    return record._lane_columns
+
+
+def lane_memory(record: Record) -> memoryview:
+    """Returns the whole segment of a record's lane, read-only, to register with a device.
+
+    It keeps the mapping, and no lease. BufferError in a child of fork.
+    """
+    return memoryview(record._lane_reader.lane).toreadonly()
+
+
+def map_lane_writable(record: Record) -> None:
+    """Maps the data of a record's lane writable here, for a device that cannot register read-only memory;
+    logs it.
+
+    Shown by `inspect`. Never blocks. Raises OSError if the kernel refuses.
+    """
+    map_data_writable(record._lane_reader.lane, lane_name(record))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMemory:
+    """One record's bytes in its lane, read-only and not copied, and what a lane elsewhere needs beside them.
+
+    Args:
+        memory: all of them; the record's lease lasts until its release() and the end of the last view.
+        words: rows, columns, index_bytes, group_id_bytes, flags, tokens, group_size: of its slot.
+        min_policy_version, max_policy_version: -1 where none was stamped.
+        sequence: of the record in its lane.
+        t_publish_ns: when it was committed, CLOCK_MONOTONIC of this node.
+    """
+
+    memory: memoryview
+    words: tuple[int, int, int, int, int, int, int]
+    min_policy_version: int
+    max_policy_version: int
+    sequence: int
+    t_publish_ns: int
+
+    def waited_ns(self) -> int:
+        """Returns the nanoseconds since its commit, by this node's clock."""
+        return time.monotonic_ns() - self.t_publish_ns
+
+
+def memory_of(record: Record) -> RecordMemory:
+    """Returns a record as it is sent. Never blocks; for the record's thread.
+
+    Raises BufferError if its lease has ended.
+    """
+    return RecordMemory(
+        memoryview(record),
+        record._slot_words,
+        record._min_policy_version,
+        record._max_policy_version,
+        record._sequence,
+        record._t_publish_ns,
+    )
+
+
+def table_of(record: Record) -> bytes:
+    """Returns the column table of the record's lane, which is the same for all records of that lane."""
+    return record._lane_columns.encode()
+
+
+log = logging.getLogger(__name__)
+
+_LOG_S = 1.0
+
+
+class Call(IntEnum):
+    """The call that handed a record out. `_ext.lane.LanePoller` sets the first two itself."""
+
+    GET = 0
+    POLL = 1
+    GET_ASYNC = 2
+    FOR = 3
+    ASYNC_FOR = 4
+    BATCHES = 5
+    TAKE_GROUPS = 6
+    RANK = 7
+
+
+_INSTEAD = {
+    Call.GET: ("get()", "write `with consumer.get() as record:`, or call record.release() once it is used"),
+    Call.POLL: (
+        "poll()",
+        "write `with record:` for each record of the list, or call record.release() once it is used",
+    ),
+    Call.GET_ASYNC: (
+        "get_async()",
+        "write `with await consumer.get_async() as record:`, or call record.release() once it is used",
+    ),
+    Call.FOR: (
+        "`for record in consumer`",
+        "call record.release() before a `break`; the next step of the loop releases by itself",
+    ),
+    Call.ASYNC_FOR: (
+        "`async for record in consumer`",
+        "call record.release() before a `break`; the next step releases by itself",
+    ),
+    Call.BATCHES: (
+        "batches()",
+        "write `with batch:`, or call batch.release() before a `break` and under hold='caller'",
+    ),
+    Call.TAKE_GROUPS: (
+        "take_groups()",
+        "call release() on each group's records, or return the groups by put_back()",
+    ),
+    Call.RANK: (
+        "a Rank's batches() or next_share()",
+        "write `with batch:` or `with share:`, or call its release() before a `break`",
+    ),
+}
+
+
+def say_lost(where: str, number: int, looked_at: bool) -> None:
+    """Warns of the first lease dropped without release, by log and ResourceWarning (raised if an error)."""
+    call, instead = _INSTEAD[Call(number)]
+    if looked_at:
+        what = (
+            "it stays un-released and keeps its room in the lane: take_back_dropped() hands it out again, "
+            "else the next consumer gets it"
+        )
+    else:
+        what = "it was not read: it is handed out again"
+    said = f"a record that {call} handed out was dropped without release ({where}); {what} -> {instead}"
+    _log_apart(said)
+    warnings.warn(said, ResourceWarning, stacklevel=3)
+
+
+def _log_apart(said: str) -> None:
+    """Logs a warning in another thread, and waits a moment for it.
+
+    Interrupts are what leaves records un-released, and before Python 3.13 an interrupt of logging may keep
+    its locks for good. A call in this thread could do that to every other thread; and if the program's own
+    logging has already done it, this thread must not hang.
+    """
+    done: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def run() -> None:
+        log.warning("%s", said)
+        done.put(True)
+
+    try:
+        start_apart(
+            threading.Thread(target=run, name="shmbridge-log", daemon=True), lambda _: done.put(False)
+        )
+        logged = done.get(timeout=_LOG_S)
+    except queue.Empty:
+        return
+    except RuntimeError:  # not even the starting thread can be had
+        logged = False
+    if not logged:
+        log.warning("%s", said)
+
+
+log = logging.getLogger(__name__)
+
+
+def hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
+    """Notes which call handed out the groups' records, and whether the records count as looked at."""
+    for group in groups:
+        for record in group.records:
+            record._handed_out_by, record._looked_at = call, looked_at
+
+
+def log_contradictions(assembler: GroupAssembler) -> None:
+    """Logs the groups whose fragments were found to contradict each other since the last call."""
+    while assembler.contradictory:
+        group = assembler.contradictory.pop()
+        log.error(
+            "group %s of %s will be discarded: %s -> one group_size= for all fragments of a group",
+            group.group_id,
+            group.producer_id,
+            group.wrong,
+        )
+
+
+CHECK_VARIABLE = "SHMBRIDGE_CHECK_ROWS"
+DEFAULT_EVERY = 32
+
+
+def checked_every() -> int:
+    """Returns the interval of rows that carry checks: 1 for every row, 0 for none.
+
+    Set by SHMBRIDGE_CHECK_ROWS. Never blocks; ValueError if that is not such a number.
+    """
+    said = os.environ.get(CHECK_VARIABLE, "").strip()
+    if not said:
+        return DEFAULT_EVERY
+    if not said.isascii() or not said.isdigit() or int(said) >= 1 << 32:
+        raise ValueError(
+            f"{CHECK_VARIABLE}={said!r} is not a number of rows -> 1 checks every row, "
+            f"{DEFAULT_EVERY} one in {DEFAULT_EVERY}, 0 none"
+        )
+    return int(said)
+
+
+def new_sampler() -> RowSampler:
+    """Returns a sampler of the rows of a new producer that carry checks."""
+    return RowSampler(checked_every(), time.monotonic_ns())

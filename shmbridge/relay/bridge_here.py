@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from shmbridge._ext import header
 from shmbridge.control import messages
-from shmbridge.control.client import ControlClient
+from shmbridge.control.server import ControlClient
 from shmbridge.errors import RelayTaken, ShmBridgeError, ShmPermission
 from shmbridge.segments import LockByte, is_locked, lane_info, lane_names, lock_after, open_mapping
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from shmbridge.config import Run
 from shmbridge.errors import InvalidRecord, LaneRefused, SchemaMismatch
-from shmbridge.put.relayed import RelayedRecord
+from shmbridge.put import RelayedRecord
 from shmbridge.relay.asked_node import TOTALS, AskedNode
 from shmbridge.relay.bridge_here import HubSays, be_the_only_relay, untaken
 from shmbridge.relay.committed import Committed

@@ -19,7 +19,7 @@ from shmbridge.errors import (
     SchemaMismatch,
     ShmBridgeError,
 )
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
+from shmbridge.put import LaneOrigin, RelayedRecord
 from shmbridge.relay.wire import SourceLane
 from shmbridge.schema import STANDARD, Columns, arrow_field
 from shmbridge.sizing import SMALLEST_LANE

@@ -16,7 +16,7 @@ import numpy as np
 
 from shmbridge import Consumer, Record
 from shmbridge.config import Run
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.record import memory_of, table_of
 from shmbridge.relay.source_lane import HeldLane
 from shmbridge.relay.wire import Ask, Parcel, SentRecord, SourceLane, State
 from shmbridge.segments import control_name, stands_there

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shmbridge import Record
 from shmbridge.errors import Discard
-from shmbridge.hub.request import is_stale
+from shmbridge.hub import is_stale
 from shmbridge.relay.wire import SourceLane
 
 _MOST_PARTIAL = 256  # groups of a lane that are remembered although nothing of them is held

@@ -19,7 +19,7 @@ from shmbridge._ext import header
 from shmbridge._ext.weights import checksum
 from shmbridge.config import Run
 from shmbridge.errors import InvalidRecord, LayoutMismatch
-from shmbridge.record.checked import only_batch
+from shmbridge.record.arrow import only_batch
 
 Array = np.ndarray[Any, Any]
 Words = tuple[int, int, int, int, int, int, int]

@@ -2,8 +2,8 @@
 
     from shmbridge.testing import RingModel, wait_until      the lane's specification; waiting with a deadline
     from shmbridge.testing import json_lines                 what a live log has so far
-    from shmbridge.testing.faults import Fault, FaultyChild  children that die at a labelled step
-    from shmbridge.testing.fault_build import fault_build    the build they need
+    from shmbridge.testing.faults import Fault, FaultyChild  children that die at a labelled step; the build
+    from shmbridge.testing.faults import fault_build         they need
     pytest_plugins = ["shmbridge.testing.fixtures"]          in a conftest.py; needs pytest
 
 Does not import pytest. Imported by tests, never by the package.

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from shmbridge.record.record import RecordMeta
+from shmbridge.record import RecordMeta
 from shmbridge.segments import bridge_names
 from shmbridge.watch import observer, snapshot
 from shmbridge.watch.snapshot import BridgeLook

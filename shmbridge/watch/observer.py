@@ -12,7 +12,7 @@ from shmbridge._ext import header
 from shmbridge._ext.lane import LaneObserver
 from shmbridge.config import check_bridge_name, deadline_of
 from shmbridge.errors import ShmBridgeError
-from shmbridge.record.record import Lane, Record
+from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
 from shmbridge.segments import lane_names, open_mapping
 from shmbridge.watch.arrivals import Arrivals

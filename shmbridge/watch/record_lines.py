@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.record.record import Record, RecordMeta
+from shmbridge.record import Record, RecordMeta
 from shmbridge.watch.text import printable
 
 Pieces = Callable[[Sequence[int]], list[str]]

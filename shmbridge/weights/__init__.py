@@ -7,9 +7,8 @@ has the public names; docs/reference/weights.md.
 """
 
 from shmbridge.weights.reader import WeightsLease, WeightsReader, lease_from_outside
-from shmbridge.weights.shard_writer import WeightsPart
 from shmbridge.weights.table import TensorSpec
-from shmbridge.weights.writer import WeightsFilling, WeightsWriter
+from shmbridge.weights.writer import WeightsFilling, WeightsPart, WeightsWriter
 
 __all__ = [
     "TensorSpec",

@@ -15,8 +15,16 @@ from shmbridge._ext.weights import Versions
 from shmbridge.config import check_bridge_name, check_timeout, check_version, deadline_of
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import LockByte, lock_shared, still_named, unlock, weights_name
-from shmbridge.weights.endpoint import WeightsEnd
-from shmbridge.weights.table import Array, TensorSpec, carrier, not_finite, open_segment, read_table, view
+from shmbridge.weights.table import (
+    Array,
+    TensorSpec,
+    WeightsEnd,
+    carrier,
+    not_finite,
+    open_weights_segment,
+    read_table,
+    view,
+)
 
 _RETRY_S = 0.0005
 _LOOK_S = 0.01  # interval of looking for a segment that does not exist yet
@@ -110,7 +118,7 @@ class WeightsReader(WeightsEnd):
         if self._versions is not None and still_named(self._versions.mapping.fd, name):
             return self._versions
         self._versions = None
-        if (found := open_segment(self.bridge)) is not None:
+        if (found := open_weights_segment(self.bridge)) is not None:
             self._table = read_table(found, self.bridge)
             self._versions = found
             self._segments += 1
@@ -265,7 +273,7 @@ def lease_from_outside(bridge: str) -> Iterator[WeightsLease]:
 
     Raises NotReady if there is no version, or a writer is replacing it.
     """
-    found = open_segment(check_bridge_name(bridge))
+    found = open_weights_segment(check_bridge_name(bridge))
     latest = None if found is None else found.latest
     if found is None or latest is None:
         raise NotReady(f"bridge {bridge!r} has no weights", hint="has the learner published a version?")

@@ -1,10 +1,12 @@
 """The one writer of a bridge's weights: fills the older slot, alone or with shard writers in other processes,
 then moves one word.
 
-tensors.py copies the values. A death at any line leaves the last complete version.
+table.py copies the values. A death at any line leaves the last complete version. A shard writer writes a part
+of a version from another process; the version floor is the number that a new version must exceed.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -12,42 +14,227 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from shmbridge._ext import header
 from shmbridge._ext import weights as tensor_bytes
 from shmbridge._ext import weights as versions
-from shmbridge._ext.header import Mapping
+from shmbridge._ext.header import Control, Mapping
 from shmbridge._ext.weights import Versions
 from shmbridge.config import check_timeout, check_version, deadline_of
-from shmbridge.errors import BadArgument, ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
+from shmbridge.errors import (
+    BadArgument,
+    ConsumerTaken,
+    FillingOver,
+    LayoutMismatch,
+    WeightsBusy,
+    WeightsMismatch,
+)
 from shmbridge.segments import (
     LockByte,
+    is_locked,
     lock_after,
     lock_exclusive,
+    lock_shared,
     map_now,
+    map_segment,
     open_mapping,
+    open_segment,
+    require_room_for_weights,
     run_to_end,
     still_named,
+    unlink_segment,
     unlock,
     weights_name,
 )
-from shmbridge.weights import tensors as weights_tensors
-from shmbridge.weights import version_floor
-from shmbridge.weights.endpoint import WeightsEnd
+from shmbridge.weights import table
+from shmbridge.weights import table as weights_tensors
 from shmbridge.weights.table import (
+    Index,
     Spec,
     TensorSpec,
+    WeightsEnd,
     as_specs,
     create,
     difference,
     lay_out,
     not_finite,
     number_bits,
+    open_weights_segment,
     read_table,
     segment_bytes,
 )
-from shmbridge.weights.tensors import Index
+
+
+def version_floor(control: Control, bridge: str) -> int | None:
+    """Returns the highest version of the segments that were replaced; None if none was.
+
+    Raises LayoutMismatch for a value that no writer can have left.
+    """
+    version = control.weights_floor
+    if version >= versions.end:
+        raise LayoutMismatch(
+            f"the control segment of bridge {bridge!r} says that its weights had version {version}, none is "
+            f"above {versions.end - 1}",
+            hint="something overwrote it: end what uses the bridge and run: shmbridge clean <bridge> --yes",
+        )
+    return None if version < 0 else int(version)
+
+
+def require_above(version: int, last: int | None) -> None:
+    """Raises BadArgument unless the version is above the last one."""
+    if last is not None and version <= last:
+        raise BadArgument(
+            f"weights version {version} is not after {last}: versions of one bridge only rise",
+            hint=f"publish version {last + 1}, or use another bridge for a run from 0",
+        )
+
+
+def keep(control: Control, found: Versions, bridge: str) -> None:
+    """Raises the floor to the newest version of the named segment; the caller holds its writer's lock.
+
+    Raises LayoutMismatch as `version_floor`.
+
+    The segment may be incomplete: its version is the one on which two words of the header agree, whatever
+    happened to the others.
+    """
+    version_floor(control, bridge)
+    if (latest := found.latest) is not None:
+        control.raise_weights_floor(latest[0])
+
+
+def remove_segment(control: Control, bridge: str, version: int, size: int) -> None:
+    """Removes the weights segment, complete or not, to make room for one of `size` bytes that begins with
+    `version`, if no writer lives; keeps its last version in the control segment.
+
+    Readers that map it keep it until they check again. Raises ValueError if it has that version or a later
+    one, ShmTooSmall if the mount has no room for the new one even without it, LayoutMismatch as
+    `version_floor`: the segment then stays.
+    """
+    name = weights_name(bridge)
+    with contextlib.suppress(FileNotFoundError):
+        file = open_segment(name)
+        try:
+            if not (lock_exclusive(file.fd, LockByte.WRITER) and still_named(file.fd, name)):
+                return
+            # Not before: its writer may have reserved it, and published, since.
+            if os.fstat(file.fd).st_size >= versions.header_bytes:
+                mapping = map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
+                keep(control, Versions(mapping), bridge)
+            require_above(version, version_floor(control, bridge))
+            require_room_for_weights(bridge, size, freed=os.fstat(file.fd).st_size)
+            unlink_segment(file.fd, name)
+            header.fault(b"weights.removed")
+        finally:
+            unlock(file.fd, LockByte.WRITER)  # the error's frames keep the mapping, and so the lock
+            file.close()
+
+
+class _FillToken(msgspec.Struct, frozen=True):
+    """The content of `WeightsFilling.ticket`."""
+
+    segment: str
+    filling: int
+    version: int
+
+
+class WeightsPart(WeightsEnd):
+    """Writes shards of the tensors of a filling that a WeightsWriter in another process has opened.
+
+    For one thread; a context manager.
+    """
+
+    _called = "part of the weights' writer"
+
+    def __init__(self, bridge: str) -> None:
+        super().__init__(bridge)
+        self._rows: dict[str, tuple[int, TensorSpec]] = {}
+
+    def write(self, ticket: Any, name: str, tensor: Any, index: Index | None = None) -> None:
+        """Copies a tensor, or the shard of it that `index` names, into the version being filled.
+
+        Blocks for the copy.
+
+        Args:
+            ticket: `WeightsFilling.ticket` of the writer's process; it may have passed through JSON.
+            name: of the tensor.
+            tensor: torch tensor or ndarray, of the shape of the shard.
+            index: tuple of slices into the full tensor; None for all of it. Each element is written once, by
+                one process.
+
+        Raises:
+            FillingOver: the ticket's filling has ended, its writer is dead, or another one has begun; nothing
+                was written.
+            WeightsMismatch: name, type or shape differ from the writer's table; nothing was written.
+        """
+        self._require_open()
+        wanted = self._read(ticket)
+        found = self._attach(wanted)
+        if name not in self._rows:
+            raise WeightsMismatch(
+                f"the segment has no tensor {name!r}", hint="one bridge carries one model: use another bridge"
+            )
+        row, spec = self._rows[name]
+        source = table.as_source(name, tensor)
+        try:
+            self._hold(found, wanted)
+            header.fault(b"weights.part_locked")
+            if not found.lets_in(wanted.filling) or not is_locked(found.mapping.fd, LockByte.WRITER):
+                raise self._over(wanted)
+            slot = wanted.filling // 2 % versions.slots
+            base = found.slot_at(slot)
+            size, finite = table.write(found.mapping, base, spec, source, index, going_round=found.slot_bytes)
+            if not finite:
+                found.mark_not_finite(slot, row)
+            header.fault(b"weights.part_written")
+            found.add_written(row, size)
+            header.fault(b"weights.part_counted")
+        finally:
+            try:
+                unlock(found.mapping.fd, LockByte.PARTS)
+            except BaseException:  # a signal handler's, which came just before
+                unlock(found.mapping.fd, LockByte.PARTS)
+                raise
+
+    def _read(self, ticket: Any) -> _FillToken:
+        try:
+            found = msgspec.convert(ticket, _FillToken)
+        except msgspec.ValidationError as wrong:
+            raise FillingOver(
+                f"{ticket!r} is no ticket of a filling: {wrong}", hint="hand on what filling.ticket is"
+            ) from None
+        if not 0 <= found.filling < 1 << 64:
+            raise FillingOver(f"{ticket!r} is no ticket of a filling", hint="hand on what filling.ticket is")
+        return found
+
+    def _attach(self, wanted: _FillToken) -> Versions:
+        """Returns the ticket's segment, with its table."""
+        if self._versions is None or f"{self._versions.segment_id:016x}" != wanted.segment:
+            self._versions = None
+            found = open_weights_segment(self.bridge)
+            if found is None or f"{found.segment_id:016x}" != wanted.segment:
+                raise self._over(wanted)
+            self._rows = {spec.name: (row, spec) for row, spec in enumerate(read_table(found, self.bridge))}
+            self._versions = found
+        return self._versions
+
+    def _hold(self, found: Versions, wanted: _FillToken) -> None:
+        """Takes the parts' lock as a sharer; the writer holds it alone for moments, before and after a
+        filling.
+        """
+        while not lock_shared(found.mapping.fd, LockByte.PARTS):
+            if not found.lets_in(wanted.filling):
+                raise self._over(wanted)
+            time.sleep(_RETRY_S)
+
+    def _over(self, wanted: _FillToken) -> FillingOver:
+        return FillingOver(
+            f"the filling of version {wanted.version} of the weights of bridge {self.bridge!r} is over, or "
+            "its writer is dead",
+            hint="wait for the writer's next ticket",
+        )
+
 
 _RETRY_S = 0.0005
 _ONE_MODEL = "one bridge carries one model: use another bridge"
@@ -78,7 +265,7 @@ class WeightsWriter(WeightsEnd):
 
     def _attach(self) -> None:
         assert self._control is not None
-        version_floor.floor(self._control, self.bridge)
+        version_floor(self._control, self.bridge)
         name = weights_name(self.bridge)
         early = open_mapping(name, minimum=versions.header_bytes)
         if early is None:
@@ -98,7 +285,7 @@ class WeightsWriter(WeightsEnd):
                 return
         except WeightsMismatch as remains:
             log.warning("%s: they are made again", remains.message)
-        version_floor.keep(self._control, found, self.bridge)
+        keep(self._control, found, self.bridge)
 
     def _taken(self, living: Mapping | None) -> ConsumerTaken:
         pid = 0 if living is None else Versions(living).writer_pid
@@ -121,7 +308,7 @@ class WeightsWriter(WeightsEnd):
         """
         self._require_open()
         assert self._control is not None
-        floor = version_floor.floor(self._control, self.bridge)
+        floor = version_floor(self._control, self.bridge)
         latest = self._versions.latest if self._versions is not None else None
         return floor if latest is None else max(int(latest[0]), -1 if floor is None else floor)
 
@@ -278,7 +465,7 @@ class WeightsWriter(WeightsEnd):
                 hint="leave its `with` block; a writer is for one thread",
             )
         version = check_version("version", version)
-        version_floor.require_above(version, self.last_version)
+        require_above(version, self.last_version)
         if version >= versions.end:
             raise BadArgument(f"weights version {version} is not from 0 to 2^60", hint="version counts steps")
         return version
@@ -304,7 +491,7 @@ class WeightsWriter(WeightsEnd):
             differs = difference(self._table, given)
             if not differs:
                 # the tensors' iterator may have published
-                version_floor.require_above(version, self.last_version)
+                require_above(version, self.last_version)
                 return
             if self._wrote_here:
                 raise WeightsMismatch(differs, hint=_ONE_MODEL)
@@ -313,11 +500,11 @@ class WeightsWriter(WeightsEnd):
             unlock(self._versions.mapping.fd, LockByte.WRITER)
             self._versions = None
         assert self._control is not None
-        version_floor.remove_segment(self._control, self.bridge, version, segment_bytes(table, slot_bytes))
+        remove_segment(self._control, self.bridge, version, segment_bytes(table, slot_bytes))
         if (made := create(table, slot_bytes, self.bridge)) is None:
             raise self._taken(open_mapping(weights_name(self.bridge), minimum=versions.header_bytes))
         self._use(made, table)
-        version_floor.require_above(version, self.last_version)
+        require_above(version, self.last_version)
         self._wrote_here = True
 
     @contextmanager

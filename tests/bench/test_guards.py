@@ -17,7 +17,7 @@ from shmbridge.bench.atropos_http import ratio_to_http
 from shmbridge.bench.checked_rows import put_ratios
 from shmbridge.bench.contract import Plan
 from shmbridge.bench.groups import DTYPES, MIDDLE, SEED, SOURCES, make
-from shmbridge.record.row_checks import DEFAULT_EVERY
+from shmbridge.record import DEFAULT_EVERY
 from shmbridge.testing.fixtures import bridge
 
 __all__ = ["bridge"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.testing.known_groups import KnownGroup, KnownRow
+from shmbridge.testing.fixtures import KnownGroup, KnownRow
 
 MATRIX = Path(__file__).with_name("loss_matrix.jsonl")
 ROUNDING = 1e-5  # of advantages that are made of scores

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import Register
-from shmbridge.control.server import ControlServer
-from shmbridge.testing.fake_hub import FakeHub
+from shmbridge.control.server import ControlClient, ControlServer
+from shmbridge.testing.fixtures import FakeHub
 
 sys.path.insert(0, str(Path(__file__).parent))  # for interrupts
 

@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 
 from shmbridge.batch import Batch
-from shmbridge.record.groups import Group
-from shmbridge.record.record import Ragged, RaggedLists, Record
+from shmbridge.record import Group, Ragged, RaggedLists, Record
 from shmbridge.schema import Kind
 
 ROWS = [

@@ -12,8 +12,7 @@ import pytest
 
 import shmbridge
 from shmbridge._ext import header
-from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.waiting import Waiting
+from shmbridge.hub import LaneSet, Waiting
 from shmbridge.segments import locks, open_mapping
 
 GROUP = {"tokens": [[1, 2]]}

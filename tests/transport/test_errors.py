@@ -63,14 +63,14 @@ BUILTIN = {
 
 def test_the_documents_table_has_every_class() -> None:
     import shmbridge.consumers.engines.engine
-    import shmbridge.control.client
     import shmbridge.control.messages
+    import shmbridge.control.server
     import shmbridge.producers.atropos.lane
     from shmbridge.producers import gem, nemo_gym, rewards, rollout, skyrl_gym, verifiers
 
     elsewhere = [
         shmbridge.control.messages.BadMessage,
-        shmbridge.control.client.RequestRefused,
+        shmbridge.control.server.RequestRefused,
         shmbridge.producers.atropos.lane.GroupsRefused,
         *(gem.NotSuspendable, gem.EnvFailed, gem.GroupNotAlike, rewards.RewardsFailed),
         *(rollout.ServerFailed, rollout.NoTokens, rollout.ContextFull, rollout.EpisodeUnfinished),

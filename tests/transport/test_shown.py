@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.record.columns import RaggedLists
-from shmbridge.record.record import Ragged, RecordMeta
+from shmbridge.record import Ragged, RaggedLists, RecordMeta
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 GROUP = {

@@ -1,7 +1,7 @@
 """End-to-end checks: the learner trains with the values that were put, read back from micro-batches.
 
 For a sample of rows a producer stores a checksum of the tokens, mask, log-probabilities and advantages
-(`shmbridge.record.row_checks`). The learner computes it again after gathering, `prepare` and the split into
+(`shmbridge.record.record`). The learner computes it again after gathering, `prepare` and the split into
 micro-batches. For tokens that the learner's own masks exclude, it uses the values before masking. A row
 trained twice, or not at all, also counts as different.
 
@@ -26,7 +26,7 @@ from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.data.microbatch import MicroBatch
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rows_by_environment
-from shmbridge.record.row_checks import CHECKED_COLUMNS, check_of
+from shmbridge.record import CHECKED_COLUMNS, check_of
 
 Array = npt.NDArray[Any]
 

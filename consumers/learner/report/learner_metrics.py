@@ -8,7 +8,7 @@ import numpy as np
 
 import shmbridge
 from shmbridge.consumers.learner.types import Metrics
-from shmbridge.hub.request import LAGS, staleness_of
+from shmbridge.hub import LAGS, staleness_of
 from shmbridge.metrics import LatencyWindow, WaitingFor, batch_metrics, bridge_metrics, rows_by_environment
 
 _WINDOW = 200  # records whose latency counts, or those of so many batches if that is more:

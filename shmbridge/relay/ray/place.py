@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shmbridge.errors import BadArgument, RelayTaken, shown
-from shmbridge.put.relayed import LONGEST_NODE
+from shmbridge.put import LONGEST_NODE
 from shmbridge.relay.ray.actors import find, get_or_make
 from shmbridge.relay.ray.directory import (
     NAMESPACE,

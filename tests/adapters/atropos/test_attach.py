@@ -12,8 +12,8 @@ import pytest
 from waiting import until
 
 import shmbridge
-from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import RunInfoRequest
+from shmbridge.control.server import ControlClient
 
 pytest.importorskip("atroposlib")
 

@@ -16,7 +16,7 @@ from shmbridge.consumers.atropos_trainer import BridgeData
 from shmbridge.consumers.feed import Drained
 from shmbridge.schema import recorded_logprobs
 from shmbridge.testing import wait_until
-from shmbridge.testing.known_groups import known_groups, loss_matrix
+from shmbridge.testing.fixtures import known_groups, loss_matrix
 from shmbridge.watch import diagnosis
 from tests.trainers.contract import Seen, assert_contract
 

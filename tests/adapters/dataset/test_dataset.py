@@ -576,8 +576,8 @@ def test_rows_without_a_mask_train_nothing_unless_that_is_asked_for(bridge, prod
 
 def test_environments_that_wait_for_a_run_are_told_of_one(bridge):
     """The docs' snippet names no run, and an Atropos environment puts nothing before a run is announced."""
-    from shmbridge.control.client import ControlClient
     from shmbridge.control.messages import Register, Registered
+    from shmbridge.control.server import ControlClient
 
     with (
         BridgeDataset(bridge, groups=16, timeout_s=0.1) as data,

@@ -14,8 +14,8 @@ from shmbridge import Producer, Run
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
-from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import Register
+from shmbridge.control.server import ControlClient
 from shmbridge.testing import wait_until
 
 RUN = Run(batch_size=4, max_token_len=64, num_steps=1000)

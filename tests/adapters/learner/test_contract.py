@@ -12,7 +12,7 @@ import shmbridge
 from shmbridge.consumers import grpo
 from shmbridge.consumers.dataset import BridgeDataset
 from shmbridge.consumers.learner.train.grpo_update import Learner
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import Seen, assert_contract, without_truncated
 
 FIELDS = ("tokens", "trained", "advantages", "sampled_logprobs")

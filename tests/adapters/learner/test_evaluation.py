@@ -21,8 +21,8 @@ from shmbridge.consumers.learner.checkpoint.consumed import Consumed
 from shmbridge.consumers.learner.report.run_report import read_run
 from shmbridge.consumers.learner.report.summary import as_text, summary
 from shmbridge.consumers.learner.train.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
-from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import Evaluated
+from shmbridge.control.server import ControlClient
 from shmbridge.metrics import environment_label
 
 START = Progress(step=0, policy_version=-1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import Seen, compare, scored, without, without_truncated
 
 GROUPS = loss_matrix()

@@ -15,7 +15,7 @@ from shmbridge.consumers.record_factories import (
     torchtitan_training_sample,
 )
 from shmbridge.consumers.trajectories import trajectories
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import Seen, assert_contract, fully_recorded, without
 
 FIELDS = json.loads((Path(__file__).parent / "fields.json").read_text())

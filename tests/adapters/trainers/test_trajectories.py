@@ -6,7 +6,7 @@ import pytest
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.trajectories import Credit, columns_ignored, trajectories
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.fixtures import known_groups
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import shmbridge
 from shmbridge._ext import header
 from shmbridge.segments import lane_names, open_mapping
-from shmbridge.testing.fault_build import fault_build as build_with_faults
 from shmbridge.testing.faults import Fault, FaultyChild
+from shmbridge.testing.faults import fault_build as build_with_faults
 
 ROOT = Path(__file__).parents[3]
 ROLES = Path(__file__).with_name("roles.py")

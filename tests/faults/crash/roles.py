@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import shmbridge
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
+from shmbridge.put import LaneOrigin, RelayedRecord
 
 
 def given(producer_id: str) -> str:

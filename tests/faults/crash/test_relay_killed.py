@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.record import memory_of, table_of
 from shmbridge.segments import lane_names, newest_relayed, read_receipts, sweep_bridge
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault

@@ -26,9 +26,8 @@ from shmbridge.archive.encode import flat_record
 from shmbridge.archive.layout import Layout
 from shmbridge.archive.parts import FinishedFile
 from shmbridge.archive.reading import read_archive
-from shmbridge.put.recorded import FlatColumn, RecordedGroup
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.put import FlatColumn, LaneOrigin, RecordedGroup, RelayedRecord
+from shmbridge.record import memory_of, table_of
 from shmbridge.relay import wire
 from tests.faults.hostile import recordings
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import shmbridge
 from shmbridge.archive.reading import ArchivedRecord, read_archive
 from shmbridge.archive.recorder import Recorder
-from shmbridge.put.recorded import FlatColumn
+from shmbridge.put import FlatColumn
 from shmbridge.schema import Tag
 
 KINDS = ("parquet", "arrow", "arrows")

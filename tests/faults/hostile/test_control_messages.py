@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import shmbridge
 from shmbridge.control import messages
-from shmbridge.control.client import ControlClient, RequestRefused, control_address
+from shmbridge.control.server import ControlClient, RequestRefused, control_address
 from shmbridge.testing import wait_until
 
 
@@ -284,7 +284,7 @@ def test_many_connections_that_say_nothing_and_vanish(hub: Hub) -> None:
 LEAK = """
 import os, resource, subprocess, sys
 import shmbridge
-from shmbridge.control.client import control_address
+from shmbridge.control.server import control_address
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 leaker = '''

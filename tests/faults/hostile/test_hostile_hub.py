@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import shmbridge
 from shmbridge.control import messages
-from shmbridge.control.client import AsyncControlClient, ControlClient, control_address
+from shmbridge.control.server import AsyncControlClient, ControlClient, control_address
 from shmbridge.segments import socket_directory
 
 TIMEOUT_S = 0.3

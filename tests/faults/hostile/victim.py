@@ -23,7 +23,7 @@ import numpy as np
 
 import shmbridge
 from shmbridge import cli
-from shmbridge.record.record import Ragged, RaggedLists, Record
+from shmbridge.record import Ragged, RaggedLists, Record
 
 sys.path.insert(0, str(Path(__file__).parent))
 from places import LaneBytes

@@ -34,7 +34,7 @@ _IMPORTED_BEFORE_FORK = (
     "shmbridge.producer",
     "shmbridge.rank",
     "shmbridge.hub.ranks",
-    "shmbridge.control.client",
+    "shmbridge.control.server",
     "shmbridge.batch",
 )
 _ROUND_S = 5.0

@@ -55,7 +55,7 @@ from shmbridge.segments import (
     weights_name,
     write_values,
 )
-from shmbridge.testing.holders import segments_of
+from shmbridge.testing.fixtures import segments_of
 from shmbridge.watch import snapshot
 from shmbridge.watch.observer import Observer
 from shmbridge.weights import WeightsReader, WeightsWriter

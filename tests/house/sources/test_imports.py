@@ -21,10 +21,10 @@ ALLOWED = {
         "shmbridge.producers",
         "shmbridge.demo.tiny_model",
         "shmbridge.batch",
-        "shmbridge.weights.tensors",
+        "shmbridge.weights.table",
         "shmbridge.bench",
     ),
-    "polars": ("shmbridge.record.named_columns", "shmbridge.bench"),
+    "polars": ("shmbridge.record.columns", "shmbridge.bench"),
     "transformers": (
         "shmbridge.watch.decode",
         "shmbridge.consumers",
@@ -47,7 +47,7 @@ ALLOWED = {
     **dict.fromkeys(("wandb", "peft", "tensorboard", "tqdm"), ("shmbridge.consumers",)),
     "zmq": (
         "shmbridge.control.server",
-        "shmbridge.control.client",
+        "shmbridge.control.server",
         "shmbridge.relay",
         "shmbridge.bench.baselines",
     ),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 ORDER = {
     "shmbridge": """
         _ext errors log_format metrics
-        config program schema atropos
+        config program schema
         sizing segments parser extras httpd
         record control weights
         batch put watch

@@ -115,7 +115,7 @@ def make_manager(bridge, monkeypatch, tmp_path):
 def known(bridge):
     """The known groups, which a producer that lives as long as the test has put."""
     import shmbridge
-    from shmbridge.testing.known_groups import known_groups
+    from shmbridge.testing.fixtures import known_groups
 
     groups = known_groups(version=4)
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:

@@ -13,7 +13,7 @@ from shmbridge.consumers.roll.rows import GROUP, roll_rows
 from shmbridge.consumers.roll.settings import WORD, Settings, workers_of
 from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.consumers.trajectories import UnfitRow, trajectories
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import assert_contract, fully_recorded, without
 from tests.trainers.roll.conftest import Queue, rows_of
 

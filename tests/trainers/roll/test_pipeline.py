@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import shmbridge
-from shmbridge.testing.known_groups import known_groups, loss_matrix
+from shmbridge.testing.fixtures import known_groups, loss_matrix
 from shmbridge.weights import WeightsReader
 from tests.trainers.contract import Seen, assert_contract, compare, fully_recorded
 from tests.trainers.roll.conftest import rows_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import Seen, assert_contract, fully_recorded, without_truncated
 
 VOCABULARY = 28

@@ -11,7 +11,7 @@ import torch
 import transfer_queue as tq
 
 import shmbridge
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import Seen, assert_contract
 
 

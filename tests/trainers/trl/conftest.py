@@ -6,7 +6,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import pytest
 
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.fixtures import known_groups
 
 VOCABULARY = 64
 

@@ -23,7 +23,7 @@ from shmbridge.consumers.trl import (
     ShmRolloutWorker,
     ShmWeightTransfer,
 )
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from shmbridge.weights import WeightsReader
 from tests.trainers.contract import Seen, assert_contract, fully_recorded, without
 from tests.trainers.trl.cpu_attention import on_cpu

@@ -8,7 +8,7 @@ import torch
 
 import shmbridge
 from shmbridge.consumers.trl import ShmGRPOTrainer, shm_rollout_func
-from shmbridge.testing.known_groups import loss_matrix
+from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import Seen, assert_contract, without_truncated
 
 

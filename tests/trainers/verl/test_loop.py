@@ -18,7 +18,7 @@ import pytest
 from verl_process import Trainer
 
 import shmbridge
-from shmbridge.testing.known_groups import KnownGroup, loss_matrix
+from shmbridge.testing.fixtures import KnownGroup, loss_matrix
 from shmbridge.weights import WeightsReader
 from tests.trainers.contract import Seen, assert_contract, fully_recorded
 

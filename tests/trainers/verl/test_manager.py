@@ -22,7 +22,7 @@ import shmbridge
 from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.trained_bridge import BridgeAhead
-from shmbridge.testing.known_groups import known_groups, loss_matrix
+from shmbridge.testing.fixtures import known_groups, loss_matrix
 from tests.trainers.contract import Seen, assert_contract, scored, without
 
 pytestmark = pytest.mark.timeout(400)

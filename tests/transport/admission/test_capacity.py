@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shmbridge._ext.groups import GroupQueues, OldestScheduler
-from shmbridge.hub.admission import PROMISE_NS, OffPolicyLimit, Promises, limit_of
-from shmbridge.record.groups import Group
+from shmbridge.hub import PROMISE_NS, OffPolicyLimit, Promises, limit_of
+from shmbridge.record import Group
 
 
 @dataclass

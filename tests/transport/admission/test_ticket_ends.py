@@ -18,8 +18,8 @@ import pytest
 
 import shmbridge
 from shmbridge.control import messages
-from shmbridge.control.client import ControlClient, RequestRefused
-from shmbridge.put import tickets
+from shmbridge.control.server import ControlClient, RequestRefused
+from shmbridge.put import lane
 from shmbridge.segments import locks
 from shmbridge.testing import wait_until
 from shmbridge.testing.faults import ASKING_FOR_TICKETS
@@ -47,7 +47,7 @@ def test_an_interrupt_while_a_ticket_is_shown_leaves_none(producer, limited, mon
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(tickets.header, "fault", interrupt)
+        patched.setattr(lane.header, "fault", interrupt)
         with pytest.raises(KeyboardInterrupt):
             producer.begin_group(timeout_s=5)
     assert held(producer) == 0
@@ -215,7 +215,7 @@ def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(
 
 
 def test_as_many_tickets_as_a_lane_shows_are_the_most(producer, consumer, monkeypatch) -> None:
-    monkeypatch.setattr(tickets, "MOST_TICKETS", 2)
+    monkeypatch.setattr(lane, "MOST_TICKETS", 2)
     two = [producer.begin_group(timeout_s=5) for _ in range(2)]
     with pytest.raises(shmbridge.NotAdmitted, match="holds 2 tickets"):
         producer.begin_group(timeout_s=5)
@@ -226,8 +226,8 @@ def test_as_many_tickets_as_a_lane_shows_are_the_most(producer, consumer, monkey
 def test_a_producer_whose_lane_is_quarantined_is_told(producer, limited) -> None:
     consumer = limited(0, 1)
     producer.put(group())
-    for lane in consumer._lanes:
-        lane.quarantine("a test says so")
+    for each in consumer._lanes:
+        each.quarantine("a test says so")
     with pytest.raises(shmbridge.LaneQuarantined):
         producer.begin_group(timeout_s=5)
 
@@ -356,7 +356,7 @@ def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_pro
     producer = make_producer()
     with monkeypatch.context() as patch:
         # as in a time namespace that is behind
-        patch.setattr("shmbridge.hub.admission.PROMISE_NS", -1_000_000 * 10**9)
+        patch.setattr("shmbridge.hub.state.PROMISE_NS", -1_000_000 * 10**9)
         with pytest.raises(
             shmbridge.NotAdmitted,
             match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace",
@@ -380,7 +380,7 @@ async def test_a_task_that_an_exception_of_a_handler_ends_keeps_no_turn(producer
 
         def trace(frame, event, _):
             nonlocal left
-            if frame.f_globals.get("__name__") not in ("shmbridge.put.tickets", "asyncio.timeouts"):
+            if frame.f_globals.get("__name__") not in ("shmbridge.put.lane", "asyncio.timeouts"):
                 return None
             words = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split()
             if (

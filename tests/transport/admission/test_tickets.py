@@ -200,8 +200,8 @@ def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limi
     """An answer that never arrived: the place is reserved for a second, then free for others; for this
     producer it is free at once.
     """
-    from shmbridge.control.client import ControlClient
     from shmbridge.control.messages import BeginGroup, Full, MayBegin
+    from shmbridge.control.server import ControlClient
 
     limited(0, 1)
     producer, other = make_producer(), make_producer()

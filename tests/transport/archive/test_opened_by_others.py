@@ -4,7 +4,7 @@ import pytest
 
 import shmbridge
 from shmbridge.archive.recorder import Recorder
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.fixtures import known_groups
 
 
 @pytest.fixture

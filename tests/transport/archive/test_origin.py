@@ -11,8 +11,8 @@ from shmbridge.archive import layout
 from shmbridge.archive.export import copy_folder
 from shmbridge.archive.reading import read_archive
 from shmbridge.archive.recorder import Recorder
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.put import LaneOrigin, RelayedRecord
+from shmbridge.record import memory_of, table_of
 
 
 @pytest.fixture

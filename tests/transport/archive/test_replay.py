@@ -9,7 +9,7 @@ import pytest
 import shmbridge
 from shmbridge.archive.recorder import Recorder
 from shmbridge.producers import replay
-from shmbridge.testing.holders import segments_of
+from shmbridge.testing.fixtures import segments_of
 from tests.transport.archive import recorded_groups as known
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 import shmbridge
 from shmbridge.archive.reading import read_archive
 from shmbridge.archive.recorder import Recorder
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.fixtures import known_groups
 from tests.transport.archive import recorded_groups as known
 
 

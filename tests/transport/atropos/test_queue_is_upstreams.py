@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmbridge._ext.groups import SizeBuffer
-from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.atropos.queue import AtroposQueue
+from shmbridge.control.environments import AtroposQueue, EnvWeight
 from shmbridge.errors import NoWeight, UnknownEnvironment
 
 server = pytest.importorskip("atroposlib.api.server")

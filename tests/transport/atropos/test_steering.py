@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmbridge.atropos.env_status import Queued
 from shmbridge.config import Run
-from shmbridge.control.environments import Environments
+from shmbridge.control.environments import Environments, Queued
 from shmbridge.control.messages import Register
 
 server = pytest.importorskip("atroposlib.api.server")

@@ -15,8 +15,8 @@ import pytest
 from interrupts import Stop, raising_at
 
 import shmbridge
-from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import Register
+from shmbridge.control.server import ControlClient
 
 SIZE = 4
 PUT = 3 * SIZE

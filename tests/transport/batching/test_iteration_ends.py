@@ -14,7 +14,7 @@ import pytest
 
 import shmbridge
 from shmbridge.batch import Batch
-from shmbridge.hub.batches import Prefetcher
+from shmbridge.hub import Prefetcher
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.atropos.queue import AtroposQueue
-from shmbridge.control.client import ControlClient
+from shmbridge.control.environments import AtroposQueue, EnvWeight
 from shmbridge.control.messages import Register, StatusRequest
+from shmbridge.control.server import ControlClient
 
 
 def group(number: int, rows: int = 1, env_id: int | None = None) -> dict:

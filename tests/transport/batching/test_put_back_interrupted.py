@@ -10,7 +10,7 @@ from interrupts import Stop, raising_at
 
 import shmbridge
 
-MODULES = ("shmbridge.hub.former", "shmbridge.record.groups", "shmbridge.segments.threads")
+MODULES = ("shmbridge.hub.former", "shmbridge.record.record", "shmbridge.segments.threads")
 EVENTS = ("line", "return")
 GROUPS = 4
 

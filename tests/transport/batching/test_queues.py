@@ -10,7 +10,7 @@ import pytest
 
 import shmbridge
 from shmbridge._ext.groups import AtroposScheduler, FairScheduler, Group, GroupQueues, OldestScheduler
-from shmbridge.atropos.env_status import EnvWeight
+from shmbridge.control.environments import EnvWeight
 
 SCHEDULERS: dict[str, Callable[[], Any]] = {
     "fair": lambda: FairScheduler(10.0),

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmbridge._ext.groups import FairScheduler
-from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.hub.former import scheduler_of
-from shmbridge.hub.request import Want
-from shmbridge.record.groups import Group
+from shmbridge.control.environments import EnvWeight
+from shmbridge.hub import Want, scheduler_of
+from shmbridge.record import Group
 
 
 def group(producer: str, rows: int = 1, tokens: int = 10, name: object = None) -> Group:

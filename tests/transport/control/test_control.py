@@ -10,12 +10,11 @@ import zmq
 
 from shmbridge.config import Run
 from shmbridge.control import messages
-from shmbridge.control.client import ControlClient, RequestRefused, control_address
 from shmbridge.control.messages import Register, StatusRequest
-from shmbridge.control.server import ControlServer
+from shmbridge.control.server import ControlClient, ControlServer, RequestRefused, control_address
 from shmbridge.errors import ShmPermission
 from shmbridge.segments import socket_directory
-from shmbridge.testing.fake_hub import FakeHub
+from shmbridge.testing.fixtures import FakeHub
 
 RUN = FakeHub().run
 

@@ -14,13 +14,12 @@ import zmq
 
 from shmbridge.control import messages
 from shmbridge.control import server as control
-from shmbridge.control.client import AsyncControlClient, ControlClient
 from shmbridge.control.environments import ENV_IDS_PER_HUB
 from shmbridge.control.messages import Register, StatusRequest
-from shmbridge.control.server import ControlServer
+from shmbridge.control.server import AsyncControlClient, ControlClient, ControlServer
 from shmbridge.errors import Closed, NoConsumer
 from shmbridge.segments import socket_directory
-from shmbridge.testing.fake_hub import FakeHub
+from shmbridge.testing.fixtures import FakeHub
 
 RUN = FakeHub().run
 
@@ -98,7 +97,7 @@ def test_a_hub_without_a_run_holds_an_environment_it_does_not_know(
 HUB_PROCESS = """
 import time
 from shmbridge.control.server import ControlServer
-from shmbridge.testing.fake_hub import FakeHub
+from shmbridge.testing.fixtures import FakeHub
 server = ControlServer({bridge!r}, FakeHub(hub_epoch={epoch}))
 print("up", flush=True)
 time.sleep(600)
@@ -164,7 +163,7 @@ def test_a_forked_child_may_not_use_the_client_nor_close_the_server(
 
 FORGETFUL = """
 import asyncio, gc
-from shmbridge.control.client import AsyncControlClient, ControlClient
+from shmbridge.control.server import AsyncControlClient, ControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.control.messages import Pause
 

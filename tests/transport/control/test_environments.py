@@ -5,12 +5,11 @@ from collections.abc import Callable
 import pytest
 
 import shmbridge
-from shmbridge.atropos.env_status import Queued
 from shmbridge.control import environments
-from shmbridge.control.environments import Environments
+from shmbridge.control.environments import Environments, Queued
 from shmbridge.control.messages import Register
-from shmbridge.hub.lanes import LaneSet
-from shmbridge.testing.fake_hub import FakeHub
+from shmbridge.hub import LaneSet
+from shmbridge.testing.fixtures import FakeHub
 
 
 def env(name: str, producer_id: str, **changes: object) -> Register:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from shmbridge.control.client import ControlClient, RequestRefused
-from shmbridge.control.evaluations import MOST_KEPT
+from shmbridge.control.environments import MOST_KEPT
 from shmbridge.control.messages import BAD_VALUE, LONGEST_NAME, MOST_METRICS, Ack, Evaluated
+from shmbridge.control.server import ControlClient, RequestRefused
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import shmbridge
 from shmbridge._ext.header import LaneCorrupt
 from shmbridge._ext.record import Gather, Pool, TooManyTokens, positions
 from shmbridge.batch import Batch
-from shmbridge.record.groups import Group
+from shmbridge.record import Group
 from shmbridge.schema import Kind
 
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)

@@ -15,7 +15,7 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
-from shmbridge.hub.ranks import RankServer
+from shmbridge.hub import RankServer
 from shmbridge.segments import Joined, MemoryUse
 
 # Locks whose holder never waits for anything that close() waits for, or that close() never takes.

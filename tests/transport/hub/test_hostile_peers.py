@@ -12,7 +12,7 @@ import pytest
 
 import shmbridge
 from shmbridge._ext import header
-from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub import LaneSet
 from shmbridge.schema import Columns, standard_columns
 from shmbridge.segments import MOUNT, DeathWatch, control_name, open_mapping, pid_namespace
 
@@ -67,7 +67,7 @@ def test_a_batch_that_fails_for_no_group_of_its_own_loses_none(make_producer, co
     producer.put({"tokens": [[2]]})
     with monkeypatch.context() as patch:
         patch.setattr(
-            "shmbridge.hub.request.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today"))
+            "shmbridge.hub.former.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today"))
         )
         with pytest.raises(MemoryError):
             next(consumer.batches(groups=2, prefetch=0))

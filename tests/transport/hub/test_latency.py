@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shmbridge.hub.counts import RecentLatency, percentile_s
+from shmbridge.hub import RecentLatency, percentile_s
 from shmbridge.metrics import LATENCY_BOUNDS_S
 
 BUCKETS = len(LATENCY_BOUNDS_S) + 1

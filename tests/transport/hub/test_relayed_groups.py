@@ -5,8 +5,8 @@ import os
 import pytest
 
 import shmbridge
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.put import LaneOrigin, RelayedRecord
+from shmbridge.record import memory_of, table_of
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,8 @@ import pytest
 
 import shmbridge
 from shmbridge.control import messages
-from shmbridge.control.client import ControlClient
-from shmbridge.control.server import ControlServer
-from shmbridge.hub.batches import Prefetcher
-from shmbridge.hub.former import BatchFormer
-from shmbridge.hub.hub import Hub
-from shmbridge.hub.lanes import HubLane, LaneSet
-from shmbridge.hub.state import HubState
-from shmbridge.hub.waiting import LoopBell, Waiting
+from shmbridge.control.server import ControlClient, ControlServer
+from shmbridge.hub import BatchFormer, Hub, HubLane, HubState, LaneSet, LoopBell, Prefetcher, Waiting
 from shmbridge.segments import MemoryUse, threads
 from shmbridge.testing import wait_until
 

@@ -15,7 +15,7 @@ import shmbridge
 from shmbridge._ext import header
 from shmbridge._ext import lane as lane_writer
 from shmbridge._ext.put import BadValue, LossyMasks, Plan, Stamp
-from shmbridge.put.planner import RecordPlanner
+from shmbridge.put import RecordPlanner
 from shmbridge.schema import standard_columns
 from shmbridge.segments import create_lane, open_control
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge.record.row_checks import check_of
+from shmbridge.record import check_of
 from shmbridge.schema import LOGPROBS, is_logprob, recorded_logprobs
 
 HIGHEST = float(np.float32(1e-3))

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.record.relayed import memory_of, table_of
-from shmbridge.record.row_checks import CHECKED_COLUMNS
+from shmbridge.put import LaneOrigin, RelayedRecord
+from shmbridge.record import CHECKED_COLUMNS, memory_of, table_of
 from tests.transport.archive import recorded_groups as known
 
 MORE = pa.schema([("another", pa.int8()), *reversed(list(known.SCHEMA)), ("last", pa.utf8())])

@@ -12,7 +12,7 @@ import pytest
 import shmbridge
 from shmbridge import errors
 from shmbridge.batch import Batch
-from shmbridge.control.client import RequestRefused
+from shmbridge.control.server import RequestRefused
 from shmbridge.testing import wait_until
 from shmbridge.watch.snapshot import look
 

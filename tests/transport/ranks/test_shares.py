@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shmbridge.hub.ranks import ShareBook, share_out
+from shmbridge.hub import ShareBook, share_out
 
 QUIET = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

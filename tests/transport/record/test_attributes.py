@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.record.attributes import BatchColumns, RecordColumns
+from shmbridge.record import BatchColumns, RecordColumns
 from shmbridge.schema import STANDARD
 
 GROUP = {

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
-from shmbridge.record.leases import lane_memory
+from shmbridge.record import lane_memory
 
 GROUP = {
     "tokens": [[1, 2, 3], [4]],

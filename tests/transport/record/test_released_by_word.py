@@ -20,8 +20,7 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
-from shmbridge.hub.former import BatchFormer
-from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub import BatchFormer, LaneSet
 
 PUT = 4
 PATIENCE_S = 1.0
@@ -358,7 +357,7 @@ def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(
     """
     logged_in = []
     monkeypatch.setattr(
-        logging.getLogger("shmbridge.record.unreleased"),
+        logging.getLogger("shmbridge.record.record"),
         "warning",
         lambda *_: logged_in.append(threading.current_thread()),
     )
@@ -374,10 +373,8 @@ def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(
 def test_a_loss_is_said_though_logging_hangs(make_producer, make_consumer, monkeypatch) -> None:
     """Logging hangs for every other thread once the program's own logging was interrupted."""
     stuck = threading.Event()
-    monkeypatch.setattr(
-        logging.getLogger("shmbridge.record.unreleased"), "warning", lambda *_: stuck.wait(60)
-    )
-    monkeypatch.setattr("shmbridge.record.unreleased._LOG_S", 0.05)
+    monkeypatch.setattr(logging.getLogger("shmbridge.record.record"), "warning", lambda *_: stuck.wait(60))
+    monkeypatch.setattr("shmbridge.record.record._LOG_S", 0.05)
     make_producer().put({"tokens": [[1]]})
     hub = make_consumer()
     hub.get(5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.record.row_checks import CHECKED_COLUMNS, DEFAULT_EVERY, VARIABLE, check_of, checked_every
+from shmbridge.record import CHECK_VARIABLE, CHECKED_COLUMNS, DEFAULT_EVERY, check_of, checked_every
 
 TOKENS = [[5, 6, 7], [8, 9]]
 MASK = [[0, 1, 1], [0, 1]]
@@ -74,7 +74,7 @@ def assert_checked(record) -> None:
 
 @pytest.fixture
 def every_row(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 @pytest.mark.usefixtures("every_row")
@@ -153,7 +153,7 @@ def test_checks_end_with_the_lease(producer, consumer) -> None:
 
 
 def test_checks_are_on_one_row_in_so_many_wherever_it_stands(bridge, consumer, monkeypatch) -> None:
-    monkeypatch.setenv(VARIABLE, "8")
+    monkeypatch.setenv(CHECK_VARIABLE, "8")
     rows, records = 8, 400
     found = np.zeros(rows, int)
     with shmbridge.Producer(bridge, lane_bytes="16M") as producer:
@@ -169,7 +169,7 @@ def test_checks_are_on_one_row_in_so_many_wherever_it_stands(bridge, consumer, m
 
 
 def test_rows_carry_no_checks_where_nobody_wants_any(bridge, consumer, monkeypatch) -> None:
-    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setenv(CHECK_VARIABLE, "0")
     with shmbridge.Producer(bridge) as producer:
         producer.put(PUT)
     with consumer.get(timeout_s=10) as record:
@@ -177,11 +177,11 @@ def test_rows_carry_no_checks_where_nobody_wants_any(bridge, consumer, monkeypat
 
 
 def test_the_variable_must_be_a_number(bridge, monkeypatch) -> None:
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(CHECK_VARIABLE)
     assert checked_every() == DEFAULT_EVERY
     for wrong in ("often", "-1", "1.5", str(1 << 32)):
-        monkeypatch.setenv(VARIABLE, wrong)
-        with pytest.raises(ValueError, match=f"{VARIABLE}='{wrong}' is not a number of rows"):
+        monkeypatch.setenv(CHECK_VARIABLE, wrong)
+        with pytest.raises(ValueError, match=f"{CHECK_VARIABLE}='{wrong}' is not a number of rows"):
             shmbridge.Producer(bridge)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.record.leases import lane_name, map_lane_writable
+from shmbridge.record import lane_name, map_lane_writable
 from shmbridge.segments import open_mapping
 
 GROUP = {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1.5, 2.5], [3.5]], "score": [1.0, 2.0]}

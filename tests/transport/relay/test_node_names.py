@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmbridge.put.relayed import LaneOrigin
+from shmbridge.put import LaneOrigin
 from shmbridge.relay.ray import place
 from shmbridge.relay.ray.place import living_nodes
 

@@ -15,7 +15,7 @@ from shmbridge.relay.destination import Destination
 from shmbridge.schema import LOGPROBS, recorded_logprobs
 from shmbridge.segments import LockByte, lane_names, lock_exclusive, open_mapping, read_receipts, unlock
 from shmbridge.testing import wait_until
-from shmbridge.testing.known_groups import known_groups
+from shmbridge.testing.fixtures import known_groups
 
 NODE = "env-1"
 

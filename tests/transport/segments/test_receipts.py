@@ -10,8 +10,8 @@ import pytest
 
 import shmbridge
 from shmbridge.cli import main
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.put import LaneOrigin, RelayedRecord
+from shmbridge.record import memory_of, table_of
 from shmbridge.segments import (
     LaneInfo,
     Receipt,

@@ -13,9 +13,8 @@ import pytest
 
 import shmbridge
 from shmbridge.testing import RingModel, faults, wait_until
-from shmbridge.testing.fault_build import fault_build
-from shmbridge.testing.faults import Fault
-from shmbridge.testing.holders import holders, segments_of
+from shmbridge.testing.faults import Fault, fault_build
+from shmbridge.testing.fixtures import holders, segments_of
 
 ROOT = str(Path(shmbridge.__file__).parents[1])
 

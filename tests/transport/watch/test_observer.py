@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.record.leases import lane_name
+from shmbridge.record import lane_name
 from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch.observer import Observer

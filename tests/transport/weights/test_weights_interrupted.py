@@ -15,7 +15,7 @@ SPECS = [("large", "int64", (2000,)), ("scalar", "int64", ())]
 OURS = (
     "shmbridge/weights/writer.py",
     "shmbridge/weights/reader.py",
-    "shmbridge/weights/shard_writer.py",
+    "shmbridge/weights/writer.py",
     "shmbridge/segments/locks.py",
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmbridge.testing.holders import holders, segments_of
+from shmbridge.testing.fixtures import holders, segments_of
 
 from .consumer_role import consume
 from .crew import Child, Crew

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import shmbridge
-from shmbridge.testing.holders import holders, segments_of
+from shmbridge.testing.fixtures import holders, segments_of
 
 from .crew import Child, Crew
 from .lane_words import Differences, PlantedLoss

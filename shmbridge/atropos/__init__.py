@@ -1,3 +1,0 @@
-"""The transport's copy of the arithmetic of the Atropos API server."""
-
-__all__ = ["env_status", "queue"]
