@@ -206,7 +206,7 @@ test-docs: docs ## the site in a headless Chromium: pages, search, navigation, l
 
 # Made before the tests, so that none of them has to wait for it.
 faults: $(VENV)/.ready ## the build with fail-points, for tests that kill a process at a labelled step
-	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
+	$(RUN) -c "from shmbridge.testing.faults import fault_build; fault_build('.', 'build/faults')"
 
 lint: $(VENV)/.ready ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -25,8 +25,16 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbridge
-from shmbridge import Batch, ConsumerEmpty, Record, batch
-from shmbridge.batch import KEYS_OF_ROWS, Layout, batch_numbers, check_names, name_taken, number_columns
+from shmbridge import Batch, ConsumerEmpty, Record
+from shmbridge.batch import (
+    KEYS_OF_BATCHES,
+    KEYS_OF_ROWS,
+    Layout,
+    batch_numbers,
+    check_names,
+    name_taken,
+    number_columns,
+)
 from shmbridge.consumers.feed import Drained, Feed, Step
 from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.trainer_settings import ReleaseAt, check_words
@@ -147,7 +155,7 @@ class BridgeDataset(IterableDataset[Tensors]):
                 f"{', '.join(feed) or repr(hold)} is for one process: with ranks the consumer keeps what is "
                 'not done, hold="step"'
             )
-        keys = KEYS_OF_ROWS if items == "rows" else batch.KEYS_OF_BATCHES
+        keys = KEYS_OF_ROWS if items == "rows" else KEYS_OF_BATCHES
         check_names(getattr(schema, "names", ()), keys)
         self._timeout_s, self._whole_rows = timeout_s, whole_rows
         of_batches = {"groups": groups, "max_staleness": max_staleness, "prefetch": prefetch, "split": split}

@@ -3,7 +3,7 @@ their numbers as named arrays, and values for rows that lack their own.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from shmbridge.record import (
     RaggedLists,
     Record,
     RecordMeta,
+    batch_columns,
     columns_as_html,
 )
 from shmbridge.schema import STANDARD, Column, Kind
@@ -31,55 +32,6 @@ if TYPE_CHECKING:
 # Keys that are no columns.
 KEYS_OF_ROWS = frozenset({"policy_version", "redelivered"})
 KEYS_OF_BATCHES = KEYS_OF_ROWS | {"lengths", "cu_seqlens", "position_ids", "group_index"}
-
-
-class ReadableBatch(Protocol):
-    """A Batch, as an export reads it; see Batch."""
-
-    @property
-    def layout(self) -> str:
-        """`packed` or `padded`."""
-
-    @property
-    def lengths(self) -> np.ndarray[Any, Any]:
-        """Tokens of each row."""
-
-    @property
-    def cu_seqlens(self) -> np.ndarray[Any, Any]:
-        """Start of each row and the end of the last."""
-
-    @property
-    def group_index(self) -> np.ndarray[Any, Any]:
-        """Number of each row's group."""
-
-    @property
-    def position_ids(self) -> np.ndarray[Any, Any]:
-        """Position of each token in its row."""
-
-    @property
-    def meta(self) -> list[RecordMeta]:
-        """Origin of each row."""
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns that at least one record has."""
-
-    def __len__(self) -> int:
-        """Returns the number of rows."""
-
-    def __contains__(self, name: object) -> bool:
-        """Returns whether at least one record has a column."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns a column."""
-
-    def has(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns which rows have a column."""
-
-
-def batch_columns(batch: ReadableBatch) -> list[str]:
-    """Returns the columns to hand out; `loss_mask` is always among them."""
-    return batch.columns if "loss_mask" in batch else [*batch.columns, "loss_mask"]
 
 
 def check_names(names: Iterable[str], keys: Collection[str]) -> None:
@@ -98,7 +50,7 @@ def name_taken(name: str, beside: str = "") -> SchemaMismatch:
     )
 
 
-def number_columns(batch: ReadableBatch) -> dict[str, Any]:
+def number_columns(batch: "Batch") -> dict[str, Any]:
     """Returns the columns that hold numbers: an array, Ragged or RaggedLists by name."""
     columns = {name: batch[name] for name in batch_columns(batch)}
     return {
@@ -108,7 +60,7 @@ def number_columns(batch: ReadableBatch) -> dict[str, Any]:
     }
 
 
-def batch_numbers(batch: ReadableBatch) -> dict[str, np.ndarray[Any, Any]]:
+def batch_numbers(batch: "Batch") -> dict[str, np.ndarray[Any, Any]]:
     """Returns the batch's own arrays by key, without a copy; the keys are those of `Batch.to_torch`.
 
     Never blocks. SchemaMismatch for a column that has the name of another key.
@@ -149,27 +101,7 @@ def _arrays(name: str, column: Any) -> dict[str, np.ndarray[Any, Any]]:
 _Array = np.ndarray[Any, Any]
 
 
-class _Rows(Protocol):
-    """A batch, as far as its rows are filled here."""
-
-    lengths: _Array
-    tokens: _Array
-
-    @property
-    def layout(self) -> Literal["padded", "packed"]:
-        """How its tokens are laid out."""
-
-    def has(self, name: str) -> _Array:
-        """Returns the rows that have a column."""
-
-    def __contains__(self, name: object) -> bool:
-        """Returns whether any row has a column."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns a column."""
-
-
-def advantages_or(batch: _Rows, fallback: "float | _Array") -> _Array:
+def advantages_or(batch: "Batch", fallback: "float | _Array") -> _Array:
     """See Batch.advantages_or."""
     shape, rows = batch.tokens.shape, len(batch.lengths)
     wanted = f"one number, one for each of {rows} rows, or one for each token, shaped {tuple(shape)}"

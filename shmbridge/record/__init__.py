@@ -7,6 +7,7 @@ from shmbridge.record.columns import (
     RaggedLists,
     ReadableRecord,
     RecordColumns,
+    batch_columns,
     columns_as_html,
 )
 from shmbridge.record.record import (
@@ -54,6 +55,7 @@ __all__ = [
     "RecordMeta",
     "abandon",
     "arrow",
+    "batch_columns",
     "check_of",
     "checked_every",
     "columns_as_html",

@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from shmbridge._ext.record import Ragged, flat_array
-from shmbridge.batch import ReadableBatch, batch_columns
 from shmbridge.errors import InvalidRecord, RecordUnreadable, SchemaMismatch, shown
-from shmbridge.record.columns import RaggedLists, ReadableRecord
+from shmbridge.record.columns import RaggedLists, ReadableBatch, ReadableRecord, batch_columns
 from shmbridge.schema import Column, Kind, arrow_field, arrow_type
 
 META_TYPES: dict[str, pa.DataType] = {

@@ -109,6 +109,55 @@ class ReadableRecord(Protocol):
         """Returns a column of JSON text, decoded."""
 
 
+class ReadableBatch(Protocol):
+    """A Batch, as an export reads it; see Batch."""
+
+    @property
+    def layout(self) -> str:
+        """`packed` or `padded`."""
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """Tokens of each row."""
+
+    @property
+    def cu_seqlens(self) -> np.ndarray[Any, Any]:
+        """Start of each row and the end of the last."""
+
+    @property
+    def group_index(self) -> np.ndarray[Any, Any]:
+        """Number of each row's group."""
+
+    @property
+    def position_ids(self) -> np.ndarray[Any, Any]:
+        """Position of each token in its row."""
+
+    @property
+    def meta(self) -> list[RecordMeta]:
+        """Origin of each row."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that at least one record has."""
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+
+    def __contains__(self, name: object) -> bool:
+        """Returns whether at least one record has a column."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a column."""
+
+    def has(self, name: str) -> np.ndarray[Any, Any]:
+        """Returns which rows have a column."""
+
+
+def batch_columns(batch: ReadableBatch) -> list[str]:
+    """Returns the columns to hand out; `loss_mask` is always among them."""
+    return batch.columns if "loss_mask" in batch else [*batch.columns, "loss_mask"]
+
+
 class NamedColumns:
     """Iteration gives the names of the columns, and `dict(it)` has every column; it is not copied."""
 

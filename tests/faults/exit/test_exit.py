@@ -431,11 +431,11 @@ def test_views_at_exit_do_not_release_what_the_next_consumer_holds(closed, run, 
     consumer in that gap.
     """
     code, out, err = run(f"""
-        from shmbridge.segments import inventory, segment
+        from shmbridge.segments import lane_info, lane_names
 
         def next_consumer():
             global record, view
-            held = lambda: sum(inventory.lane_info(name).held for name in segment.lane_names(bridge))
+            held = lambda: sum(lane_info(name).held for name in lane_names(bridge))
             try:
                 consumer = shmbridge.Consumer(bridge)
             except shmbridge.ConsumerTaken:

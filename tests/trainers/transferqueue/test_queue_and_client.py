@@ -133,9 +133,9 @@ def test_a_bridge_has_one_living_queue(bridge):
 ENDED = """
 import os, sys, numpy as np
 from shmbridge.consumers.transfer_queue.queue_lock import Queue
-from shmbridge.segments import values
+from shmbridge.segments import write_values
 queue = Queue(sys.argv[1])
-values.write(sys.argv[1], np.arange(3), b"", [(0, [b"abc"])])
+write_values(sys.argv[1], np.arange(3), b"", [(0, [b"abc"])])
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), 9)
 """
