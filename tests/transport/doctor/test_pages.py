@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from shmbridge.doctor import pages
-from shmbridge.segments import locks, segment
+from shmbridge.segments import locks
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_huge_pages_are_tried_here(monkeypatch) -> None:
     [("5.15.0-91-generic", "Linux 6.1 or newer"), ("6.8.0", "no `deny` in /sys/kernel/mm/")],
 )
 def test_no_huge_page(root, monkeypatch, kernel, fix) -> None:
-    monkeypatch.setattr(segment, "fill", lambda fd, at, size: False)
+    monkeypatch.setattr("shmbridge.doctor.pages.fill_huge_pages", lambda fd, at, size: False)
     monkeypatch.setattr(pages.platform, "release", lambda: kernel)
     found = pages.huge_pages(root)
     assert found.state == "warn"

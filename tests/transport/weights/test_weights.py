@@ -312,7 +312,7 @@ def test_a_lease_that_the_writer_came_round_before_is_of_what_is_there(ends, mon
             writer.publish(version, tensors(version))
         return locks.lock_shared(*arguments)
 
-    monkeypatch.setattr(locks, "lock_shared", overtaken)
+    monkeypatch.setattr("shmbridge.weights.reader.lock_shared", overtaken)
     if wanted is None:
         with reader.lease() as lease:
             assert (lease.version, lease.tensors["w"][0, 0]) == (4, 4)

@@ -107,7 +107,7 @@ def test_a_writer_that_was_overtaken_while_it_made_its_segment_says_so(bridge, r
         posix_ipc.unlink_shared_memory(segment.weights_name(bridge))
         return create(*arguments)
 
-    monkeypatch.setattr(segment, "create_weights", create_late)
+    monkeypatch.setattr("shmbridge.weights.table.create_weights", create_late)
     with slow:
         with pytest.raises(ValueError, match="version 4 is not after 7"):
             slow.publish(4, model("d", 4))
