@@ -23,7 +23,9 @@ time.sleep(60)
 def only(bridge, monkeypatch):
     """Other bridges of this machine are not looked at."""
     every = membership.list_bridges
-    monkeypatch.setattr(membership, "list_bridges", lambda: [each for each in every() if each.name == bridge])
+    monkeypatch.setattr(
+        "shmbridge.doctor.leaks.list_bridges", lambda: [each for each in every() if each.name == bridge]
+    )
 
 
 def test_no_bridge_and_living_ones_are_well(only, make_producer, make_consumer) -> None:
@@ -55,7 +57,9 @@ def test_many_are_summed_and_the_largest_named(monkeypatch) -> None:
         weights = membership.WeightsInfo(1, None, number << 20)
         return membership.BridgeInfo(f"run{number}", None, False, -1, [], weights)
 
-    monkeypatch.setattr(membership, "list_bridges", lambda: [dead(number) for number in range(1, 6)])
+    monkeypatch.setattr(
+        "shmbridge.doctor.leaks.list_bridges", lambda: [dead(number) for number in range(1, 6)]
+    )
     assert leaks.dead_bridges().text == (
         "5 with 15 MiB and 0 undelivered records: run5 (5 MiB), run4 (4 MiB), run3 (3 MiB) and 2 more"
     )
@@ -65,7 +69,7 @@ def test_a_bridge_with_another_users_segment(monkeypatch) -> None:
     def refused():
         raise shmbridge.ShmPermission("segment /x belongs to uid 7", hint="another name")
 
-    monkeypatch.setattr(membership, "list_bridges", refused)
+    monkeypatch.setattr("shmbridge.doctor.leaks.list_bridges", refused)
     found = leaks.dead_bridges()
     assert (found.state, found.text, found.fix) == ("warn", "segment /x belongs to uid 7", "another name")
 

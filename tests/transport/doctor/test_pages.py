@@ -5,7 +5,6 @@ import resource
 import pytest
 
 from shmbridge.doctor import pages
-from shmbridge.segments import locks
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_no_huge_page(root, monkeypatch, kernel, fix) -> None:
 
 
 def test_no_huge_page_is_tried_without_memory(monkeypatch) -> None:
-    monkeypatch.setattr(locks, "memory_headroom", lambda: (1 << 20, "the machine"))
+    monkeypatch.setattr("shmbridge.doctor.pages.memory_headroom", lambda: (1 << 20, "the machine"))
     assert pages.huge_pages().text.startswith("too little memory is left to try one; ")
 
 

@@ -30,7 +30,7 @@ def test_the_bell_rings_when_the_slot_can_be_held(ends, monkeypatch) -> None:
         bells.append(found.bell)
         unlock(fd, byte)
 
-    monkeypatch.setattr("shmbridge.weights.reader.unlock", noted)
+    monkeypatch.setattr("shmbridge.weights.writer.unlock", noted)
     silent = found.bell
     writer.publish(2, weights(2))
     assert set(bells) == {silent}
