@@ -14,7 +14,8 @@ import pytest
 from shmbridge.consumers.learner.config import flags
 from shmbridge.consumers.learner.config.run_options import OPTIONS
 from shmbridge.errors import BadConfig
-from shmbridge.launch import config, services
+from shmbridge.launch import config
+from shmbridge.launch import plan as plans
 from shmbridge.launch.config import Restart
 from shmbridge.parser import Parser
 from shmbridge.wrong_value import read_yaml
@@ -57,7 +58,7 @@ def planned(text):
     for flag in ("--bridge", "--host", "--port", "--compat", "--token", "--lane-bytes"):
         gateway.add_argument(flag)
     gateway.add_argument("--env-timeout", type=float)
-    return services.plan(parsed(text), gateway)
+    return plans.plan_of(parsed(text), gateway)
 
 
 def wrong(text, reason=BadConfig):

@@ -13,9 +13,8 @@ import pytest
 
 from shmbridge.cli import main
 from shmbridge.launch import guardian
-from shmbridge.launch.events import Events
 from shmbridge.launch.logs import LogFile, followed
-from shmbridge.launch.step_lines import NewSteps, step_line, steps_of
+from shmbridge.launch.supervisor import Events, NewSteps, step_line, steps_of
 from shmbridge.log_format import lines
 
 METRICS = {
