@@ -1,4 +1,4 @@
-"""The config of `shmbridge launch`: the YAML file as typed structs, its errors by path, its options as flags."""
+"""The file of `shmbridge launch`: its keys as typed structs, its errors by path, its options as flags."""
 
 import argparse
 import difflib

@@ -344,9 +344,11 @@ def _number(metrics: dict[str, Any], name: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) -> NoReturn:
-    """Writes the run directory and becomes the guardian of a supervisor; raises LaunchFailed if the directory
-    is in use or cannot be written.
+def become_guardian(
+    config: Config, plan: Plan, *, label: str, as_json: bool, module: str = "shmbridge.launch.supervisor"
+) -> NoReturn:
+    """Writes the run directory and becomes the guardian of a supervisor, which runs `module`; raises
+    LaunchFailed if the directory is in use or cannot be written.
     """
     _open_standard_descriptors()
     run_dir = Path(plan.run_dir)
@@ -359,7 +361,7 @@ def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) ->
         raise LaunchFailed(
             f"run directory {run_dir}: {error.strerror}", hint="set a run_dir that this user can write to"
         ) from error
-    supervisor = [sys.executable, "-m", "shmbridge.launch.supervisor", str(run_dir / "plan.json")]
+    supervisor = [sys.executable, "-m", module, str(run_dir / "plan.json")]
     supervisor += [str(lock), "json" if as_json else "text"]
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if the descriptor was closed at the start
@@ -436,18 +438,9 @@ class Supervisor:
         guardian.adopt_orphans()
         self._awaited = guardian.block_signals()
         try:
-            status = self._run()
+            return self._run()
         finally:
             self._stop()
-        for left in shmbridge.list_bridges():
-            held = sum(lane.held for lane in left.lanes)
-            if left.name == self._plan.bridge and held:
-                clean = f"a run that goes on takes them, shmbridge clean {left.name} --yes removes them"
-                self._events.say(
-                    "left", f"{held} groups that reached no batch are in shared memory: {clean}", records=held
-                )
-        self._events.say("end", f"everything has ended; status {status}", status=status)
-        return status
 
     def _run(self) -> int:
         try:
@@ -522,8 +515,8 @@ class Supervisor:
     def _watch(self) -> None:
         """Waits for the next event and handles it."""
         due = [process.due for process in self._processes() if process.due is not None]
-        hubs = [process for process in self._processes() if process.service.role == "hub"]
-        due += [time.monotonic() + _TICK_S] if any(hub.coming_up for hub in hubs) else []
+        again = [process for process in self._processes() if process.service.role != "environment"]
+        due += [time.monotonic() + _TICK_S] if any(process.coming_up for process in again) else []
         due += [time.monotonic() + _STEP_S] if self._steps else []
         self._wait(min(due) - time.monotonic() if due else None)
         self._show_step()
@@ -531,9 +524,9 @@ class Supervisor:
         for process in self._processes():
             if process.due is not None and process.due <= time.monotonic():
                 self._begin(process)
-        for hub in hubs:
-            if hub.coming_up:
-                self._look_at(hub)
+        for process in again:
+            if process.coming_up:
+                self._look_at(process)
 
     def _look_at_ends(self) -> None:
         for process in self._processes():
@@ -547,7 +540,7 @@ class Supervisor:
                     "" if process.came_up else ", and was never seen as the bridge's consumer: see its log"
                 )
                 self._events.say("done", f"{process.name}: done{never}", service=process.name)
-            elif process.service.role == "hub" and _comes_again(process, process.status):
+            elif _comes_again(process, process.status):
                 self._start_later(process)
             else:
                 raise _failed(process, "ended")
@@ -677,12 +670,12 @@ class Supervisor:
             )
 
 
-def _comes_again(hub: Process, status: int) -> bool:
-    """Returns whether a hub that ended after it had come up starts again: by its rule if it was killed, or,
-    if that says always, by itself with an error. One that was asked to stop does not.
+def _comes_again(process: Process, status: int) -> bool:
+    """Returns whether a hub or server that ended after it had come up starts again: by its rule if it was
+    killed, or, if that says always, after an error of its own. One that was asked to stop does not.
     """
-    rule = hub.service.restart
-    if rule is None or rule.when == "never" or not hub.came_up or status - 128 in _STOP_SIGNALS:
+    rule = process.service.restart
+    if rule is None or rule.when == "never" or not process.came_up or status - 128 in _STOP_SIGNALS:
         return False
     return status > 128 or (rule.when == "always" and status != _REFUSED)
 
@@ -690,19 +683,32 @@ def _comes_again(hub: Process, status: int) -> bool:
 def _failed(process: Process, what: str) -> LaunchFailed:
     return LaunchFailed(
         f"{process.name} {what} with {process.how()}",
-        hint=f"mend what the end of {process.log} says:\n{process.last_words()}",
+        hint=f"fix what the end of {process.log} reports:\n{process.last_words()}",
     )
 
 
-def main(argv: list[str]) -> int:
-    """Runs a saved plan; returns the exit status."""
-    path, lock, form = argv
-    os.set_inheritable(int(lock), False)  # held by the guardian and by this process, not by services
-    plan = Plan.load(Path(path))
-    events = Events(Path(plan.run_dir) / "events.jsonl", as_json=form == "json")
+def supervise(path: Path, lock: int, *, as_json: bool) -> tuple[int, Plan, Events]:
+    """Runs a saved plan; returns the exit status, as `Supervisor.run`. Blocks until its end."""
+    os.set_inheritable(lock, False)  # held by the guardian and by this process, not by services
+    plan = Plan.load(path)
+    events = Events(Path(plan.run_dir) / "events.jsonl", as_json=as_json)
     for note in plan.notes:
         events.say("note", f"note: {note}")
-    return Supervisor(plan, events).run()
+    return Supervisor(plan, events).run(), plan, events
+
+
+def main(argv: list[str]) -> int:
+    """Runs a saved plan and reports what it leaves behind; returns the exit status."""
+    path, lock, form = argv
+    status, plan, events = supervise(Path(path), int(lock), as_json=form == "json")
+    for left in shmbridge.list_bridges():
+        held = sum(lane.held for lane in left.lanes)
+        if left.name == plan.bridge and held:
+            clean = f"a run that goes on takes them, shmbridge clean {left.name} --yes removes them"
+            text = f"{held} groups that reached no batch are in shared memory: {clean}"
+            events.say("left", text, records=held)
+    events.say("end", f"everything has ended; status {status}", status=status)
+    return status
 
 
 if __name__ == "__main__":
