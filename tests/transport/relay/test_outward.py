@@ -12,8 +12,8 @@ import torch
 from relaying import exchange
 
 from shmbridge.errors import ConsumerTaken, FillingOver, LayoutMismatch, WeightsMismatch
-from shmbridge.relay import outward
-from shmbridge.relay.outward import Head, Inward, Outward
+from shmbridge.relay import weights as outward
+from shmbridge.relay.weights import Head, WeightsReceiver, WeightsSender
 from shmbridge.weights import TensorSpec, WeightsReader, WeightsWriter
 
 PART = 1000  # no multiple of anything: parts begin within tensors, and within values
@@ -38,14 +38,14 @@ def writer(bridge) -> Iterator[WeightsWriter]:
 
 
 @pytest.fixture
-def there(bridge, writer) -> Iterator[Outward]:
-    with Outward(bridge, PART) as there:
+def there(bridge, writer) -> Iterator[WeightsSender]:
+    with WeightsSender(bridge, PART) as there:
         yield there
 
 
 @pytest.fixture
-def inward(elsewhere) -> Iterator[Inward]:
-    with Inward(elsewhere) as inward:
+def inward(elsewhere) -> Iterator[WeightsReceiver]:
+    with WeightsReceiver(elsewhere) as inward:
         yield inward
 
 
@@ -56,7 +56,7 @@ def engine(elsewhere) -> Iterator[WeightsReader]:
         yield engine
 
 
-def send(there: Outward, inward: Inward, parts: Iterable[int] | None = None) -> Head:
+def send(there: WeightsSender, inward: WeightsReceiver, parts: Iterable[int] | None = None) -> Head:
     """Sends the newest version, all parts or only these, in that order, and does not commit it."""
     with there.read() as offer:
         head = outward.decode_head(outward.encode_head(offer.head))
@@ -141,7 +141,7 @@ def test_versions_never_go_back(writer, there, inward, engine, elsewhere):
     assert not inward.begin(msgspec.structs.replace(again, version=0))
     assert is_model(engine, 2)
     inward.close()
-    with Inward(elsewhere) as successor:
+    with WeightsReceiver(elsewhere) as successor:
         assert successor.version == 2
         assert not successor.begin(again)
         writer.publish(3, model(3).items())
@@ -178,12 +178,12 @@ def test_tensors_in_another_order_find_their_places(writer, there, inward, engin
 @pytest.mark.parametrize("same_relay", [True, False])
 def test_another_model_takes_the_place(writer, there, elsewhere, engine, bridge, same_relay):
     writer.publish(1, model(1).items())
-    inward = Inward(elsewhere)
+    inward = WeightsReceiver(elsewhere)
     inward.commit(send(there, inward).transfer)
     writer.close()
     if not same_relay:
         inward.close()
-        inward = Inward(elsewhere)
+        inward = WeightsReceiver(elsewhere)
     with WeightsWriter(bridge) as other, inward:
         other.publish(2, [("w", torch.arange(4000.0))])
         inward.commit(send(there, inward).transfer)
@@ -195,7 +195,7 @@ def test_a_relay_killed_in_the_middle_leaves_the_version_before(
     writer, there, elsewhere, engine, tmp_path: Path
 ):
     writer.publish(1, model(1).items())
-    with Inward(elsewhere) as inward:
+    with WeightsReceiver(elsewhere) as inward:
         inward.commit(send(there, inward).transfer)
     writer.publish(2, model(2).items())
     with there.read() as offer:
@@ -208,10 +208,10 @@ def test_a_relay_killed_in_the_middle_leaves_the_version_before(
         assert relay.stdout.readline() == "written\n"
         assert is_model(engine, 1)
         with pytest.raises(ConsumerTaken, match=str(relay.pid)):
-            Inward(elsewhere)
+            WeightsReceiver(elsewhere)
         relay.kill()
     assert is_model(engine, 1)
-    with Inward(elsewhere) as successor:
+    with WeightsReceiver(elsewhere) as successor:
         assert successor.version == 1
         successor.commit(send(there, successor).transfer)
     assert is_model(engine, 2)
