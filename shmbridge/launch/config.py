@@ -31,8 +31,6 @@ LEAST_LOG_BYTES = 64 << 10
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # a plan is JSON, which has no infinity; this is thirty years
 Count = Annotated[int, Meta(ge=1, le=10**12)]
 Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: a free one is chosen
-_OF_THE_LEARNER = "learner.options."
-_OF_ENVIRONMENTS = "nothing here: environments choose their prompts, and the length of their requests"
 _ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 SECTIONS = ("policy_server", "vllm", "learner", "gateway", "trainer")
 
@@ -364,13 +362,8 @@ def parse(document: object) -> Config:
             f"the file holds {_kind(plain(document))} and no keys",
             hint="it needs at least bridge: and a hub, such as learner:",
         )
-    pasted = _pasted_keys(document)
-    others = {key: value for key, value in document.items() if key not in _OF_VERL}
-    if unknown := [*_unknown_keys(others, Config, ""), *pasted]:
-        hint = "correct the names: unknown keys are never skipped"
-        if pasted:
-            hint = "give the learner its own options; another trainer has its file, named in trainer.command"
-        raise BadConfig(listed(unknown), hint=hint)
+    if unknown := [*_unknown_keys(document, Config, "")]:
+        raise BadConfig(listed(unknown), hint="correct the names: unknown keys are never skipped")
     wrong: list[str] = []
     values = handed_on(document, "", wrong)
     if wrong:
@@ -407,43 +400,6 @@ def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
                     yield from _unknown_keys(inner, fields[key], f"{path}.{key}" if path else key)
                 else:
                     yield nearest(path, str(key), list(fields))
-
-
-# Sections of verl's configuration, which the recipe's readers paste, and what each key is here.
-_OF_VERL: dict[str, dict[str, str]] = {
-    "algorithm": {
-        "adv_estimator": "advantages (advantages that environments give are used as they are)",
-        "norm_adv_by_std_in_grpo": "advantages: grpo if true, dr_grpo if false",
-        "gamma": "process_discount, of process_rewards, and token_discount, of token_rewards",
-        "kl_ctrl": "kl_coef",
-        "kl_penalty": "kl_estimator",
-        "use_kl_in_reward": "kl_coef, of a loss: rewards stay",
-        "rollout_correction": "tis_cap, tis_level, mask_ratio",
-    },
-    "data": {
-        "train_batch_size": "groups",
-        "max_prompt_length": "max_token_len, of prompt and response together",
-        "max_response_length": "max_token_len, of prompt and response together",
-        "micro_batch_size": "micro_tokens, a number of tokens",
-        "micro_batch_size_per_gpu": "micro_tokens, a number of tokens",
-        "seed": "seed",
-    },
-}
-
-
-def _pasted_keys(document: Mapping[str, Any]) -> list[str]:
-    """Returns one line per key of a section of verl's, with the learner's option that does the same."""
-    found = []
-    for section, meant in _OF_VERL.items():
-        given = document.get(section)
-        keys = list(given) if isinstance(given, Mapping) and given else [""]
-        for key in keys if section in document else ():
-            here = f"{_OF_THE_LEARNER}{meant[key]}" if key in meant else ""
-            if section == "data" and not here:
-                here = _OF_ENVIRONMENTS
-            where = f"{section}.{key}" if key else section
-            found.append(f"{where} is a key of verl's, and {here or 'nothing here'}")
-    return found
 
 
 def _wrong_value(message: str, document: object) -> BadConfig:
