@@ -82,30 +82,15 @@ def is_model(engine: WeightsReader, version: int) -> bool:
 
 def test_versions_come_as_they_are(writer, there, inward, engine):
     assert (there.version, inward.version) == (-1, -1)
-    for version in (0, 1, 7):
+    for version in (0, 1, 7):  # the last one's parts in another order
         writer.publish(version, model(version).items())
-        head = send(there, inward)
+        with there.read() as offer:
+            numbers = range(offer.head.parts)
+        head = send(there, inward, reversed(numbers) if version == 7 else numbers)
         assert head.parts > 5
         assert engine.version != version
         assert inward.commit(head.transfer) == there.version == inward.version == version
         assert is_model(engine, version)
-
-
-def test_parts_come_in_any_order(writer, there, inward, engine):
-    writer.publish(3, model(3).items())
-    with there.read() as offer:
-        numbers = range(offer.head.parts)
-    inward.commit(send(there, inward, reversed(numbers)).transfer)
-    assert is_model(engine, 3)
-
-
-def test_parts_are_views_of_the_segment(writer, there):
-    writer.publish(3, model(3).items())
-    with there.read() as offer:
-        part = offer.part(0)
-        assert not part.flags.writeable
-        whole = np.frombuffer(there._reader.memory, np.uint8)
-        assert np.shares_memory(part, whole)
 
 
 def test_wait_is_woken_by_a_version(writer, there):
@@ -149,7 +134,7 @@ def test_versions_never_go_back(writer, there, inward, engine, elsewhere):
     assert is_model(engine, 3)
 
 
-@pytest.mark.parametrize("parts", [[0, 1, 2], [0, 0, *range(1, 11)], []], ids=["missing", "twice", "none"])
+@pytest.mark.parametrize("parts", [[0, 1, 2], [0, 0, *range(1, 11)]], ids=["missing", "twice"])
 def test_what_is_not_whole_is_no_version(writer, there, inward, engine, parts):
     writer.publish(1, model(1).items())
     inward.commit(send(there, inward).transfer)
@@ -274,11 +259,3 @@ def test_a_policy_version_waits_for_its_weights(
     inward.commit(under_way.transfer)
     writer.publish(6, model(6).items())
     assert heard(5) == heard(6) == 5
-
-
-def test_a_policy_version_need_not_wait(writer, make_source, make_destination, put_there, consumer):
-    source, destination, producer = make_source(), make_destination(), put_there()
-    writer.publish(2, model(2).items())
-    consumer.publish_policy_version(2)
-    exchange(source, destination)
-    assert producer.policy_version == 2
