@@ -5,7 +5,6 @@ and the records as they lay in their lanes, whose checksums are in the head. Not
 records are arrays over the lane's own memory, so that they are copied once, by what sends them.
 """
 
-import base64
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +37,6 @@ REPLY_SCHEMA = pa.schema(
 _SUM = struct.Struct("<Q")  # of the head, behind it
 _LAYOUT, _LANES, _STATE = b"shmbridge.layout", b"shmbridge.lanes", b"shmbridge.state"
 _ONE_RELEASE = "run one release of shmbridge on all nodes"
-_LaneWords = tuple[str, str, str, int]
 
 
 class PullRequest(msgspec.Struct, frozen=True):
@@ -103,8 +101,7 @@ class State(msgspec.Struct):
     counters: dict[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLane:
+class SourceLane(msgspec.Struct, frozen=True, array_like=True):
     """What all records of one lane share; `table` is its column table, `lane_bytes` the size of its data."""
 
     producer_id: str
@@ -169,7 +166,7 @@ def encode(reply: PullReply, layout_version: int = header.layout_version) -> lis
     columns = zip(*rows, strict=True) if rows else [()] * len(REPLY_SCHEMA)
     metadata = {
         _LAYOUT: str(layout_version).encode(),
-        _LANES: msgspec.json.encode([_lane_words(lane) for lane in lanes.values()]),
+        _LANES: msgspec.json.encode(list(lanes.values())),
         _STATE: msgspec.json.encode(reply.state),
     }
     schema = REPLY_SCHEMA.with_metadata(metadata)
@@ -201,7 +198,7 @@ def decode(arrays: Sequence[Array]) -> PullReply:
                 hint=_ONE_RELEASE,
             )
         state = msgspec.json.decode(metadata[_STATE], type=State)
-        lanes = [_lane(*words) for words in msgspec.json.decode(metadata[_LANES], type=list[_LaneWords])]
+        lanes = msgspec.json.decode(metadata[_LANES], type=list[SourceLane])
         batch = only_batch(pa.py_buffer(head), {each.name: each.type for each in REPLY_SCHEMA})
         if batch.schema.names != REPLY_SCHEMA.names:
             raise ValueError(f"its columns are {batch.schema.names}")
@@ -251,11 +248,3 @@ def _joined(records: Iterable[SentRecord]) -> Array:
 
 def _lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
-
-
-def _lane_words(lane: SourceLane) -> _LaneWords:
-    return lane.producer_id, lane.env_name, base64.b64encode(lane.table).decode(), lane.lane_bytes
-
-
-def _lane(producer_id: str, env_name: str, table: str, lane_bytes: int) -> SourceLane:
-    return SourceLane(producer_id, env_name, base64.b64decode(table, validate=True), lane_bytes)
