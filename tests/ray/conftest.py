@@ -144,7 +144,7 @@ class Relay:
         """What was last said of a node."""
         return self.last.get("nodes", {}).get(name, {})
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         """Until a report makes it true."""
         wait_until(lambda: self.process.poll() is not None or condition(), timeout_s)
         assert condition(), f"relay ended with {self.process.returncode}"
