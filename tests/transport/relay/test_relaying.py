@@ -136,6 +136,18 @@ def test_another_source_relay_between_two_asks_repeats_what_waits(
     assert balanced(source.stats())
 
 
+def test_a_lost_answer_is_sent_again(make_source, make_destination, put_there, consumer):
+    producer, source, destination = put_there(), make_source(), make_destination()
+    for number in range(10):
+        producer.put(group(number))
+    send(source, destination.request(NODE))  # and never comes
+    destination.cancel(NODE)
+    exchange(source, destination, 2)
+    assert taken(consumer) == keys_of(producer, 10)
+    assert source.stats()["sent_again_total"] == 10
+    assert balanced(source.stats())
+
+
 def test_an_answer_out_of_turn_is_not_believed(make_source, make_destination, put_there, consumer):
     """Its records would come after a gap, and all before them would be taken for duplicates."""
     producer, source, destination = put_there(), make_source(), make_destination()
