@@ -189,7 +189,7 @@ class Halves(_Bridged):
         total = 0
         while count:
             requested_ns = time.monotonic_ns()
-            parcel = wire.decode(wire.encode(self.source.pull(self.destination.ask("env-1"))))
+            parcel = wire.decode(wire.encode(self.source.pull(self.destination.request("env-1"))))
             began = time.perf_counter()
             size = self.destination.accept("env-1", parcel, requested_ns)
             self.parcels.append((len(parcel.records), size, time.perf_counter() - began))

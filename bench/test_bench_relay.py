@@ -120,9 +120,9 @@ def test_calls_without_records(benchmark, per_operation, quick, two_nodes):
     """What hundreds of nodes cost that have nothing: a pull of an idle source, a report to the directory."""
     import ray
 
+    from shmbridge.relay.ray.actors import SourceActor
     from shmbridge.relay.ray.directory import Directory, Report, encode
-    from shmbridge.relay.ray.node import SourceActor
-    from shmbridge.relay.wire import Ask, encode_ask
+    from shmbridge.relay.wire import PullRequest, encode_request
 
     bridge = f"bench-{os.getpid()}-idle"
     there = {"num_cpus": 0, "label_selector": dict([relay_ways.ENVIRONMENTS])}
@@ -130,7 +130,9 @@ def test_calls_without_records(benchmark, per_operation, quick, two_nodes):
     directory = ray.remote(Directory).options(num_cpus=0).remote()
     report = Report("learner", 1, nodes={f"env-{n}": dict.fromkeys("abcdefghijkl", 1.0) for n in range(256)})
     calls = {
-        "pull_of_an_idle_source": lambda n: source.pull.remote(encode_ask(Ask("s", n, {}, {}, {}, 1 << 20))),
+        "pull_of_an_idle_source": lambda n: source.pull.remote(
+            encode_request(PullRequest("s", n, {}, {}, {}, 1 << 20))
+        ),
         "report_of_256_nodes": lambda _: directory.exchange.remote(encode(report)),
     }
     found = {name: [] for name in calls}

@@ -20,7 +20,7 @@ import curves
 
 from shmbridge.consumers.learner.report.run_report import NoRun, read_run
 from shmbridge.consumers.learner.report.summary import summary
-from shmbridge.demo import report as demo_report
+from shmbridge.launch import demo
 
 HERE = Path(__file__).parent
 GOAL = 0.9
@@ -32,18 +32,18 @@ class Told:
     """The figures in one run's logs."""
 
     name: str
-    progress: demo_report.Progress
+    figures: demo.Figures
     numbers: dict[str, float | None]  # as `shmbridge report --json`
 
     @property
     def seconds(self) -> float:
         """From the first group to the last."""
-        lines = self.progress.measured()
+        lines = self.figures.measured()
         return float(lines[-1]["t"] - lines[0]["t"])
 
     @property
-    def total(self) -> demo_report.Tenths:
-        return demo_report.tenths(self.progress.measured())
+    def total(self) -> demo.Tenths:
+        return self.figures.tenths()
 
 
 def read(folder: Path) -> Told:
@@ -52,26 +52,23 @@ def read(folder: Path) -> Told:
     Raises:
         NoRun: it has no metrics, or no rewards that environments measured.
     """
-    progress = demo_report.Progress(demo_report.JsonLines(folder / "metrics.jsonl"))
-    for log in sorted(folder.glob("rewards-*.jsonl")):
-        progress.rewards[log.stem.removeprefix("rewards-")] = demo_report.JsonLines(log)
-    progress.read()
+    figures = demo.Figures.read(folder)
     numbers = summary(read_run(folder))
-    if not progress.rewards or not progress.measured():
+    if not figures.rewards or not figures.measured():
         raise NoRun(f"no rewards-*.jsonl in {folder}, or nothing in them -> a folder of `shmbridge demo`")
-    return Told(folder.name, progress, numbers)
+    return Told(folder.name, figures, numbers)
 
 
 def panels(runs: list[Told]) -> list[curves.Panel]:
     """Returns the reward by time, in total and by environment."""
 
     def curve(run: Told, env: str | None, label: str) -> curves.Curve:
-        lines, began = run.progress.measured(env), run.progress.measured()[0]["t"]
-        rewards = curves.moving_mean([line["mean"] for line in lines], demo_report.WINDOW)
+        lines, began = run.figures.measured(env), run.figures.measured()[0]["t"]
+        rewards = curves.moving_mean([line["mean"] for line in lines], demo.WINDOW)
         return curves.Curve(label, [line["t"] - began for line in lines], rewards)
 
-    xlabel, ylabel = "seconds since the first group", f"reward, mean of {demo_report.WINDOW} groups"
-    by_env = [curve(run, env, env) for run in runs for env in run.progress.rewards]
+    xlabel, ylabel = "seconds since the first group", f"reward, mean of {demo.WINDOW} groups"
+    by_env = [curve(run, env, env) for run in runs for env in run.figures.rewards]
     return [
         curves.Panel("Both environments", xlabel, ylabel, [curve(run, None, run.name) for run in runs], GOAL),
         curves.Panel("By environment, all runs", xlabel, ylabel, by_env, GOAL),
@@ -84,7 +81,7 @@ COLUMNS: dict[str, Callable[[Told], str]] = {
     "reward, first tenth": lambda run: f"{run.total.first:.3f}",
     "reward, last tenth": lambda run: f"{run.total.last:.3f}",
     "time": lambda run: f"{run.seconds:.0f} s",
-    "steps": lambda run: f"{run.progress.step}",
+    "steps": lambda run: f"{run.figures.most('step')}",
     "tokens": lambda run: f"{run.numbers['tokens']:,.0f}",
     "staleness": lambda run: _number(run.numbers["staleness_mean"], ".1f"),
     "learner idle": lambda run: _number(run.numbers["idle_frac"], ".0%"),

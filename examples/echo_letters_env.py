@@ -1,1 +1,1 @@
-../shmbridge/demo/environments/echo_letters_env.py
+../shmbridge/launch/environments/echo_letters_env.py

@@ -1,1 +1,1 @@
-../shmbridge/demo/environments/larger_digit_env.py
+../shmbridge/launch/environments/larger_digit_env.py

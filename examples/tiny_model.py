@@ -1,1 +1,1 @@
-../shmbridge/demo/tiny_model.py
+../shmbridge/launch/tiny_model.py

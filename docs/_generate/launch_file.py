@@ -8,7 +8,7 @@ from markdown import code, table
 from msgspec import Meta
 
 from shmbridge.launch import config
-from shmbridge.launch.flags import Option
+from shmbridge.launch.config import Option
 
 _HEAD = """# Keys of a launch file
 

@@ -27,8 +27,6 @@ sys.path.insert(0, str(HERE.parent))
 
 import curves  # noqa: E402  (of the folder above)
 
-from shmbridge.demo.children import Child, stop  # noqa: E402
-
 STEPS = 400  # of the learner's schedule, the same for all
 GOAL = 0.9
 NOT_REACHED = 3  # status of the environment
@@ -102,6 +100,12 @@ class Case:
         ]
 
 
+def start(name: str, command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Starts a program that logs to NAME.log of a folder."""
+    with (folder / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
 def run(case: Case) -> dict[str, Any]:
     """Runs one case to its end; returns its curve. Blocks for minutes.
 
@@ -113,23 +117,24 @@ def run(case: Case) -> dict[str, Any]:
     maker = [sys.executable, str(HERE.parent / "tiny_model.py"), str(model), "--seed", str(case.seed)]
     subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
     began = time.monotonic()
-    learner = Child("learner", case.learner(model), case.folder)
-    environment = Child("environment", case.environment(model), case.folder)
+    learner = start("learner", case.learner(model), case.folder)
+    environment = start("environment", case.environment(model), case.folder)
     try:
-        learner.start()
-        environment.start()
-        while environment.running and learner.status in (None, 0):
+        while environment.poll() is None and learner.poll() in (None, 0):
             time.sleep(0.1)
-        for child, ends_well in ((learner, (None, 0)), (environment, (None, 0, NOT_REACHED))):
-            if child.status not in ends_well:
-                raise RuntimeError(
-                    f"the {child.name} of {case.folder} ended with {child.status}:\n{child.last_words()}"
-                )
+        ends = {"learner": (learner, (None, 0)), "environment": (environment, (None, 0, NOT_REACHED))}
+        for name, (process, ends_well) in ends.items():
+            if process.poll() not in ends_well:
+                log = (case.folder / f"{name}.log").read_text(errors="replace").splitlines()[-12:]
+                raise RuntimeError("\n".join([f"the {name} of {case.folder} failed:", *log]))
     finally:
-        stop([[environment, learner]], lambda: False)
+        for process in (environment, learner):
+            process.terminate()
+        for process in (environment, learner):
+            process.wait(30)
         shmbridge.clean(case.bridge, dry_run=False)
     curve = [json.loads(line) for line in case.log.read_text().splitlines()]
-    reached = curve[-1]["groups"] if environment.status == 0 else None
+    reached = curve[-1]["groups"] if environment.returncode == 0 else None
     return {
         "variant": case.variant,
         "seed": case.seed,

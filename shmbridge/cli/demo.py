@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from shmbridge.cli.commands import parser_of
 from shmbridge.extras import require
 from shmbridge.parser import Parser, whole
 from shmbridge.program import refuse
@@ -52,7 +53,7 @@ def prepare_parser(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the demo; blocks for minutes."""
+    """Becomes the guardian of the demo's launch: returns only if it is refused or stopped before that."""
     require("atropos", "learner")
     if (words := arguments.learner_flags) and not words[0].startswith("-"):
         refuse("shmbridge demo", f"one argument too many: {words[0]}", "shmbridge demo --help")
@@ -60,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.engine == "vllm" and not Path(arguments.engine_python).is_file():
         refuse("shmbridge demo", f"no interpreter {arguments.engine_python}", "--engine-python PATH")
         return 2
-    from shmbridge.demo import demo
+    from shmbridge.launch import demo
 
-    return demo.run(arguments)
+    return demo.run(arguments, parser_of("gateway"))
 
 
 def _script(text: str) -> Path:

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     require("ray")
     from shmbridge.relay.ray import place
-    from shmbridge.relay.ray.node import Options
+    from shmbridge.relay.ray.actors import Options
 
     log_to_stderr("relay")
     logging.getLogger("ray").setLevel(logging.ERROR)

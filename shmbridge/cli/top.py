@@ -76,8 +76,8 @@ def _cluster(arguments: argparse.Namespace) -> int:
     from shmbridge.extras import require
 
     require("ray")
-    from shmbridge.relay.cluster_table import table
     from shmbridge.relay.ray import place
+    from shmbridge.relay.ray.directory import table
 
     if arguments.bridge is None:
         refuse("shmbridge top", "--cluster shows one bridge", "shmbridge top NAME --cluster")

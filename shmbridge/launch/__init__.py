@@ -1,3 +1,6 @@
-"""`shmbridge launch`: a training run as one command. Used by its commands and the demo."""
+"""`shmbridge launch`, a training run as one command; and `shmbridge demo`, a launch of `demo.yaml` in here.
 
-__all__ = ["config", "guardian", "logs", "services", "start"]
+`environments/` has the demo's two Atropos environments, ordinary scripts that import nothing of shmbridge.
+"""
+
+__all__ = ["config", "demo", "logs", "plan", "supervisor"]

@@ -1,3 +1,3 @@
 """The bridge over more than one node: a relay on each, which takes records there and puts them here."""
 
-__all__ = ["cluster_table", "destination", "ray", "source", "wire"]
+__all__ = ["destination", "ray", "source", "wire"]

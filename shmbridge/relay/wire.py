@@ -1,11 +1,10 @@
-"""What relays say to each other: an ask of the destination, and the parcel of records that answers it.
+"""The messages of relays: a pull request of the destination, and the reply with the source's records.
 
-A parcel is a list of arrays of bytes: a head, which is an Arrow stream of one row a record with its checksum,
+A reply is a list of arrays of bytes: a head, which is an Arrow stream of one row a record with its checksum,
 and the records as they lay in their lanes, whose checksums are in the head. Nothing is pickled by us; large
 records are arrays over the lane's own memory, so that they are copied once, by what sends them.
 """
 
-import base64
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,28 +23,29 @@ from shmbridge.record.arrow import only_batch
 Array = np.ndarray[Any, Any]
 Words = tuple[int, int, int, int, int, int, int]
 
-MOST_BYTES = 8 << 20  # of a parcel with several records
+MOST_BYTES = 8 << 20  # of a reply with several records
 _JOINED_BELOW = 16 << 10  # smaller records share one array
 _LINE = 64
 
 _WORDS = ("rows", "columns", "index_bytes", "group_id_bytes", "flags", "tokens", "group_size")
 _OF_RECORD = ("sequence", "min_policy_version", "max_policy_version", "waited_ns")
-# Where a record lies: its array among the parcel's, and the bytes there.
+# Where a record lies: its array among the reply's, and the bytes there.
 _PLACE = ("part", "at", "size")
-PARCEL_SCHEMA = pa.schema(
+REPLY_SCHEMA = pa.schema(
     [(name, pa.int64()) for name in ("lane", *_WORDS, *_OF_RECORD, *_PLACE)] + [("check", pa.uint64())]
 )
 _SUM = struct.Struct("<Q")  # of the head, behind it
 _LAYOUT, _LANES, _STATE = b"shmbridge.layout", b"shmbridge.lanes", b"shmbridge.state"
+_ONE_RELEASE = "run one release of shmbridge on all nodes"
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What the destination wants of one source, and what it has.
+class PullRequest(msgspec.Struct, frozen=True):
+    """Pull request: credits and acknowledged sequence per producer.
 
     Attributes:
         session: of this destination with this source; another one means that un-acknowledged records are sent
             again, from the first.
-        number: of the ask in its session.
+        number: of the request in its session.
         committed: producer id -> sequence of the last of its records on the learner's node, -1 for none.
         refused: producer id -> (sequence, error code) of records that cannot be put there.
         credits: producer id -> bytes that its lane there has room for; `credit` for any other producer.
@@ -76,11 +76,11 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct):
-    """What a source says of itself in every parcel.
+    """The state of a source, in every reply.
 
     Attributes:
         node: its name.
-        session, number: of the ask that it answers.
+        session, number: of the request that it answers.
         idle_ns: how long it waited for records before it answered.
         blocked: whether records wait that no credit was left for.
         backlog: un-released records of its lanes that this session has not sent.
@@ -101,8 +101,7 @@ class State(msgspec.Struct):
     counters: dict[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLane:
+class SourceLane(msgspec.Struct, frozen=True, array_like=True):
     """What all records of one lane share; `table` is its column table, `lane_bytes` the size of its data."""
 
     producer_id: str
@@ -125,39 +124,36 @@ class SentRecord:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parcel:
-    """Records of one source, each lane's in their order, and what the source says of itself."""
+class PullReply:
+    """Records of one source, each lane's in their order, and the source's state."""
 
     state: State
     records: Sequence[SentRecord] = field(default_factory=list)
 
 
-def encode_ask(ask: Ask) -> bytes:
-    """Returns the bytes of an ask, which another node decodes."""
-    return msgspec.msgpack.encode(ask)
+def encode_request(request: PullRequest) -> bytes:
+    """Returns the bytes of a request, which another node decodes."""
+    return msgspec.msgpack.encode(request)
 
 
-def decode_ask(raw: bytes) -> Ask:
-    """Returns an ask. Raises InvalidRecord for anything else."""
+def decode_request(raw: bytes) -> PullRequest:
+    """Returns a request. Raises InvalidRecord for anything else."""
     try:
-        return msgspec.msgpack.decode(raw, type=Ask)
+        return msgspec.msgpack.decode(raw, type=PullRequest)
     except msgspec.MsgspecError as wrong:
-        raise InvalidRecord(f"what a relay was asked is no ask: {wrong}", hint=_ONE_RELEASE) from None
+        raise InvalidRecord(f"not a pull request of a relay: {wrong}", hint=_ONE_RELEASE) from None
 
 
-_ONE_RELEASE = "run one release of shmbridge on all nodes"
-
-
-def encode(parcel: Parcel, layout_version: int = header.layout_version) -> list[Array]:
-    """Returns a parcel as arrays of bytes: the head, small records joined, and each other record in place.
+def encode(reply: PullReply, layout_version: int = header.layout_version) -> list[Array]:
+    """Returns a reply as arrays of bytes: the head, small records joined, and each other record in place.
 
     The arrays over lanes keep their leases while they live.
     """
-    lanes = {record.lane.producer_id: record.lane for record in parcel.records}
+    lanes = {record.lane.producer_id: record.lane for record in reply.records}
     number = {producer_id: at for at, producer_id in enumerate(lanes)}
-    small = _joined([record for record in parcel.records if len(record.extent) < _JOINED_BELOW])
+    small = _joined([record for record in reply.records if len(record.extent) < _JOINED_BELOW])
     parts, rows, used = [small] if len(small) else [], [], 0
-    for record in parcel.records:
+    for record in reply.records:
         size = len(record.extent)
         if size < _JOINED_BELOW:
             place = (0, used, size)
@@ -167,47 +163,47 @@ def encode(parcel: Parcel, layout_version: int = header.layout_version) -> list[
             parts.append(record.extent)
         own = (record.sequence, record.min_policy_version, record.max_policy_version, record.waited_ns)
         rows.append((number[record.lane.producer_id], *record.words, *own, *place, _check_of(record)))
-    columns = zip(*rows, strict=True) if rows else [()] * len(PARCEL_SCHEMA)
-    said = {
+    columns = zip(*rows, strict=True) if rows else [()] * len(REPLY_SCHEMA)
+    metadata = {
         _LAYOUT: str(layout_version).encode(),
-        _LANES: msgspec.json.encode([_lane_words(lane) for lane in lanes.values()]),
-        _STATE: msgspec.json.encode(parcel.state),
+        _LANES: msgspec.json.encode(list(lanes.values())),
+        _STATE: msgspec.json.encode(reply.state),
     }
-    schema = PARCEL_SCHEMA.with_metadata(said)
+    schema = REPLY_SCHEMA.with_metadata(metadata)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
-        arrays = [pa.array(column, each.type) for column, each in zip(columns, PARCEL_SCHEMA, strict=True)]
+        arrays = [pa.array(column, each.type) for column, each in zip(columns, REPLY_SCHEMA, strict=True)]
         stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
     head = sink.getvalue().to_pybytes()
     return [np.frombuffer(head + _SUM.pack(checksum([head])), np.uint8), *parts]
 
 
-def decode(arrays: Sequence[Array]) -> Parcel:
-    """Returns a parcel, its records over the given arrays; all of them are as they were sent.
+def decode(arrays: Sequence[Array]) -> PullReply:
+    """Returns a reply, its records over the given arrays; all of them are as they were sent.
 
     Raises:
         LayoutMismatch: its node has another layout of lanes.
-        InvalidRecord: it is not a parcel, or not as it was sent.
+        InvalidRecord: it is not a reply, or not as it was sent.
     """
     try:
         whole, *parts = [np.frombuffer(each, np.uint8) for each in arrays]
         head = whole[: -_SUM.size]
         if whole[-_SUM.size :].tobytes() != _SUM.pack(checksum([head])):
             raise ValueError("its head is not what was sent")
-        said = pa.ipc.read_schema(pa.py_buffer(head)).metadata or {}
-        theirs = int(said[_LAYOUT])
+        metadata = pa.ipc.read_schema(pa.py_buffer(head)).metadata or {}
+        theirs = int(metadata[_LAYOUT])
         if theirs != header.layout_version:
             raise LayoutMismatch(
                 f"a relay sends records of layout {theirs}, and this node has {header.layout_version}",
                 hint=_ONE_RELEASE,
             )
-        state = msgspec.json.decode(said[_STATE], type=State)
-        lanes = [_lane(*words) for words in msgspec.json.decode(said[_LANES], type=list[_LaneWords])]
-        batch = only_batch(pa.py_buffer(head), {each.name: each.type for each in PARCEL_SCHEMA})
-        if batch.schema.names != PARCEL_SCHEMA.names:
+        state = msgspec.json.decode(metadata[_STATE], type=State)
+        lanes = msgspec.json.decode(metadata[_LANES], type=list[SourceLane])
+        batch = only_batch(pa.py_buffer(head), {each.name: each.type for each in REPLY_SCHEMA})
+        if batch.schema.names != REPLY_SCHEMA.names:
             raise ValueError(f"its columns are {batch.schema.names}")
         rows = zip(*(column.to_pylist() for column in batch.columns), strict=True)
-        return Parcel(state, [_record(row, lanes, parts) for row in rows])
+        return PullReply(state, [_record(row, lanes, parts) for row in rows])
     except LayoutMismatch:
         raise
     except (
@@ -222,7 +218,7 @@ def decode(arrays: Sequence[Array]) -> Parcel:
         RecursionError,
     ) as wrong:
         why = wrong.message if isinstance(wrong, InvalidRecord) else wrong
-        raise InvalidRecord(f"what a relay sent is not a parcel: {why}", hint=_ONE_RELEASE) from None
+        raise InvalidRecord(f"not a reply of a relay: {why}", hint=_ONE_RELEASE) from None
 
 
 def _record(row: tuple[int, ...], lanes: Sequence[SourceLane], parts: Sequence[Array]) -> SentRecord:
@@ -252,14 +248,3 @@ def _joined(records: Iterable[SentRecord]) -> Array:
 
 def _lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
-
-
-_LaneWords = tuple[str, str, str, int]
-
-
-def _lane_words(lane: SourceLane) -> _LaneWords:
-    return lane.producer_id, lane.env_name, base64.b64encode(lane.table).decode(), lane.lane_bytes
-
-
-def _lane(producer_id: str, env_name: str, table: str, lane_bytes: int) -> SourceLane:
-    return SourceLane(producer_id, env_name, base64.b64decode(table, validate=True), lane_bytes)

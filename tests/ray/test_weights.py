@@ -12,11 +12,9 @@ import pytest
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 import shmbridge
-from shmbridge.relay.cluster_table import table
-from shmbridge.relay.ray.directory import NAMESPACE, Placed, WeightsReport
-from shmbridge.relay.ray.inward import inward_name
+from shmbridge.relay.ray.actors import receiver_name, sender_name
+from shmbridge.relay.ray.directory import NAMESPACE, Placed, WeightsReport, table
 from shmbridge.relay.ray.place import report
-from shmbridge.relay.ray.weights import outward_name
 from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader, WeightsWriter
 from shmbridge.weights.table import open_segment
@@ -95,21 +93,21 @@ class Weights:
     def said(self) -> WeightsReport:
         import ray
 
-        actor = ray.get_actor(outward_name(self._relay.bridge), namespace=NAMESPACE)
+        actor = ray.get_actor(sender_name(self._relay.bridge), namespace=NAMESPACE)
         return msgspec.msgpack.decode(ray.get(actor.report.remote(), timeout=30), type=WeightsReport)
 
     def pid(self, node: str) -> int:
         """Of the process that writes weights on a node."""
         import ray
 
-        name = inward_name(msgspec.convert(self._relay.last["sources"][node], Placed))
+        name = receiver_name(msgspec.convert(self._relay.last["sources"][node], Placed))
         return self._pid(name, ray)
 
     def leave(self, node: str) -> None:
         """What writes weights on a node leaves its bridge, as before the first version."""
         import ray
 
-        name = inward_name(msgspec.convert(self._relay.last["sources"][node], Placed))
+        name = receiver_name(msgspec.convert(self._relay.last["sources"][node], Placed))
         ray.get(ray.get_actor(name, namespace=NAMESPACE).stop.remote(), timeout=30)
 
     def end_for_good(self, node: str) -> None:
@@ -118,7 +116,7 @@ class Weights:
 
         self._relay.kill()
         placed = msgspec.convert(self._relay.last["sources"][node], Placed)
-        for name in (outward_name(self._relay.bridge), inward_name(placed), placed.actor):
+        for name in (sender_name(self._relay.bridge), receiver_name(placed), placed.actor):
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
     def begin_command(self) -> None:
@@ -127,7 +125,7 @@ class Weights:
     def outward_pid(self) -> int:
         import ray
 
-        return self._pid(outward_name(self._relay.bridge), ray)
+        return self._pid(sender_name(self._relay.bridge), ray)
 
     def _pid(self, name: str, ray) -> int:
         actors = ray._private.state.state.actor_table(None)

@@ -14,9 +14,20 @@ from typing import Any
 
 import msgspec
 
-from shmbridge.errors import BadArgument, RelayTaken, shown
-from shmbridge.put import LONGEST_NODE
-from shmbridge.relay.ray.actors import find, get_or_make
+from shmbridge.errors import BadArgument, RelayTaken
+from shmbridge.put.relayed import LONGEST_NODE
+from shmbridge.relay.ray.actors import (
+    BESIDE,
+    DestinationActor,
+    Options,
+    WeightsSenderActor,
+    find,
+    get_or_make,
+    make_receiver,
+    make_source,
+    receiver_name,
+    sender_name,
+)
 from shmbridge.relay.ray.directory import (
     NAMESPACE,
     Directory,
@@ -27,9 +38,7 @@ from shmbridge.relay.ray.directory import (
     encode,
     names,
 )
-from shmbridge.relay.ray.inward import inward_name, make_inward
-from shmbridge.relay.ray.node import BESIDE, DestinationActor, Options, make_source
-from shmbridge.relay.ray.weights import OutwardActor, outward_name
+from shmbridge.shown import shown
 
 log = logging.getLogger(__name__)
 
@@ -245,13 +254,15 @@ class Placement:
                 hint=f"shmbridge relay --bridge {self._plan.bridge} --stop, and start again",
             )
         if self._plan.options.weights:
-            get_or_make(OutwardActor, outward_name(self._plan.bridge), node.node_id, node.bridge, node.name)
+            get_or_make(
+                WeightsSenderActor, sender_name(self._plan.bridge), node.node_id, node.bridge, node.name
+            )
         return True
 
     def _source(self, placed: Placed, name: str) -> None:
         make_source(placed, name)
         if self._plan.options.weights:
-            make_inward(placed)
+            make_receiver(placed)
 
     def _tell(self) -> None:
         import ray
@@ -289,12 +300,12 @@ def stop(bridge: str) -> list[str]:
 
     directory, destination = names(bridge)
     placed = [_placed(node) for node in living_nodes(bridge)]
-    sources = [name for each in placed for name in (each.actor, inward_name(each))]
+    sources = [name for each in placed for name in (each.actor, receiver_name(each))]
     pulled = {each.actor for each in placed}
     every = ray.util.list_named_actors(all_namespaces=True)  # the caller may have joined in another one
     there = {each["name"] for each in every if each["namespace"] == NAMESPACE}
     ended = []
-    for name in (destination, outward_name(bridge), *sources, directory):
+    for name in (destination, sender_name(bridge), *sources, directory):
         if name not in there:
             continue
         try:
@@ -302,7 +313,7 @@ def stop(bridge: str) -> list[str]:
         except ValueError:
             continue
         if name in pulled:
-            actor.nudge.options(concurrency_group=BESIDE).remote()
+            actor.notify.options(concurrency_group=BESIDE).remote()
         if name != directory:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(actor.stop.remote(), timeout=_STOP_S)

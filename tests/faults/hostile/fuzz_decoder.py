@@ -177,7 +177,9 @@ def seeds(folder: Path) -> list[bytes]:
         del records, record, memory
     shmbridge.clean(bridge, dry_run=False)
     for some in (sent[1:], sent[:1], sent[2:3], []):
-        head, *parts = [bytes(each) for each in wire.encode(wire.Parcel(wire.State("env-1", "s", 1), some))]
+        head, *parts = [
+            bytes(each) for each in wire.encode(wire.PullReply(wire.State("env-1", "s", 1), some))
+        ]
         inputs.append(bytes([PARCEL]) + msgspec.msgpack.encode([head[:-8], *parts]))
     return inputs
 

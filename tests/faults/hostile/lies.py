@@ -422,7 +422,7 @@ def parcelled(bridge: Bridge, producer: shmbridge.Producer) -> Iterator[tuple[st
 
             def put(raw: bytes = raw, said: wire.Words = said, sequence: int = sequence) -> None:
                 one = wire.SentRecord(lane, np.frombuffer(raw, np.uint8), said, sequence, -1, -1, 1)
-                parcel = wire.Parcel(wire.State("env-1", "s", 1), [one])
+                parcel = wire.PullReply(wire.State("env-1", "s", 1), [one])
                 (came,) = wire.decode(wire.encode(parcel)).records
                 relay.put(
                     RelayedRecord(came.extent, came.lane.table, came.words, -1, -1, came.sequence, 1, 1),

@@ -11,7 +11,7 @@ import pytest
 from shmbridge.cli.commands import COMMANDS, parser_of
 from shmbridge.config import read_yaml
 from shmbridge.launch import config as launch_config
-from shmbridge.launch import services
+from shmbridge.launch.plan import plan_of
 from shmbridge.parser import Parser
 
 ROOT = Path(__file__).parents[3]
@@ -135,7 +135,7 @@ def test_the_launch_file_of_a_trainers_page_is_one(
     for named in ("gsm8k_server.py", ".venvs/vllm/bin/python", f".venvs/{page}/bin/python"):
         (tmp_path / named).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / named).touch()
-    plan = services.plan(launch_config.parse(given), Parser("shmbridge gateway", description=""))
+    plan = plan_of(launch_config.parse(given), Parser("shmbridge gateway", description=""))
     assert [service.name for service in plan.services][:2] == ["vllm", "trainer"]
     words = plan.services[1].command
     assert str(tmp_path / f".venvs/{page}/bin/python") == words[0]

@@ -92,7 +92,7 @@ def way_of_a_record() -> str:
     import shmbridge
     from shmbridge.consumers.learner.train.grpo_update import Learner
     from shmbridge.consumers.learner.train.objective import Objective
-    from shmbridge.demo.tiny_model import build_model
+    from shmbridge.launch.tiny_model import build_model
 
     calls: Counter[tuple[str, str]] = Counter()
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "torch": (
         "shmbridge.consumers",
         "shmbridge.producers",
-        "shmbridge.demo.tiny_model",
+        "shmbridge.launch.tiny_model",
         "shmbridge.batch",
         "shmbridge.weights.table",
         "shmbridge.bench",
@@ -29,13 +29,13 @@ ALLOWED = {
         "shmbridge.watch.decode",
         "shmbridge.consumers",
         "shmbridge.producers",
-        "shmbridge.demo.tiny_model",
+        "shmbridge.launch.tiny_model",
         "shmbridge.bench.test_bench_weights",
         "shmbridge.bench.gpu",
     ),
     "vllm": ("shmbridge.consumers", "shmbridge.bench.test_bench_weights"),
     "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench"),
-    "atroposlib": ("shmbridge.producers", "shmbridge.demo.environments", "shmbridge.bench"),
+    "atroposlib": ("shmbridge.producers", "shmbridge.launch.environments", "shmbridge.bench"),
     "skyrl_gym": ("shmbridge.producers",),
     "omegaconf": ("shmbridge.producers", "shmbridge.consumers", "shmbridge.bench"),
     "datasets": ("shmbridge.producers", "shmbridge.consumers.trl"),
@@ -52,11 +52,11 @@ ALLOWED = {
         "shmbridge.bench.baselines",
     ),
     "pyarrow": ("shmbridge",),
-    "matplotlib": ("shmbridge.consumers", "shmbridge.demo.report", "shmbridge.bench"),
-    "yaml": ("shmbridge.config",),
+    "matplotlib": ("shmbridge.consumers", "shmbridge.launch.demo", "shmbridge.bench"),
+    "yaml": ("shmbridge.wrong_value",),
     **dict.fromkeys(("uvicorn", "starlette", "h11"), ("shmbridge.consumers", "shmbridge.httpd")),
     "fastapi": ("shmbridge.consumers",),
-    "pydantic": ("shmbridge.consumers", "shmbridge.demo.environments", "shmbridge.producers.skyrl_gym"),
+    "pydantic": ("shmbridge.consumers", "shmbridge.launch.environments", "shmbridge.producers.skyrl_gym"),
     **dict.fromkeys(("faster_fifo", "iceoryx2"), ("shmbridge.bench.baselines",)),
     **dict.fromkeys(("transfer_queue", "tensordict"), ("shmbridge.consumers", "shmbridge.bench")),
 }
@@ -99,12 +99,12 @@ def test_adapters_use_public_modules_and_not_each_other(python_imports):
 
 
 def test_nothing_imports_what_stands_on_top(python_imports):
-    """cli and tui are imported by no module, launch, demo and relay only by their commands and benchmarks,
+    """cli and tui are imported by no module, launch and relay only by their commands and benchmarks,
     the adapters, testing and bench not by the transport.
     """
     wrong = []
     for module, imported, where, _ in python_imports:
-        for top in ("cli", "demo", "launch", "tui", "relay", "testing", "producers", "consumers", "bench"):
+        for top in ("cli", "launch", "tui", "relay", "testing", "producers", "consumers", "bench"):
             if within(imported, f"shmbridge.{top}") and not within(module, f"shmbridge.{top}"):
                 on_top = any(
                     within(module, f"shmbridge.{each}") for each in ("cli", "launch", "relay", "tui", "bench")
@@ -114,10 +114,9 @@ def test_nothing_imports_what_stands_on_top(python_imports):
                 its_command = (module, top) in (
                     ("shmbridge.cli.launch", "launch"),
                     ("shmbridge.cli.logs", "launch"),
-                    ("shmbridge.cli.demo", "demo"),
+                    ("shmbridge.cli.demo", "launch"),
                     ("shmbridge.cli.relay", "relay"),
                     ("shmbridge.cli.top", "relay"),
-                    ("shmbridge.demo.children", "launch"),
                 ) or (top == "relay" and within(module, "shmbridge.bench"))
                 if not its_command and not (
                     on_top and top in ("producers", "consumers", "tui", "testing", "bench")

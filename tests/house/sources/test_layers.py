@@ -20,7 +20,7 @@ ORDER = {
         rank consumer
         __init__
         testing launch doctor
-        tui archive demo relay
+        tui archive relay
         cli
         __main__
     """,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shmbridge.launch.config import Config
 from shmbridge.launch.plan import Plan
-from shmbridge.launch.start import become_guardian
+from shmbridge.launch.supervisor import become_guardian
 
 plan = Plan.load(Path(sys.argv[1]))
 become_guardian(

@@ -1,7 +1,7 @@
 """The arithmetic of restarts, over a clock of the test's own."""
 
-from shmbridge.launch.backoff import Backoff
 from shmbridge.launch.config import Restart
+from shmbridge.launch.supervisor import Backoff
 
 
 def delays(rule, lives):

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -100,66 +99,4 @@ def test_a_launch_goes_from_a_file_to_a_trained_model_over_a_killed_learner(laun
     )
     assert again.returncode == 2
     assert f"holds a run of {STEPS} steps, and {STEPS} are asked for -> raise learner.steps" in again.stderr
-    assert not shmbridge.clean(bridge, dry_run=False).kept
-
-
-@pytest.mark.long  # tests/transport/launch/test_orphans.py kills a launcher in every run
-def test_a_launch_killed_while_environments_collect_leaves_no_process(launch, config, bridge):
-    launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
-
-    def lanes():
-        return [
-            lane
-            for info in shmbridge.list_bridges()
-            if info.name == bridge
-            for lane in info.lanes
-            if lane.alive
-        ]
-
-    launch.until(lambda: len(lanes()) == 2)
-    everything = [launch.supervisor(), *launch.guardians(), *(lane.pid for lane in lanes())]
-    os.kill(launch.pid, signal.SIGKILL)
-    launch.wait()
-    launch.until(lambda: not [pid for pid in everything if os.path.exists(f"/proc/{pid}")])
-    launch.until_nothing_lives()
-    assert not shmbridge.clean(bridge, dry_run=False).kept
-
-
-@pytest.mark.long  # its parts in every run: test_config.py, tests/adapters/gateway/test_mix.py
-def test_a_gateway_serves_batches_to_a_trainer_that_polls_it(launch, config, bridge):
-    """The recipe's trainer: it registers over HTTP, where `trainer.atropos.api_url` says, and polls."""
-    pytest.importorskip("fastapi")
-    document = yaml.safe_load(config.read_text())
-    url = f"http://localhost:{launch.free_port()}"
-    del document["learner"]
-    document |= {
-        "gateway": {"token": "secret", "options": {"env_timeout": 30}},
-        "trainer": {"atropos": {"api_url": url}},
-    }
-    config.write_text(yaml.safe_dump(document))
-    launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
-    launch.until(lambda: launch.said("failed") or launch.said("up", "gateway"))
-    assert not launch.said("failed"), launch.errors
-
-    def ask(path, body=None):
-        headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=20) as answer:
-            return json.load(answer)
-
-    run = {
-        "batch_size": 16,
-        "max_token_len": 128,
-        "num_steps": 5,
-        "starting_step": 0,
-        "save_checkpoint_interval": -1,
-    }
-    ask("/register", run | {"checkpoint_dir": "", "wandb_group": "", "wandb_project": ""})
-    batches = []
-    launch.until(lambda: batches.append(ask("/batch")["batch"]) or batches[-1])
-    assert sum(len(group["tokens"]) for group in batches[-1]) == 16
-    launch.send(signal.SIGTERM)
-    assert launch.process.wait(60) == 143
-    assert not launch.said("kill")
-    launch.until_nothing_lives()
     assert not shmbridge.clean(bridge, dry_run=False).kept

@@ -92,13 +92,3 @@ def test_a_stop_lets_the_trainer_end_in_order(launch, file, bridge):
     assert [each["status"] for each in launch.said("stopped", "trainer")] == [0]
     assert not launch.said("kill")
     launch.until_nothing_lives()
-
-
-def test_a_trainer_that_fails_at_its_start_ends_the_launch_with_its_last_words(launch, file):
-    document = yaml.safe_load(file.read_text())
-    document["trainer"]["command"] = ["-c", "raise SystemExit('no such data set')"]
-    file.write_text(yaml.safe_dump(document))
-    started(launch, file)
-    assert launch.wait() == 1
-    assert "trainer ended with status 1" in launch.said("failed")[0]["text"]
-    assert "no such data set" in launch.said("failed")[0]["text"]

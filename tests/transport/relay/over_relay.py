@@ -91,7 +91,7 @@ class Relay(threading.Thread):
         from relaying import send
 
         requested_ns = time.monotonic_ns()
-        destination.accept(NODE, send(source, destination.ask(NODE)), requested_ns)
+        destination.accept(NODE, send(source, destination.request(NODE)), requested_ns)
         destination.work()
 
     def stop(self) -> None:

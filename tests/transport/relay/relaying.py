@@ -11,9 +11,9 @@ from shmbridge.relay.destination import Destination
 from shmbridge.relay.source import Source
 
 
-def send(source: Source, ask: wire.Ask) -> wire.Parcel:
+def send(source: Source, ask: wire.PullRequest) -> wire.PullReply:
     """What a pull brings: through bytes, as over the network."""
-    arrays = wire.encode(source.pull(wire.decode_ask(wire.encode_ask(ask))))
+    arrays = wire.encode(source.pull(wire.decode_request(wire.encode_request(ask))))
     return wire.decode([np.array(each) for each in arrays])
 
 
@@ -22,7 +22,7 @@ def exchange(source: Source, destination: Destination, asks: int = 1) -> int:
     size = 0
     for _ in range(asks):
         requested_ns = time.monotonic_ns()
-        size += destination.accept(source.node, send(source, destination.ask(source.node)), requested_ns)
+        size += destination.accept(source.node, send(source, destination.request(source.node)), requested_ns)
         destination.work()
     return size
 

@@ -1,7 +1,6 @@
 """The table of `top --cluster`: what is wrong stands below it."""
 
-from shmbridge.relay.cluster_table import table
-from shmbridge.relay.ray.directory import Report
+from shmbridge.relay.ray.directory import Report, table
 
 
 def test_what_is_refused_is_named_with_its_reason():

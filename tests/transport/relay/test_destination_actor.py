@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from shmbridge.relay.ray import node
-from shmbridge.relay.ray.actor_thread import ActorThread
+from shmbridge.relay.ray import actors as node
+from shmbridge.relay.ray.actors import ActorThread
 from shmbridge.relay.ray.directory import Placed
 
 
@@ -33,10 +33,10 @@ def test_a_source_that_cannot_be_asked_gives_its_turn_back(actor, make_destinati
     destination = make_destination()
     for _ in range(3):
         actor._not_before.clear()
-        actor._ask(destination)
+        actor._pull(destination)
         assert actor._errors == {"env-1": "the control store does not answer"}
         assert not actor._turns._reserved["env-1"]
-        assert not destination.expects("env-1")
+        assert not destination.in_session("env-1")
 
 
 def test_a_source_whose_node_has_another_name_is_asked_under_one(actor):

@@ -11,7 +11,6 @@ from relaying import balanced, exchange, group, send, take, taken
 import shmbridge
 from shmbridge.config import Run
 from shmbridge.relay import wire
-from shmbridge.relay.destination import Destination
 from shmbridge.schema import LOGPROBS, recorded_logprobs
 from shmbridge.segments import LockByte, lane_names, lock_exclusive, open_mapping, read_receipts, unlock
 from shmbridge.testing import wait_until
@@ -94,24 +93,6 @@ def test_another_source_relay_sends_only_what_is_not_committed(
     assert balanced(second.stats())
 
 
-def test_another_destination_relay_goes_on_where_the_lanes_end(
-    make_source, make_destination, put_there, consumer
-):
-    producer, source = put_there(), make_source()
-    first = make_destination()
-    for number in range(10):
-        producer.put(group(number))
-    exchange(source, first)
-    first.close()
-    for number in range(10, 20):
-        producer.put(group(number))
-    second = make_destination()
-    exchange(source, second, 2)
-    came = taken(consumer)  # of the first's lane
-    assert came + take(consumer, 10, second.work) == keys_of(producer, 20)
-    assert second.stats()["duplicates_total"] == 0
-
-
 def test_a_lane_that_is_gone_left_what_another_destination_needs(
     bridge, make_source, make_destination, put_there, consumer
 ):
@@ -158,8 +139,8 @@ def test_a_lost_answer_is_sent_again(make_source, make_destination, put_there, c
     producer, source, destination = put_there(), make_source(), make_destination()
     for number in range(10):
         producer.put(group(number))
-    send(source, destination.ask(NODE))  # and never comes
-    destination.lost(NODE)
+    send(source, destination.request(NODE))  # and never comes
+    destination.cancel(NODE)
     exchange(source, destination, 2)
     assert taken(consumer) == keys_of(producer, 10)
     assert source.stats()["sent_again_total"] == 10
@@ -172,9 +153,9 @@ def test_an_answer_out_of_turn_is_not_believed(make_source, make_destination, pu
     producer.put(group(0))
     exchange(source, destination)
     producer.put(group(1))
-    send(source, destination.ask(NODE))
+    send(source, destination.request(NODE))
     producer.put(group(2))
-    late = send(source, destination.ask(NODE))
+    late = send(source, destination.request(NODE))
     assert [each.sequence for each in late.records] == [2]
     assert destination.accept(NODE, late, time.monotonic_ns()) == 0
     exchange(source, destination, 2)
@@ -186,11 +167,11 @@ def test_what_is_sent_twice_is_put_once(make_source, make_destination, put_there
     producer, source, destination = put_there(), make_source(), make_destination()
     for number in range(5):
         producer.put(group(number))
-    ask = destination.ask(NODE)
+    ask = destination.request(NODE)
     parcel = send(source, ask)
     destination.accept(NODE, parcel, time.monotonic_ns())
-    destination.lost(NODE)
-    again = destination.ask(NODE)
+    destination.cancel(NODE)
+    again = destination.request(NODE)
     parcel.state.session = again.session
     destination.accept(NODE, parcel, time.monotonic_ns())
     assert destination.stats()["duplicates_total"] == 5
@@ -301,8 +282,8 @@ def test_versions_pauses_and_runs_reach_the_other_node(
     consumer.publish_policy_version(5)
     consumer.step_done()
     consumer.pause()
-    wait_until(lambda: destination.work() or destination.ask(NODE).run is not None)
-    destination.lost(NODE)
+    wait_until(lambda: destination.work() or destination.request(NODE).run is not None)
+    destination.cancel(NODE)
     exchange(source, destination)
     assert producer.policy_version == 5
     assert producer.paused
@@ -322,9 +303,7 @@ def test_what_the_lane_cannot_carry_is_refused_and_counted(
     producer, source, destination = put_there(), make_source(), make_destination()
     for number in range(3):
         producer.put(group(number))
-    parcel = send(source, destination.ask(NODE))
-    parcel.records[1].extent[:4] = 255  # its directory
-    destination.accept(NODE, parcel, time.monotonic_ns())
+    destination.accept(NODE, spoiled(send(source, destination.request(NODE)), 1), time.monotonic_ns())
     assert destination.stats()["refused_total{SB204}"] == 1
     exchange(source, destination, 2)
     assert [sequence for _, sequence in taken(consumer)] == [0, 2]
@@ -333,7 +312,7 @@ def test_what_the_lane_cannot_carry_is_refused_and_counted(
     assert balanced(source.stats())
 
 
-def spoiled(parcel: wire.Parcel, at: int) -> wire.Parcel:
+def spoiled(parcel: wire.PullReply, at: int) -> wire.PullReply:
     """The parcel, one of whose records no lane can take."""
     parcel.records[at].extent[:4] = 255  # its directory
     return parcel
@@ -343,11 +322,11 @@ def test_two_asks_may_say_the_same_refusal(make_source, make_destination, put_th
     producer, source, destination = put_there(), make_source(), make_destination()
     for number in range(2):
         producer.put(group(number))
-    destination.accept(NODE, spoiled(send(source, destination.ask(NODE)), 1), time.monotonic_ns())
+    destination.accept(NODE, spoiled(send(source, destination.request(NODE)), 1), time.monotonic_ns())
     answers = []
     for number in range(2, 4):
         producer.put(group(number))
-        answers.append(send(source, destination.ask(NODE)))
+        answers.append(send(source, destination.request(NODE)))
     for each in answers:
         destination.accept(NODE, each, time.monotonic_ns())
     assert [sequence for _, sequence in taken(consumer)] == [0, 2, 3]
@@ -358,9 +337,9 @@ def test_a_refusal_after_an_ask_is_said_with_the_next_one(make_source, make_dest
     answers = []
     for number in range(2):
         producer.put(group(number))
-        answers.append(spoiled(send(source, destination.ask(NODE)), 0))
+        answers.append(spoiled(send(source, destination.request(NODE)), 0))
     destination.accept(NODE, answers[0], time.monotonic_ns())
-    third = send(source, destination.ask(NODE))  # which says that the first is refused
+    third = send(source, destination.request(NODE))  # which says that the first is refused
     destination.accept(NODE, answers[1], time.monotonic_ns())
     destination.accept(NODE, third, time.monotonic_ns())
     exchange(source, destination)
@@ -376,7 +355,7 @@ def test_a_parcel_that_could_not_be_put_is_sent_again(
     producer, source, destination = put_there(), make_source(), make_destination()
     for number in range(3):
         producer.put(group(number))
-    parcel, put = send(source, destination.ask(NODE)), shmbridge.Producer.put
+    parcel, put = send(source, destination.request(NODE)), shmbridge.Producer.put
 
     def without_memory(self, record, **options):
         if record.sequence == 1:
@@ -414,7 +393,7 @@ def test_a_source_that_ends_without_a_committed_record_is_finished(
     consumer.publish_policy_version(1)
     exchange(source, destination)
     producer.put(group(0), policy_version=0 if how == "stale" else 1)
-    parcel = send(source, destination.ask(NODE))
+    parcel = send(source, destination.request(NODE))
     destination.accept(NODE, spoiled(parcel, 0) if parcel.records else parcel, time.monotonic_ns())
     exchange(source, destination)
     producer.close()
@@ -434,9 +413,9 @@ def test_a_source_that_ends_is_finished_on_both_nodes(
     assert taken(consumer) == keys_of(producer, 1)
     wait_until(lambda: exchange(source, destination) or not lane_names(elsewhere))
     wait_until(lambda: exchange(source, destination) or destination.stats()["lanes"] == 0)
-    wait_until(lambda: not lane_names(bridge))
-    assert not read_receipts(bridge)
-    assert not destination.ask(NODE).committed
+    wait_until(lambda: not segment.lane_names(bridge))
+    assert not receipts.read_all(bridge)
+    assert not destination.request(NODE).committed
 
 
 def after_part_of_a_group(put_there, make_source, make_destination):
@@ -455,8 +434,8 @@ def test_the_end_of_a_source_of_an_earlier_destination_is_said(
 ):
     """A partial group of a source that is gone would wait for an end that a dead relay cannot say."""
     source, second = after_part_of_a_group(put_there, make_source, make_destination)
-    wait_until(lambda: exchange(source, second) or not lane_names(elsewhere))
-    wait_until(lambda: exchange(source, second) or not second.ask(NODE).committed)
+    wait_until(lambda: exchange(source, second) or not segment.lane_names(elsewhere))
+    wait_until(lambda: exchange(source, second) or not second.request(NODE).committed)
     assert consumer.take_groups(groups=1, timeout_s=0.1) is None
     wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
 
@@ -470,8 +449,8 @@ def test_the_end_of_a_source_waits_for_the_lock_of_its_lane(
     wait_until(lambda: lock_exclusive(lane.fd, LockByte.PRODUCER))
     wait_until(lambda: exchange(source, second) or not lane_names(elsewhere))
     exchange(source, second, 2)
-    unlock(lane.fd, LockByte.PRODUCER)
-    wait_until(lambda: exchange(source, second) or not second.ask(NODE).committed)
+    locks.unlock(lane.fd, LockByte.PRODUCER)
+    wait_until(lambda: exchange(source, second) or not second.request(NODE).committed)
     wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
 
 
@@ -487,14 +466,6 @@ def test_a_node_that_is_gone_says_how_many_were_never_relayed(
     assert taken(consumer) == keys_of(producer, 2)
     # It was not gone.
     assert take(consumer, 3, lambda: exchange(source, destination)) == keys_of(producer, 3, 2)
-
-
-def test_one_destination_per_bridge(make_source, make_destination, put_there, bridge):
-    producer, source, destination = put_there(), make_source(), make_destination()
-    producer.put(group(0))
-    exchange(source, destination)
-    with pytest.raises(shmbridge.RelayTaken, match="puts records of other nodes"):
-        Destination(bridge)
 
 
 def test_a_lane_that_is_being_removed_is_no_second_relay(
@@ -517,7 +488,7 @@ def test_counters_are_for_any_thread(make_source, make_destination, put_there, c
     producer, source, destination = put_there(), make_source(), make_destination()
     producer.put(group(0))
     exchange(source, destination)
-    destination.lost(NODE)
+    destination.cancel(NODE)
     counts, ended, wrong = destination._nodes[NODE].counts, threading.Event(), []
 
     def look() -> None:
@@ -573,13 +544,13 @@ def test_any_order_of_deaths_loses_and_repeats_nothing(
             source.close()
             source = make_source()
             if random.integers(0, 2):  # else nothing was on its way
-                destination.lost(NODE)
+                destination.cancel(NODE)
         elif what == 6:
             destination.close()
             destination = make_destination(max_bytes=2000)
         else:
-            send(source, destination.ask(NODE))
-            destination.lost(NODE)
+            send(source, destination.request(NODE))
+            destination.cancel(NODE)
     came += take(consumer, put - len(came), lambda: exchange(source, destination))
     for producer in producers:
         mine = [each for each in came if each[0] == producer.producer_id]

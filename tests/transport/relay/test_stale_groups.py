@@ -3,7 +3,7 @@
 import pytest
 from relaying import balanced, exchange, group
 
-from shmbridge.relay import source_lane
+from shmbridge.relay import source as source_lane
 
 
 def put(producer, group_id: str, *versions: int, size: int | None = None) -> None:

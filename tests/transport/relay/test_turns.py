@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from shmbridge.relay.turns import Turns
+from shmbridge.relay.destination import Turns
 
 
 def served(turns: Turns, nodes: list[str], rounds: int, brings: dict[str, int]) -> Counter[str]:

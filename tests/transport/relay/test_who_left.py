@@ -20,8 +20,8 @@ def test_nothing_is_kept_of_nodes_that_left(make_source, make_destination, put_t
     assert len(destination._here) == 0
     source.close()
     again = make_source()
-    assert len(destination.ask(again.node).committed) == 8
-    destination.lost(again.node)
+    assert len(destination.request(again.node).committed) == 8
+    destination.cancel(again.node)
     for producer in producers:
         producer.put(group(3))
     exchange(again, destination, 2)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shmbridge.relay.outward import Inward, decode_head
+from shmbridge.relay.weights import WeightsReceiver, decode_head
 
 bridge, head, *parts = sys.argv[1:]
-inward = Inward(bridge)
+inward = WeightsReceiver(bridge)
 about = decode_head(Path(head).read_bytes())
 assert inward.begin(about)
 for number, part in enumerate(parts):

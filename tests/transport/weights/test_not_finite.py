@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shmbridge.errors import WeightsMismatch
-from shmbridge.relay.outward import Inward, Outward
+from shmbridge.relay.weights import WeightsReceiver, WeightsSender
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
 # dtype word -> bits of numbers that are not finite, and of the largest that are.
@@ -143,7 +143,11 @@ def test_one_shard_of_many_is_enough(ends, bridge):
 def test_another_nodes_readers_refuse_it_too(bridge):
     """The relay carries it, as it is."""
     there = f"{bridge}-there"
-    with WeightsWriter(bridge) as writer, Outward(bridge, part_bytes=64) as out, Inward(there) as into:
+    with (
+        WeightsWriter(bridge) as writer,
+        WeightsSender(bridge, part_bytes=64) as out,
+        WeightsReceiver(there) as into,
+    ):
         for version, value in enumerate([1.0, np.inf]):
             values = np.ones(100, np.float64)
             values[77] = value

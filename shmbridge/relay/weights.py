@@ -86,7 +86,7 @@ class Offer:
         return np.frombuffer(self._slot[begin : begin + self.head.part_bytes], np.uint8)
 
 
-class Outward:
+class WeightsSender:
     """Reads the weights of a bridge for other nodes; a context manager. For one thread.
 
     Args:
@@ -149,7 +149,7 @@ class _Abandoned(Exception):
     """Ends a filling that is not to be committed."""
 
 
-class Inward:
+class WeightsReceiver:
     """Writes the weights of another node into a bridge's segment here; a context manager. For one thread.
 
     It is the one writer of this bridge's weights: raises ConsumerTaken if another is alive, LayoutMismatch if
