@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from shmbridge.counters import COUNTERS
-from shmbridge.watch.prometheus import Sample
+from shmbridge.watch.exporter import Sample
 
 _OF_BRIDGE = "bridge_"  # the consumer's counters in a gateway's, if it is the hub
 # Those that observers do not see; the names of all others of the consumer are theirs.

@@ -1,4 +1,7 @@
-"""The `shmbridge` command: one file per command, each with `prepare_parser` and `run`."""
+"""The `shmbridge` command, and in `base` and `log` what all programs of ours share.
+
+It starts other rooms' commands and programs by name, and imports none of them.
+"""
 
 import difflib
 import errno
@@ -9,11 +12,9 @@ import sys
 from importlib import import_module
 
 from shmbridge import __version__
-from shmbridge.cli.commands import COMMANDS, Entry, help_text, module_of, parser_of
-from shmbridge.cli.no_bridge import refuse_unknown_bridge
+from shmbridge.cli.base import call_as, is_of, refuse, refuse_missing, refuse_unknown_bridge
+from shmbridge.cli.commands import COMMANDS, Entry, command_of, help_text, parser_of
 from shmbridge.errors import BadBridgeName, ShmBridgeError
-from shmbridge.extras import is_of, refuse_missing
-from shmbridge.program import call_as, refuse
 
 NO_BRIDGE = 3  # exit code
 # Words that people try -> the command.
@@ -92,7 +93,7 @@ def _run(words: list[str]) -> int:
     if not rest[:1] or rest[0].startswith("-"):  # behind a script stand words of its own
         entry = next((other for flag, other in entry.instead.items() if _is_flagged(flag, rest)), entry)
     try:
-        return _run_program(name, entry, rest) if entry.program else _run_command(name, entry, rest)
+        return _run_program(name, entry, rest) if entry.options else _run_command(name, entry, rest)
     except BadBridgeName as error:
         refuse(f"shmbridge {name}", error)
         return 2
@@ -115,7 +116,7 @@ def _run_command(name: str, entry: Entry, words: list[str]) -> int:
     bridge = arguments.bridge if entry.on_a_bridge else None
     if bridge is not None and refuse_unknown_bridge(f"shmbridge {name}", bridge):
         return NO_BRIDGE
-    return module_of(name).run(arguments)
+    return command_of(name).run(arguments)
 
 
 def _run_program(name: str, entry: Entry, words: list[str]) -> int:
@@ -129,7 +130,7 @@ def _run_program(name: str, entry: Entry, words: list[str]) -> int:
         sys.argv = [f"shmbridge {name}", *words]
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd()
-        runpy.run_module(entry.program, run_name="__main__", alter_sys=True)
+        runpy.run_module(entry.module, run_name="__main__", alter_sys=True)
     finally:
         call_as("")
     return 0

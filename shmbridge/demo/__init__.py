@@ -3,4 +3,4 @@
 `environments/` has two Atropos environments, ordinary scripts that import nothing of shmbridge.
 """
 
-__all__ = ["demo"]
+__all__: list[str] = []

@@ -27,11 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shmbridge import list_bridges
+from shmbridge.cli.base import refuse
 from shmbridge.demo import engine, report
 from shmbridge.demo.children import Child, adopt_orphans, end_orphans, stop
 from shmbridge.demo.sweeper import Swept, sweep
 from shmbridge.demo.terminal import Screen, Stopping
-from shmbridge.program import refuse
 
 OWN_ENVS = [
     Path(__file__).with_name("environments") / name for name in ("larger_digit_env.py", "echo_letters_env.py")

@@ -1,3 +1,3 @@
-"""`shmbridge launch`: a training run as one command. Used by its commands and the demo."""
+"""`shmbridge launch`: a training run as one command, started by `cli` by name. The demo uses the guardian."""
 
-__all__ = ["config", "guardian", "logs", "services", "start"]
+__all__ = ["guardian"]

@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from shmbridge.cli.base import Parser
 from shmbridge.errors import BadConfig
-from shmbridge.parser import Parser
 from shmbridge.shown import kind_of
 from shmbridge.wrong_value import Written, listed, plain
 

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+from shmbridge.cli.log import LOG_NAME, lines
 from shmbridge.launch import guardian
 from shmbridge.launch.backoff import Backoff
 from shmbridge.launch.config import Restart
 from shmbridge.launch.logs import log_parts
 from shmbridge.launch.plan import Service
-from shmbridge.log_format import LOG_NAME, lines
 
 _LAST_BYTES, _LAST_LINES = 16 << 10, 15
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shmbridge.cli.base import Parser
 from shmbridge.config import parse_size
 from shmbridge.consumers.learner.config import flags as learner_flags
 from shmbridge.consumers.policy_server_parts import options
@@ -29,7 +30,6 @@ from shmbridge.launch.config import (
 )
 from shmbridge.launch.flags import Options, Variables, check_values, dotted_flags, flags, option_flags
 from shmbridge.launch.plan import Check, Plan, Service
-from shmbridge.parser import Parser
 
 
 def plan(config: Config, gateway_parser: Parser) -> Plan:

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\d[\d.]*")
 class LongWait:
     """Logs what the waits of one consumer or rank are for; `look` is called about twice a second.
 
-    A wait shorter than `diagnosis.LONG_S` is not logged. One that begins within a minute of the last line is
+    A wait shorter than `LONG_S` is not logged. One that begins within a minute of the last line is
     logged only if there is something else to say. One thread at a time.
 
     Args:
@@ -40,16 +40,17 @@ class LongWait:
         if since_s is None:
             return False
         # Both are imported seconds before the first line is due, so that it is in time.
-        from shmbridge.watch import diagnosis, text
+        from shmbridge.watch.diagnosis import LONG_S
+        from shmbridge.watch.text import trouble
 
         now_s = time.monotonic()
-        if (left_s := since_s + diagnosis.LONG_S - now_s) > 0:
+        if (left_s := since_s + LONG_S - now_s) > 0:
             return left_s < _SOON_S
         is_new, self._since_s = since_s != self._since_s, since_s
         if not is_new and now_s < self._next_s:
             return False
         try:
-            line = text.trouble(self._bridge) or otherwise()
+            line = trouble(self._bridge) or otherwise()
         except Exception as wrong:  # whatever it is, the wait itself goes on
             line = f"what is waited for cannot be seen: {wrong}"
         without_numbers = _NUMBER.sub("", line)

@@ -1,13 +1,11 @@
-"""One look at a bridge from outside: its consumer, its lanes, their processes, the room on the mount.
-
-`look(bridge)` reads words that their owners keep for themselves, so it disturbs nobody. Each word is true
-when it is read; together they are of moments some microseconds apart.
-"""
+"""What the kernel says of a process: running, stopped, dead, or in another pid namespace."""
 
 import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 
 from shmbridge._ext import header
 from shmbridge.config import check_bridge_name
@@ -15,9 +13,36 @@ from shmbridge.errors import ShmBridgeError
 from shmbridge.segments import locks, segment
 from shmbridge.segments.discard_reasons import Discard, Drop, Lost
 from shmbridge.segments.locks import LockByte
-from shmbridge.watch.processes import State, state_of
 
 _UNREADABLE = (OSError, ShmBridgeError, header.LaneCorrupt)
+
+
+class State(StrEnum):
+    """The state of a process, as far as it can be seen from here."""
+
+    RUNNING = "running"  # also asleep
+    STOPPED = "stopped"  # by a signal or a debugger
+    DEAD = "dead"
+    UNKNOWN = "unknown"  # its pid means nothing here
+
+
+def state_of(pid: int, namespace: int, *, alive: bool) -> State:
+    """Returns the state of a process. Never blocks.
+
+    Args:
+        pid: in its own pid namespace.
+        namespace: that namespace, as `locks.pid_namespace`.
+        alive: whether the kernel lock of its lane or hub is held; this alone proves life.
+    """
+    if not alive:
+        return State.DEAD
+    if not locks.is_own_namespace(namespace):
+        return State.UNKNOWN
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return State.UNKNOWN  # the lock is held by another process than the one that took it
+    return State.STOPPED if letter in "Tt" else State.RUNNING
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from shmbridge.cli.base import Parser
 from shmbridge.cli.commands import COMMANDS, parser_of
 from shmbridge.launch import config as launch_config
 from shmbridge.launch import services
-from shmbridge.parser import Parser
 from shmbridge.wrong_value import read_yaml
 
 ROOT = Path(__file__).parents[3]

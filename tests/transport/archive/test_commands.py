@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import shmbridge
-from shmbridge.archive.observing import observe
-from shmbridge.archive.reading import read_archive
-from shmbridge.archive.recorder import Recorder
+from shmbridge.archive.folder import read_archive
+from shmbridge.archive.recorder import Recorder, observe
 from shmbridge.cli import main
 
 SOME = {"tokens": [[1, 2], [3]], "loss_mask": [[0, 1], [1]]}

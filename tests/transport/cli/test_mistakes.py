@@ -11,8 +11,8 @@ import pytest
 
 import shmbridge
 from shmbridge.cli import main
+from shmbridge.cli.base import Parser
 from shmbridge.cli.commands import COMMANDS
-from shmbridge.parser import Parser
 
 MISTAKES = [
     ("inspekt", "shmbridge: error: no command 'inspekt' -> did you mean inspect?"),

@@ -11,12 +11,12 @@ from typing import get_args
 
 import pytest
 
+from shmbridge.cli.base import Parser
 from shmbridge.consumers.learner.config import flags
 from shmbridge.consumers.learner.config.run_options import OPTIONS
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config, services
 from shmbridge.launch.config import Restart
-from shmbridge.parser import Parser
 from shmbridge.wrong_value import read_yaml
 
 ROOT = Path(__file__).parents[3]

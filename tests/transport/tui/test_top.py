@@ -13,8 +13,8 @@ import looks
 from textual.widgets import Static
 
 from shmbridge.errors import RecordUnreadable
-from shmbridge.tui.lane_list import LaneList
-from shmbridge.tui.top import Top
+from shmbridge.watch.lane_table import LaneList
+from shmbridge.watch.top import Top
 
 
 def view(scene, **options) -> Top:

@@ -16,8 +16,7 @@ from shmbridge.counters import COUNTERS, LATENCY_BOUNDS_S
 from shmbridge.metrics import MOST_ENVIRONMENTS, OTHER
 from shmbridge.segments import segment
 from shmbridge.testing import wait_until
-from shmbridge.watch.prometheus import Exporter, Sample, render
-from shmbridge.watch.scrape import ScrapeServer
+from shmbridge.watch.exporter import Exporter, Sample, ScrapeServer, render
 
 WAITING = """
 import shmbridge
@@ -156,7 +155,7 @@ def test_a_sum_over_lanes_never_falls(bridge, exporter, make_producer, make_cons
 
 
 def test_many_environments_have_a_label_in_common(exporter, make_producer, make_consumer, monkeypatch):
-    monkeypatch.setattr("shmbridge.watch.prometheus.MOST_ENVIRONMENTS", 2)
+    monkeypatch.setattr("shmbridge.watch.exporter.MOST_ENVIRONMENTS", 2)
     assert MOST_ENVIRONMENTS == 64
     make_consumer()
     for number in range(4):

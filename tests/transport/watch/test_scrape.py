@@ -14,11 +14,10 @@ import urllib.request
 
 import pytest
 
-from shmbridge.cli.inspect import _address
+from shmbridge.cli.bridges import _address
 from shmbridge.testing import wait_until
-from shmbridge.watch import scrape
-from shmbridge.watch.prometheus import Exporter
-from shmbridge.watch.scrape import ScrapeServer
+from shmbridge.watch import exporter
+from shmbridge.watch.exporter import Exporter, ScrapeServer
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_clients_that_go_away_leave_no_traceback(server, make_producer, capfd):
 
 
 def test_silent_clients_are_few_and_are_let_go(serve, bridge):
-    bounds = dataclasses.replace(scrape._BOUNDS, connections=3, head_s=0.5)
+    bounds = dataclasses.replace(exporter._BOUNDS, connections=3, head_s=0.5)
     server, before = serve(Exporter(lambda: [bridge]), bounds=bounds), threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(20)]
     try:

@@ -174,7 +174,7 @@ def test_a_watcher_takes_little_of_a_core_that_is_busy(two_cores):
     """One that copies all the time, beside one other process on its only core."""
     core = {min(two_cores)}
     with contextlib.ExitStack() as ends:
-        gives_way = f"from shmbridge.watch.spare_cpu import give_way\ngive_way()\n{BUSY.format(core)}"
+        gives_way = f"from shmbridge.watch.observer import give_way\ngive_way()\n{BUSY.format(core)}"
         each = [subprocess.Popen([sys.executable, "-c", code]) for code in (gives_way, BUSY.format(core))]
         for process in each:
             ends.callback(process.wait)
@@ -201,10 +201,10 @@ def test_what_the_kernel_does_not_allow_is_no_error(child):
     child(
         """
 import os
-from shmbridge.watch import spare_cpu
+from shmbridge.watch import observer
 def refused(*_): raise PermissionError(1, "no")
 os.setpriority = refused
-spare_cpu.give_way()
+observer.give_way()
 print("ready", flush=True)
 """
     )

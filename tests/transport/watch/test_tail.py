@@ -10,7 +10,7 @@ import pytest
 from shmbridge.cli import main
 from shmbridge.segments import segment
 from shmbridge.watch.observer import Observer
-from shmbridge.watch.record_lines import rows_of
+from shmbridge.watch.text import rows_of
 
 GROUP = {
     "tokens": [np.arange(6, dtype=np.int32), np.arange(4, dtype=np.int32)],

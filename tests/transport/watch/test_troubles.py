@@ -17,13 +17,9 @@ from shmbridge.cli import main
 from shmbridge.segments import segment
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis, snapshot, text
-from shmbridge.watch.cells import cells, cut, padded
-from shmbridge.watch.diagnosis import Severity, findings, headline
-from shmbridge.watch.document import of_look
-from shmbridge.watch.processes import State
-from shmbridge.watch.rows import lane_rows
-from shmbridge.watch.snapshot import look
-from shmbridge.watch.text import block
+from shmbridge.watch.diagnosis import Severity, findings, headline, lane_rows
+from shmbridge.watch.snapshot import State, look
+from shmbridge.watch.text import block, cells, cut, of_look, padded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tui"))
 from looks import bridge_look
@@ -94,7 +90,7 @@ def shown_by_inspect(now, before=None):
 def shown_by_top(now, before=None):
     """The line on top of the screen."""
     pytest.importorskip("textual")
-    from shmbridge.tui.top import Top
+    from shmbridge.watch.top import Top
 
     async def first_line():
         looks = iter([now] if before is None else [before, now])
