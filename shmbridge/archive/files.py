@@ -1,4 +1,12 @@
-"""The checksums inside of a finished part, and a file that checks with them whatever is read of it.
+"""The files of a recording, byte by byte: the stream under way, the finished part, and the checksums of both.
+
+An Arrow IPC stream that grows by whole messages: it opens after a kill at any instruction.
+
+A message is written behind eight bytes of zeros, which end a stream for every reader, and its own first eight
+bytes are written over them last. So the stream ends before the message, or behind it.
+
+Each message carries checksums: a stamp at the end of its head, where Arrow has padding. That of the head
+continues the one of the message before, so none can be left out, come twice, or stand elsewhere.
 
 A Parquet or Arrow file is read from its end: its footer says where all else lies. So there is room for a seal
 before the footer, which other readers pass over:

@@ -1,4 +1,6 @@
-"""The parts of a folder: `part-000000.arrows` while it is written, then `.parquet` or `.arrow`.
+"""A folder of parts: finished, read with every record once, and copied into one file.
+
+A part is `part-000000.arrows` while it is written, then `.parquet` or `.arrow`.
 
 A finished file is written beside the stream and renamed, and only then is the stream removed: whoever is
 killed, one of them is whole.

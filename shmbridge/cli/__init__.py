@@ -17,30 +17,10 @@ from shmbridge.cli.commands import COMMANDS, Entry, command_of, help_text, parse
 from shmbridge.errors import BadBridgeName, ShmBridgeError
 
 NO_BRIDGE = 3  # exit code
-# Words that people try -> the command.
-_ALSO = {
-    "learner": "train",
-    "learn": "train",
-    "grpo": "train",
-    "server": "serve",
-    "environment": "env",
-    "atropos": "env",
-    "list": "inspect",
-    "status": "inspect",
-    "ls": "inspect",
-    "ps": "inspect",
-    "watch": "top",
-    "run": "launch",
-    "up": "launch",
-    "log": "logs",
-    "rm": "clean",
-    "check": "doctor",
-    "benchmark": "bench",
-}
 
 
 class _Unneeded:
-    """A finder of modules that says of some packages that they are not installed."""
+    """A module finder that hides some installed packages."""
 
     def __init__(self, packages: tuple[str, ...]) -> None:
         self._packages = packages
@@ -62,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _run(words)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # `| head`: nobody reads on, not even what the interpreter flushes at its end
+    except BrokenPipeError:  # `| head`: the reader has gone, also for what the interpreter flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -143,7 +123,7 @@ def _unknown(word: str) -> int:
         hint = f"did you mean {near[0]}?" if near else f"flags follow the command: shmbridge COMMAND {word}"
         refuse("shmbridge", f"no command before {word}", hint)
         return 2
-    known = {each: each for each in COMMANDS} | {"help": "--help", "version": "--version"} | _ALSO
+    known = {each: each for each in COMMANDS} | {"help": "--help", "version": "--version"}
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     hint = f"did you mean {known[near[0]]}?" if near else "shmbridge --help lists all"
     refuse("shmbridge", f"no command {word!r}", hint)

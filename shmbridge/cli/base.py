@@ -26,12 +26,11 @@ _called = ""
 _ROLLOUT = ("aiohttp", "transformers")
 _UNKNOWN = "unrecognized arguments: "
 _REQUIRED = "the following arguments are required: "
-_KINDS = {"int": "a whole number", "float": "a number"}
 _NEGATIVE_NUMBER = re.compile(r"^-\.?(\d|inf)")  # also -1e-3 and -inf, which argparse takes for flags
 
 
 def call_as(name: str) -> None:
-    """Names this process as its user called it, such as `shmbridge train`, for all it says from now on."""
+    """Names this process as its user called it, such as `shmbridge train`, in all its output from now on."""
     global _called
     _called = name
 
@@ -152,24 +151,8 @@ def explain_missing(program: str, extra: str) -> None:
     sys.excepthook = explain
 
 
-# What argparse says, and what we say.
-_WORDS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    (r"^argument (?=\S)", ""),
-    (
-        r"invalid (\w+) value: (.*)",
-        lambda found: f"{found[2]} is not {_KINDS.get(found[1], f'of type {found[1]}')}",
-    ),
-    (r"expected one argument", "its value is missing"),
-    (r"expected at least one argument", "its values are missing"),
-    (r"expected (\d+) arguments", r"it takes \1 values"),
-    (r"ignored explicit argument (.*)", r"it takes no value, not \1"),
-    (f"^{_REQUIRED}", "missing: "),
-    (r"^[^:]*: (?=\[SB\d+\] )", ""),
-)
-
-
 class Refused(Exception):
-    """The words of a command line are wrong; the message says how."""
+    """A command line is wrong; the message is the mistake."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -229,7 +212,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake in one line and ends the process with exit code 2."""
-        text = _said(message)
+        text = _shortened(message)
         if message.startswith(_UNKNOWN):
             text = self._unknown(message.removeprefix(_UNKNOWN).split())
         elif message.startswith(_REQUIRED) and (misspelt := self._misspelt(message)):
@@ -250,10 +233,6 @@ class Parser(argparse.ArgumentParser):
             self._quiet = False
         return ""
 
-    def help_of(self, action: argparse.Action) -> str:
-        """Returns an argument's line of help, with its default."""
-        return self._get_formatter()._expand_help(action)
-
     def format_help(self) -> str:
         """The help: required flags in the first line, all others by name below it."""
         self.usage = f"{self.prog} {self._first_line or self._arguments()}".replace("%", "%%")
@@ -271,7 +250,7 @@ class Parser(argparse.ArgumentParser):
         return " ".join([*flags, "[FLAG ...]", *places])
 
     def _unknown(self, words: list[str]) -> str:
-        """Returns what is said about words that no flag or argument takes."""
+        """Returns the mistake of words that no flag or argument takes."""
         flags = [each.split("=")[0] for each in words if each.startswith("-")]
         near = list(dict.fromkeys(filter(None, map(self.nearest, flags or words))))
         if flags:
@@ -289,7 +268,7 @@ class Parser(argparse.ArgumentParser):
         return [each for each in unknown if self.nearest(each.split("=")[0]) in missing]
 
     def _parse_known_args(self, arg_strings: list[str], *rest: Any, **more: Any) -> Any:
-        """Keeps the words, for what is said of them."""
+        """Keeps the words, to find misspelt flags among them."""
         self._words = list(arg_strings)
         return super()._parse_known_args(arg_strings, *rest, **more)
 
@@ -324,7 +303,7 @@ class Command:
 
 
 def none_of(word: str, known: Iterable[str]) -> str:
-    """Returns what is said about a word that is not known: `'x' is none of a, b`, and the nearest of them."""
+    """Returns the mistake of an unknown word: `'x' is none of a, b`, and the nearest of them."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"{word!r} is none of {', '.join(known)}" + (f" -> did you mean {near[0]}?" if near else "")
@@ -394,10 +373,10 @@ def amount(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or above")
 
 
-def _said(message: str) -> str:
-    for theirs, ours in _WORDS:
-        message = re.sub(theirs, ours, message)
-    return message
+def _shortened(message: str) -> str:
+    """Returns argparse's message without its first words; with an error code of ours, from the code on."""
+    message = message.replace(_REQUIRED, "missing: ").removeprefix("argument ")
+    return re.sub(r"^[^:]*: (?=\[SB\d+\] )", "", message)
 
 
 def _show_tracebacks() -> None:
@@ -468,7 +447,7 @@ def has_reader() -> bool:
 
 
 def refuse_unknown_bridge(program: str, bridge: str) -> bool:
-    """Returns whether the bridge does not exist; then says so, in one line on standard error."""
+    """Returns whether the bridge does not exist; then prints that in one line on standard error."""
     if hint := hint_if_unknown(bridge):
         refuse(program, f"no bridge {bridge!r}", hint)
     return bool(hint)

@@ -86,14 +86,14 @@ def _measured(arguments: argparse.Namespace) -> int:
     if arguments.plot and rows:
         _plot(rows, arguments.plot)
     if arguments.json:
-        said = {
+        about_run = {
             "machine": about,
             "quick": arguments.quick,
             "took_s": round(took, 1),
             "not_installed": absent,
             "left_out": skipped,
         }
-        print(json.dumps(said | {"rows": rows}))
+        print(json.dumps(about_run | {"rows": rows}))
     else:
         print(_footer(absent, skipped, took))
     return 0 if rows else 3
@@ -167,7 +167,7 @@ def _header(about: dict[str, Any]) -> str:
         f"producer on core {cores['producers'][0]}, consumer on {cores['consumer']}",
     ]
     if cores["consumer"] in cores["producers"]:
-        lines.append("one core for everybody: these figures say little")
+        lines.append("both sides share one core: these figures mean little")
     return "\n".join(lines)
 
 

@@ -123,7 +123,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 INSPECT = Command(
-    "say what each bridge does and what is wrong with it, and list its lanes and weights",
+    "show what each bridge does and what is wrong with it, its lanes and weights",
     """examples:
   shmbridge inspect                 all bridges
   shmbridge inspect run1            one bridge

@@ -102,7 +102,7 @@ COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.it
 
 
 def command_of(name: str) -> Command:
-    """Imports and returns a command that is no program."""
+    """Imports and returns a command that is not a program of its own."""
     command: Command = getattr(import_module(COMMANDS[name].module), name.upper())
     return command
 

@@ -48,7 +48,7 @@ _LARGER = "docker run --shm-size=16g (Kubernetes: emptyDir with medium Memory), 
 _FEW_FILES, _MANY_FILES = 64, 4096  # a consumer takes about 15, and wants 32 free at its start
 # In the order in which systemd looks: an earlier folder's file stands for one of the same name in a later.
 _SYSTEMD = ("etc/systemd", "run/systemd", "usr/local/lib/systemd", "usr/lib/systemd", "lib/systemd")
-_SYSTEM_UIDS = 999  # where login.defs does not say
+_SYSTEM_UIDS = 999  # where login.defs sets none
 _YES, _NO = ("1", "yes", "y", "true", "t", "on"), ("0", "no", "n", "false", "f", "off")
 _EXIT_CODES: dict[State, int] = {"ok": 0, "warn": 1, "fail": 2}
 _READ_ONLY_REGISTERED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED

@@ -31,7 +31,7 @@ _role = ""  # of the program that this process is, once it runs
 
 
 def role_of(role: str) -> str:
-    """Returns the name of this process in its log: what SHMBRIDGE_LOG_NAME says, else `role`."""
+    """Returns the name of this process in its log: SHMBRIDGE_LOG_NAME, else `role`."""
     return os.environ.get(LOG_NAME) or role
 
 
@@ -41,11 +41,11 @@ def lines(role: str, text: str, level: str = "INFO", at: float | None = None) ->
     `at`: seconds since 1970; None: now.
     """
     moment = datetime.fromtimestamp(time.time() if at is None else at)
-    said = f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03}"
+    stamp = f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03}"
     if logs_json():
-        about = {"time": said, "name": role, "level": level}
+        about = {"time": stamp, "name": role, "level": level}
         return "\n".join(json.dumps(about | {"text": line}) for line in text.splitlines() or [""])
-    return "\n".join(f"{said} {level} {role}: {line}" for line in text.splitlines() or [""])
+    return "\n".join(f"{stamp} {level} {role}: {line}" for line in text.splitlines() or [""])
 
 
 def logs_json() -> bool:
@@ -168,8 +168,8 @@ class StampedLines:
 
 
 def _guess(line: str) -> str:
-    if said := _LEVEL.search(line[:80]):
-        return said[1]
+    if level := _LEVEL.search(line[:80]):
+        return level[1]
     if "Warning: " in line:
         return "WARNING"
     return "ERROR" if line.startswith("Traceback (most recent") else "INFO"

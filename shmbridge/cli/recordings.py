@@ -85,7 +85,7 @@ def _record(arguments: argparse.Namespace) -> int:
 
 
 RECORD = Command(
-    "write the records of a bridge into Parquet or Arrow files; slows nobody, says what it missed",
+    "write the records of a bridge into Parquet or Arrow files; slows no process, counts what it missed",
     """examples:
   shmbridge record run1 --out runs/run1/records                 until Ctrl-C
   shmbridge record run1 --out records --limit 1000 --format arrow
@@ -166,7 +166,7 @@ def _export(arguments: argparse.Namespace) -> int:
 EXPORT = Command(
     "finish what a killed recorder left in a folder, or copy a folder into one Parquet or Arrow file",
     """examples:
-  shmbridge export runs/run1/records                        finish its parts, say what it holds
+  shmbridge export runs/run1/records                        finish its parts, show what it holds
   shmbridge export runs/run1/records --out run1.parquet     one file, every record once
   shmbridge export runs/run1/records --out run1.arrow       an Arrow IPC file
 

@@ -178,7 +178,7 @@ def _tail_arguments(parser: Parser) -> None:
 
 
 def _tail(arguments: argparse.Namespace) -> int:
-    """Prints records until N were shown, the bridge is gone, nobody reads on, or Ctrl-C."""
+    """Prints records until N were shown, the bridge or the reader is gone, or Ctrl-C."""
     from shmbridge.cli.base import to_reader
     from shmbridge.watch.observer import Observer
 
@@ -191,14 +191,14 @@ def _tail(arguments: argparse.Namespace) -> int:
 
 
 def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[Record]":
-    """Yields the wanted records; says on standard error what cannot be shown."""
+    """Yields the wanted records; prints on standard error what cannot be shown."""
     from shmbridge.cli.base import has_reader
     from shmbridge.segments.segment import bridges
     from shmbridge.watch.long_wait import LongWait
     from shmbridge.watch.observer import give_way
     from shmbridge.watch.text import printable
 
-    said: set[str] = set()
+    printed: set[str] = set()
     most, nothing_since, long_wait = _FIRST, time.monotonic(), LongWait(arguments.bridge)
     if arguments.env is not None and arguments.env not in observer.environments:
         there = ", ".join(sorted(map(printable, observer.environments))) or "none"
@@ -213,8 +213,8 @@ def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[R
             most = _NEXT
             give_way()  # the first screen is there: from now on the run goes first
         for sentence in _not_shown(observer):
-            if sentence not in said:
-                said.add(sentence)
+            if sentence not in printed:
+                printed.add(sentence)
                 print(sentence, file=sys.stderr)
         if not observer.wait(0 if arguments.no_follow else _LOOK_EVERY_S) and (
             arguments.no_follow or arguments.bridge not in bridges() or not has_reader()

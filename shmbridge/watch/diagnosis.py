@@ -1,4 +1,4 @@
-"""Says in one sentence what is wrong with a bridge, worst first, with one next action.
+"""What is wrong with a bridge, in sentences, worst first, each with one next action; the rows of its lanes.
 
 `findings` returns all that is wrong; `headline` is the worst of it, or what a healthy bridge does.
 """
@@ -100,7 +100,7 @@ def waited_for(now: BridgeLook, before: BridgeLook | None) -> dict[str, float] |
     """Returns for each side the share of the time between two looks in which the other waited for it.
 
     None without two looks at one living consumer. As `shmbridge.metrics.waiting_shares`; a stopped producer
-    waits for nobody. Never blocks.
+    waits for no one. Never blocks.
     """
     if before is None or now.consumer is None or before.consumer is None:
         return None
@@ -119,7 +119,7 @@ def waited_for(now: BridgeLook, before: BridgeLook | None) -> dict[str, float] |
 
 
 def in_words(seconds: float) -> str:
-    """Returns an age as people say it: 0.4 s, 12 s, 3 min, 2.5 h."""
+    """Returns an age in words: 0.4 s, 12 s, 3 min, 2.5 h."""
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 1 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
@@ -165,7 +165,7 @@ def _consumer(now: BridgeLook) -> Iterable[Finding]:
 
 
 def _stopped(now: BridgeLook) -> Iterable[Finding]:
-    """Environments that are stopped by a signal: they put nothing, and wait for nobody."""
+    """Environments that are stopped by a signal: they put nothing, and wait for nothing."""
     if stopped := [lane for lane in now.lanes if lane.state is State.STOPPED]:
         yield Finding(
             Severity.TROUBLE,
@@ -296,8 +296,8 @@ def _slow_side(now: BridgeLook, before: BridgeLook | None) -> Iterable[Finding]:
     of_time = {side: f"{share:.0%} of {in_words(now.at_s - before.at_s)}" for side, share in shares.items()}
     if shares["environments"] > _MOST_OF_TIME and not _asking_s(now):
         text, action = _cause(now)
-        said = f"the environments are the slow side: the learner waited {of_time['environments']}; {text}"
-        yield Finding(Severity.NOTE, said, action)
+        sentence = f"the environments are the slow side: the learner waited {of_time['environments']}; {text}"
+        yield Finding(Severity.NOTE, sentence, action)
     if shares["learner"] > _MOST_OF_TIME and not now.consumer.paused and not list(_blocked(now)):
         yield Finding(
             Severity.NOTE,

@@ -1,4 +1,6 @@
-"""What observers see of bridges, as Prometheus text. The names are those of `shmbridge.counters`.
+"""What observers see of bridges, as Prometheus text, and its HTTP server: `/metrics`, `/healthz`.
+
+Names are those of `shmbridge.counters`.
 
 A value is labelled by bridge and environment, never by a pid or a producer: a restart makes no new series.
 """
@@ -37,7 +39,7 @@ class Sample(NamedTuple):
 class Exporter:
     """Looks at bridges. Remembers the counters of removed lanes, so that no sum over lanes falls.
 
-    One thread at a time. A look delays nobody.
+    One thread at a time. A look blocks no other process.
 
     Args:
         bridges: returns the names of the bridges to look at.
@@ -221,9 +223,9 @@ class _Handler(Handler):
     def _metrics(self) -> None:
         try:
             text = self.server.text()
-        except Exception as wrong:  # the next scrape may succeed; this one says why it did not
-            said = f"{type(wrong).__name__}: {wrong}\n".encode()
-            self.answer(HTTPStatus.INTERNAL_SERVER_ERROR, said, _TEXT)
+        except Exception as wrong:  # the next scrape may succeed; this one answers why it failed
+            reason = f"{type(wrong).__name__}: {wrong}\n".encode()
+            self.answer(HTTPStatus.INTERNAL_SERVER_ERROR, reason, _TEXT)
         else:
             self.answer(HTTPStatus.OK, text.encode(), CONTENT_TYPE)
 

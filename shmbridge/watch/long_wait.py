@@ -16,24 +16,24 @@ class LongWait:
     """Logs what the waits of one consumer or rank are for; `look` is called about twice a second.
 
     A wait shorter than `LONG_S` is not logged. One that begins within a minute of the last line is
-    logged only if there is something else to say. One thread at a time.
+    logged only if its line is another one. One thread at a time.
 
     Args:
         bridge: name of the bridge.
-        who: who waits, in front of the line; "": the line itself says it.
+        who: who waits, in front of the line; "": the bridge alone.
     """
 
     def __init__(self, bridge: str, who: str = "") -> None:
         self._bridge, self._who = bridge, who or f"bridge {bridge!r}"
         self._since_s: float | None = None  # of the wait that was looked at last
         self._next_s = 0.0
-        self._last = ""  # what was said, without numbers
+        self._last = ""  # the last line, without numbers
 
     def look(self, since_s: float | None, otherwise: Callable[[], str] = str) -> bool:
         """Logs a warning if one is due; returns whether one is due within the next second. Never blocks.
 
         Args:
-            since_s: when the wait began, by time.monotonic(); None: nobody waits.
+            since_s: when the wait began, by time.monotonic(); None: nothing waits.
             otherwise: returns what is waited for where nothing is wrong with the bridge; "": nothing is
                 logged.
         """

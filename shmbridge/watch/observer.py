@@ -1,4 +1,9 @@
-"""The names of lanes as they are created, told by the kernel: so that none comes and goes unnoticed."""
+"""Copies of the records of a bridge, for programs that watch it: `tail`, the live view, a recorder.
+
+An observer attaches read-only, takes nothing away and holds nothing back. So it may be too late: a record
+that was released before its copy was whole is counted in `missed`, never half shown. A lane that was removed
+before it could be opened is counted in `missed_lanes`; the count of its records is unknown.
+"""
 
 import contextlib
 import ctypes
@@ -150,7 +155,7 @@ class Observer:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until a record comes, at most `timeout_s` seconds (None: for ever); returns whether one did.
 
-        Looks every 20 ms: nobody has to wake an observer.
+        Looks every 20 ms: other processes need not wake an observer.
         """
         deadline, pause_s = deadline_of(timeout_s), _SHORTEST_S
         while True:
@@ -209,16 +214,16 @@ class Observer:
         """Opens a lane; one that is not ready yet is looked at again, one that cannot be read is noted."""
         try:
             mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
-            said = None if mapping is None else header.read_lane(mapping)
-            if mapping is None or said is None:
+            about = None if mapping is None else header.read_lane(mapping)
+            if mapping is None or about is None:
                 return
-            if said["layout_version"] != header.layout_version:
+            if about["layout_version"] != header.layout_version:
                 self.unreadable[name] = (
-                    f"layout version {said['layout_version']}, this build has {header.layout_version}"
+                    f"layout version {about['layout_version']}, this build has {header.layout_version}"
                 )
                 return
             lane = LaneObserver(mapping, None)
-            Lane.of(said, Columns.decode(said["columns"]), name).describe_to(lane, said["columns"])
+            Lane.of(about, Columns.decode(about["columns"]), name).describe_to(lane, about["columns"])
         except (OSError, ShmBridgeError, header.LaneCorrupt) as wrong:
             self.unreadable[name] = str(wrong)
             if isinstance(wrong, OSError):  # no descriptor or no memory left: it may pass
@@ -229,4 +234,4 @@ class Observer:
         self._lanes[name] = lane
         self._again.discard(name)
         self.unreadable.pop(name, None)
-        self.environments.add(said["env_name"])
+        self.environments.add(about["env_name"])

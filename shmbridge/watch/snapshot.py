@@ -1,4 +1,8 @@
-"""What the kernel says of a process: running, stopped, dead, or in another pid namespace."""
+"""One look at a bridge from outside: its consumer, its lanes, their processes, the room on the mount.
+
+`look(bridge)` reads words that their owners keep for themselves, so it disturbs no process. Each word is true
+when it is read; together they are of moments some microseconds apart.
+"""
 
 import contextlib
 import os
@@ -77,7 +81,7 @@ class LaneLook:
     quarantined: bool
     origin_node: str = ""  # from which a relay brings its records; "": from none
     untaken: int = 0  # committed records that no consumer has taken yet
-    logprobs_unrecorded: int = 0  # log-probabilities that say "not recorded", also of untrained tokens
+    logprobs_unrecorded: int = 0  # log-probabilities marked "not recorded", also of untrained tokens
     episodes_lost: dict[str, int] = field(default_factory=dict)  # by reason: in no record
 
     @property
@@ -103,10 +107,10 @@ class ConsumerLook:
     pid: int
     state: State
     handed_age_s: float | None  # since it handed a batch out
-    asking_s: float | None  # since when somebody waits for a batch or record; None: nobody does
+    asking_s: float | None  # since when a caller waits for a batch or record; None: none does
     paused: bool
     draining: bool
-    batch_wait_s: float  # since it began, somebody waited for a batch or record so long, also now
+    batch_wait_s: float  # since it began, callers waited for a batch or record so long, also now
     tap_wait_s: float  # since it began, a tap that records kept it waiting so long
     latency_counts: list[int]  # since it began, records by the time from commit to hand-out: LATENCY_BOUNDS_S
     latency_s: float  # the sum of those times
@@ -237,21 +241,21 @@ def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
 def _lane(name: str, now_ns: int) -> LaneLook | None:
     """Returns None for a lane that is gone or not ready. Raises one of _UNREADABLE."""
     mapping = segment.open_mapping(name, readonly=True)
-    said = None if mapping is None else header.read_lane(mapping)
-    if mapping is None or said is None:
+    about = None if mapping is None else header.read_lane(mapping)
+    if mapping is None or about is None:
         return None
-    _check_layout(said["layout_version"])
+    _check_layout(about["layout_version"])
     load, words = header.load(mapping), header.lane_counters(mapping)
     discarded = words["discarded"]
     released = max(words["released"] - sum(discarded), 0)
     discarded[Discard.CORRUPT] += words["quarantined"]
     alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
-    state = state_of(said["pid"], said["pid_namespace"], alive=alive)
+    state = state_of(about["pid"], about["pid_namespace"], alive=alive)
     return LaneLook(
         name,
-        said["producer_id"],
-        said["env_name"],
-        said["pid"],
+        about["producer_id"],
+        about["env_name"],
+        about["pid"],
         state,
         locks.is_locked(mapping.fd, LockByte.READER),
         words["tail"],
@@ -261,7 +265,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         load["held"],
         load["held_bytes"],
         load["data_bytes"],
-        said["segment_bytes"],
+        about["segment_bytes"],
         load["slot_count"],
         _age(load["newest_ns"], now_ns),
         _age(load["oldest_ns"], now_ns),
@@ -272,7 +276,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         {reason.name.lower(): discarded[reason] for reason in Discard},
         words["leases_dropped"],
         bool(words["quarantined"]),
-        said["origin_node"],
+        about["origin_node"],
         max(words["tail"] - words["head"], 0),
         words["logprobs_unrecorded"],
         {reason.name.lower(): words["episodes_lost"][reason] for reason in Lost},

@@ -336,10 +336,10 @@ def _row_text(
     for end, reward in zip(ends.tolist(), rewards.tolist(), strict=False):
         marks[end] = marks.get(end, "") + f"⟨{reward:.2f}⟩"
     completion = enumerate(texts[begin - first :], begin + 1)
-    said = "".join(text + marks.get(number, "") for number, text in completion)
+    shown = "".join(text + marks.get(number, "") for number, text in completion)
     prompt = "".join(texts[: begin - first])
     cut = f"…{prompt[-_SHORT:]}" if first or len(prompt) > _SHORT else prompt
-    return f"{printable(cut)!s} → {printable(said)!s}"
+    return f"{printable(cut)!s} → {printable(shown)!s}"
 
 
 def _first_trained(record: Record, row: int) -> int:

@@ -12,7 +12,7 @@ from shmbridge.watch.diagnosis import Row, Severity, headline, lane_rows, losses
 from shmbridge.watch.lane_table import COLUMNS, LaneList, View
 from shmbridge.watch.snapshot import BridgeLook
 from shmbridge.watch.text import consumer_parts, printable, reasons_in_words, sentences
-from shmbridge.watch.top_screens import Choose, Help, LiveSource, Pieces, RecordScreen, Since, Source, folded
+from shmbridge.watch.top_screens import Choose, Help, LiveSource, Pieces, RecordScreen, Since, folded
 
 _LOOKS = 11  # rates are over the time between the first and the last of so many looks
 _STYLES = {
@@ -54,7 +54,7 @@ class Top(App[None]):
         *,
         interval_s: float = 1.0,
         pieces: Pieces | None = None,
-        source: Source | None = None,
+        source: LiveSource | None = None,
     ) -> None:
         """Never blocks.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from textual.app import ComposeResult
@@ -14,7 +14,7 @@ from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from shmbridge.errors import ShmBridgeError
-from shmbridge.record.record import RecordMeta
+from shmbridge.record.record import Record
 from shmbridge.segments import segment
 from shmbridge.watch import snapshot
 from shmbridge.watch.diagnosis import Row, in_words
@@ -54,40 +54,6 @@ _NAMES_OF = {"advantages": "advantage", "token_rewards": "token reward"}
 Pieces = Callable[[Sequence[int]], list[str]]
 
 
-class Readable(Protocol):
-    """A copy of a record, as the view reads it; see Record."""
-
-    @property
-    def meta(self) -> RecordMeta:
-        """Origin of the record."""
-
-    @property
-    def columns(self) -> list[str]:
-        """Names of the columns that are present."""
-
-    def __len__(self) -> int:
-        """Returns the number of rows."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns a column."""
-
-
-class Source(Protocol):
-    """Where looks and records come from."""
-
-    def bridges(self) -> list[str]:
-        """Returns the names of all bridges of this user."""
-
-    def look(self, bridge: str) -> BridgeLook | None:
-        """Returns one look; None if there is no such bridge."""
-
-    def newest(self, bridge: str, lane: str) -> Readable | None:
-        """Returns a copy of the newest record that a lane holds; None if it holds none."""
-
-    def rest(self) -> None:
-        """Gives back what reading records took."""
-
-
 class LiveSource:
     """The bridges of this machine. One thread at a time."""
 
@@ -102,7 +68,7 @@ class LiveSource:
         """Returns one look; None if there is no such bridge. Never blocks."""
         return snapshot.look(bridge)
 
-    def newest(self, bridge: str, lane: str) -> Readable | None:
+    def newest(self, bridge: str, lane: str) -> Record | None:
         """Returns a copy of the newest record that a lane holds; None if it holds none. Never blocks."""
         if self._observer is None or self._observer.bridge != bridge:
             self.rest()
@@ -181,7 +147,7 @@ class Choose(ModalScreen[str | None]):
     Choose Static { width: 100%; padding: 0 1; background: $surface; }
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: LiveSource) -> None:
         super().__init__()
         self._source = source
 
@@ -200,7 +166,7 @@ class Choose(ModalScreen[str | None]):
         self.dismiss(event.option_id)
 
 
-def marked(record: Readable, row: int, pieces: Pieces | None = None, first: int = 0) -> Content:
+def marked(record: Record, row: int, pieces: Pieces | None = None, first: int = 0) -> Content:
     """Returns the tokens of a row, from the `first` on, at most a page of them.
 
     Args:
@@ -236,7 +202,7 @@ def marked(record: Readable, row: int, pieces: Pieces | None = None, first: int 
     )
 
 
-def record_facts(record: Readable, row: int, newest_version: int | None) -> list[str]:
+def record_facts(record: Record, row: int, newest_version: int | None) -> list[str]:
     """Returns the facts about a record and one of its rows, a part each."""
     meta = record.meta
     parts = [
@@ -264,7 +230,7 @@ def record_facts(record: Readable, row: int, newest_version: int | None) -> list
     return parts
 
 
-def legend(record: Readable) -> str:
+def legend(record: Record) -> str:
     """Returns how to read the marks of a record."""
     name = credit(record)
     if not name:
@@ -275,12 +241,12 @@ def legend(record: Readable) -> str:
     )
 
 
-def credit(record: Readable) -> str:
+def credit(record: Record) -> str:
     """Returns the column that gives the colours; "" if the record has none."""
     return next((name for name in _CREDIT if name in record.columns), "")
 
 
-def row_of(record: Readable, name: str, row: int) -> np.ndarray[Any, Any]:
+def row_of(record: Record, name: str, row: int) -> np.ndarray[Any, Any]:
     """Returns one row of a ragged column; empty if the column, or the row, is not there."""
     if name not in record.columns:
         return np.empty(0)
@@ -292,7 +258,7 @@ def row_of(record: Readable, name: str, row: int) -> np.ndarray[Any, Any]:
     return values
 
 
-def _styles(record: Readable, row: int, count: int) -> tuple[list[int], list[str]]:
+def _styles(record: Record, row: int, count: int) -> tuple[list[int], list[str]]:
     """Returns the sign and the style of each token of a row."""
     name = credit(record)
     values = np.zeros(count)
@@ -312,7 +278,7 @@ def _styles(record: Readable, row: int, count: int) -> tuple[list[int], list[str
     return signs, styles
 
 
-def _step_rewards(record: Readable, row: int) -> dict[int, list[float]]:
+def _step_rewards(record: Record, row: int) -> dict[int, list[float]]:
     """Step rewards of a row by the exclusive end of their step."""
     found: dict[int, list[float]] = {}
     for end, reward in zip(
@@ -357,7 +323,7 @@ class RecordScreen(ModalScreen[None]):
     def __init__(
         self,
         lane: str,
-        newest: Callable[[], Readable | None],
+        newest: Callable[[], Record | None],
         newest_version: int | None,
         pieces: Pieces | None,
         every_s: float,
@@ -365,7 +331,7 @@ class RecordScreen(ModalScreen[None]):
         super().__init__()
         self._lane, self._newest, self._newest_version = lane, newest, newest_version
         self._pieces, self._every_s = pieces, every_s
-        self._record: Readable | None = None
+        self._record: Record | None = None
         self._row = self._first = 0
 
     def compose(self) -> ComposeResult:

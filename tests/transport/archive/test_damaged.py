@@ -14,7 +14,7 @@ from shmbridge.archive.folder import copy_folder, counts_of, finish_folder, fini
 from shmbridge.archive.recorder import Recorder
 from tests.transport.archive.test_stream import SCHEMA, batch, numbers, recorded
 
-ROUNDS = 120
+ROUNDS = 40
 
 
 @pytest.fixture(params=["parquet", "arrow"])

@@ -148,13 +148,6 @@ async def test_a_screenful_of_lanes_in_trouble_is_sums():
         assert "9 in trouble" in lines(app)[0]
 
 
-async def test_a_lane_that_came_has_a_rate_at_once():
-    app = view([looks.bridge_look([]), looks.bridge_look([looks.lane("math", 5, records=20)], at_s=1002.0)])
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.press("space")
-        assert "10.0 rec/s" in str(app.query_one("#summary").content)
-
-
 async def test_the_selection_stays_with_its_lane():
     record = looks.scored_record()
     app = view(looks.healthy(), record=record)
