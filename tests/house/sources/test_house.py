@@ -22,7 +22,6 @@ LONG = {
     "shmbridge/cli/doctor.py": "one table of checks of a host",
     "shmbridge/watch/diagnosis.py": "all that can be wrong with a bridge, and the rows it is wrong in",
     "shmbridge/watch/text.py": "a bridge and its records as text share widths and escapes",
-    "shmbridge/watch/top_screens.py": "the screens of one live view",
     "shmbridge/hub/former.py": "what forms batches, and what ends what it has formed",
     "shmbridge/hub/hub.py": "one owner: how its parts begin, are seen, and end, and who may be it",
     "shmbridge/consumer.py": "which of its calls releases what is told in one place",
