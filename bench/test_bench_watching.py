@@ -27,8 +27,8 @@ LENGTH = 2048
 WATCHERS = ("top", "record", "record, not idle")
 TAKES_ITS_SHARE = """
 import sys
-from shmbridge.watch import spare_cpu
-spare_cpu.give_way = lambda: None
+from shmbridge.watch import observer
+observer.give_way = lambda: None
 from shmbridge.cli import main
 sys.exit(main())
 """

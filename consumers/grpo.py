@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from shmbridge.extras import explain_missing
+from shmbridge.cli.base import explain_missing
 
 if __name__ == "__main__":
     explain_missing("grpo", "learner")
 
 import shmbridge
+from shmbridge.cli.base import refuse, run_program
 from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner.config.checks import refuse_idle, refuse_unreachable_limits
@@ -50,7 +51,6 @@ from shmbridge.consumers.learner.train.starting_point import (
 from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
 from shmbridge.consumers.learner.types import Refusal, Untrainable
 from shmbridge.consumers.learner.world import PeerFailed, PeerLost, World, device_kind, joined, say, speaks
-from shmbridge.program import refuse, run_program
 
 UNTRAINABLE = (NoAdvantages, Untrainable)  # errors of a batch that cannot be trained
 REFUSALS = (NoAdvantages, Refusal, shmbridge.ShmBridgeError)

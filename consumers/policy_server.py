@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from shmbridge.extras import explain_missing
+from shmbridge.cli.base import explain_missing
 
 if __name__ == "__main__":
     explain_missing("policy_server", "learner")
@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
+from shmbridge.cli.base import refuse, run_program, tell
 from shmbridge.consumers import pretrained
 from shmbridge.consumers.policy_server_parts.api import Json, PolicyApi
 from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
@@ -49,7 +50,6 @@ from shmbridge.consumers.policy_server_parts.options import parse
 from shmbridge.httpd.door import Bounds, Refused, Site, listen
 from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, openai_error, unless_gone
 from shmbridge.httpd.server import Server
-from shmbridge.program import refuse, run_program, tell
 from shmbridge.weights import WeightsReader
 
 Result = TypeVar("Result")

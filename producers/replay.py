@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
 import shmbridge
-from shmbridge.parser import Parser, amount, bridge_name, size
-from shmbridge.program import refuse
+from shmbridge.cli.base import Parser, amount, bridge_name, refuse, size
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shmbridge.archive.reading import ArchivedRecord
+    from shmbridge.archive.folder import ArchivedRecord
     from shmbridge.schema import Columns
 
 Speed = float | Literal["max"]
@@ -63,7 +62,7 @@ def replay(
     Raises:
         ArchiveUnreadable, RecordTooBig, SchemaMismatch, and LaneFull when a wait was too long.
     """
-    from shmbridge.archive.reading import counts_of, read_archive
+    from shmbridge.archive.folder import counts_of, read_archive
 
     if timeout_s is not None and not timeout_s >= 0:
         raise shmbridge.BadArgument(f"timeout_s={timeout_s} is no time", hint="give seconds from 0, or none")

@@ -32,7 +32,7 @@ from shmbridge.errors import NoWeight
 from shmbridge.httpd.door import Refused
 from shmbridge.httpd.gate import HeldBytes, json_answer, outcome
 from shmbridge.metrics import LatencyWindow
-from shmbridge.watch.prometheus import CONTENT_TYPE, Exporter
+from shmbridge.watch.exporter import CONTENT_TYPE, Exporter
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from shmbridge.metrics import COUNTERS
-from shmbridge.watch.prometheus import Sample
+from shmbridge.counters import COUNTERS
+from shmbridge.watch.exporter import Sample
 
 _OF_BRIDGE = "bridge_"  # the consumer's counters in a gateway's, if it is the hub
 # Those that observers do not see; the names of all others of the consumer are theirs.

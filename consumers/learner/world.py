@@ -13,9 +13,9 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shmbridge.cli.base import tell
 from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner.types import Refusal
-from shmbridge.program import tell
 
 Value = TypeVar("Value")  # JSON-serialisable
 

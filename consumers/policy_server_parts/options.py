@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from shmbridge.cli.base import Parser, add_host_name, amount, bridge_name, whole
 from shmbridge.config import parse_port
-from shmbridge.parser import Parser, add_host_name, amount, bridge_name, whole
 
 _EXAMPLES = """\
 examples:

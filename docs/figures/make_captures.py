@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from shmbridge.tui.top import Top
 from shmbridge.watch.snapshot import look
+from shmbridge.watch.top import Top
 
 HERE = Path(__file__).parent
 TEXT = """Q: a train goes 60 km an hour for 3 hours. How far? A: Per hour it goes 60 km.

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shmbridge.parser import Parser, bridge_name, size, whole
+from shmbridge.cli.base import Parser, bridge_name, size, whole
 
 _EXAMPLES = """\
 examples:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from shmbridge import ShmBridgeError
-from shmbridge.parser import Parser
+from shmbridge.cli.base import Parser, refuse, run_program
 from shmbridge.producers.gem.game import GemGame
 from shmbridge.producers.gem.registration import NAME, register
 from shmbridge.producers.rollout import (
@@ -22,7 +22,6 @@ from shmbridge.producers.rollout import (
     orderly_sigterm,
     rollout_of,
 )
-from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.gem"
 EXAMPLES = """\

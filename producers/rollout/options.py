@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shmbridge.parser import Parser, bridge_name, size
+from shmbridge.cli.base import Parser, bridge_name, size
 from shmbridge.producers.rollout.apis import APIS
 from shmbridge.producers.rollout.rollout import Rollout
 from shmbridge.producers.rollout.sampling import Sampling

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from shmbridge import ShmBridgeError
-from shmbridge.parser import Parser
+from shmbridge.cli.base import Parser, refuse, run_program
 from shmbridge.producers.rollout import (
     EXIT_CODE,
     NothingCame,
@@ -31,7 +31,6 @@ from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
 from shmbridge.producers.skyrl_gym.play import Make, SkyRLPlay
 from shmbridge.producers.skyrl_gym.tasks import SkyRLTask, SkyRLTasks
 from shmbridge.producers.skyrl_gym.traces import THINK, TagPair
-from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.skyrl_gym"
 EXAMPLES = """\

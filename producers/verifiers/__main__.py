@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from shmbridge import ShmBridgeError
-from shmbridge.extras import is_of, refuse_missing
+from shmbridge.cli.base import is_of, refuse, refuse_missing, run_program
 from shmbridge.producers.rollout import (
     EXIT_CODE,
     NothingCame,
@@ -23,7 +23,6 @@ from shmbridge.producers.rollout import (
 )
 from shmbridge.producers.verifiers.options import config_of, parse, settings
 from shmbridge.producers.verifiers.rollout import VerifiersRollout
-from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.verifiers"
 

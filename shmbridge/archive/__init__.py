@@ -4,4 +4,4 @@ A recorder writes parts into a folder, as a tap of a hub or from an observer. do
 the columns.
 """
 
-__all__ = ["export", "observing", "reading", "recorder", "set_aside"]
+__all__ = ["folder", "recorder", "set_aside"]

@@ -1,4 +1,7 @@
-"""The `shmbridge` command: one file per command, each with `prepare_parser` and `run`."""
+"""The `shmbridge` command, and in `base` and `log` what all programs of ours share.
+
+It starts other rooms' commands and programs by name, and imports none of them.
+"""
 
 import difflib
 import errno
@@ -9,37 +12,15 @@ import sys
 from importlib import import_module
 
 from shmbridge import __version__
-from shmbridge.cli.commands import COMMANDS, Entry, help_text, module_of, parser_of
-from shmbridge.cli.no_bridge import refuse_unknown_bridge
+from shmbridge.cli.base import call_as, is_of, refuse, refuse_missing, refuse_unknown_bridge
+from shmbridge.cli.commands import COMMANDS, Entry, command_of, help_text, parser_of
 from shmbridge.errors import BadBridgeName, ShmBridgeError
-from shmbridge.extras import is_of, refuse_missing
-from shmbridge.program import call_as, refuse
 
 NO_BRIDGE = 3  # exit code
-# Words that people try -> the command.
-_ALSO = {
-    "learner": "train",
-    "learn": "train",
-    "grpo": "train",
-    "server": "serve",
-    "environment": "env",
-    "atropos": "env",
-    "list": "inspect",
-    "status": "inspect",
-    "ls": "inspect",
-    "ps": "inspect",
-    "watch": "top",
-    "run": "launch",
-    "up": "launch",
-    "log": "logs",
-    "rm": "clean",
-    "check": "doctor",
-    "benchmark": "bench",
-}
 
 
 class _Unneeded:
-    """A finder of modules that says of some packages that they are not installed."""
+    """A module finder that hides some installed packages."""
 
     def __init__(self, packages: tuple[str, ...]) -> None:
         self._packages = packages
@@ -61,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _run(words)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # `| head`: nobody reads on, not even what the interpreter flushes at its end
+    except BrokenPipeError:  # `| head`: the reader has gone, also for what the interpreter flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -92,7 +73,7 @@ def _run(words: list[str]) -> int:
     if not rest[:1] or rest[0].startswith("-"):  # behind a script stand words of its own
         entry = next((other for flag, other in entry.instead.items() if _is_flagged(flag, rest)), entry)
     try:
-        return _run_program(name, entry, rest) if entry.program else _run_command(name, entry, rest)
+        return _run_program(name, entry, rest) if entry.options else _run_command(name, entry, rest)
     except BadBridgeName as error:
         refuse(f"shmbridge {name}", error)
         return 2
@@ -115,7 +96,7 @@ def _run_command(name: str, entry: Entry, words: list[str]) -> int:
     bridge = arguments.bridge if entry.on_a_bridge else None
     if bridge is not None and refuse_unknown_bridge(f"shmbridge {name}", bridge):
         return NO_BRIDGE
-    return module_of(name).run(arguments)
+    return command_of(name).run(arguments)
 
 
 def _run_program(name: str, entry: Entry, words: list[str]) -> int:
@@ -129,7 +110,7 @@ def _run_program(name: str, entry: Entry, words: list[str]) -> int:
         sys.argv = [f"shmbridge {name}", *words]
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd()
-        runpy.run_module(entry.program, run_name="__main__", alter_sys=True)
+        runpy.run_module(entry.module, run_name="__main__", alter_sys=True)
     finally:
         call_as("")
     return 0
@@ -142,7 +123,7 @@ def _unknown(word: str) -> int:
         hint = f"did you mean {near[0]}?" if near else f"flags follow the command: shmbridge COMMAND {word}"
         refuse("shmbridge", f"no command before {word}", hint)
         return 2
-    known = {each: each for each in COMMANDS} | {"help": "--help", "version": "--version"} | _ALSO
+    known = {each: each for each in COMMANDS} | {"help": "--help", "version": "--version"}
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     hint = f"did you mean {known[near[0]]}?" if near else "shmbridge --help lists all"
     refuse("shmbridge", f"no command {word!r}", hint)

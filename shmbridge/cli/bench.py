@@ -14,33 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shmbridge
-from shmbridge.parser import Parser
-from shmbridge.program import refuse
+from shmbridge.cli.base import Command, Parser, refuse
 
 if TYPE_CHECKING:
     from shmbridge.bench.contract import Plan
     from shmbridge.bench.figures import Figures
 
-HELP = "measure the ring on this host, beside the memcpy limit and the transports that are installed"
-EXAMPLES = """examples:
-  shmbridge bench --quick            a look, within a minute
-  shmbridge bench                    longer rounds, all peers; some minutes
-  shmbridge bench --only ring,limit  the ring alone
-  shmbridge bench --plot bench.svg   and a picture (needs matplotlib)
-  shmbridge bench --json             for programs
-
-Each contender moves the same groups through 64 MiB in flight, one process per side, each on a core; the
-reader reads every byte. `of limit` is the ratio to a C twin of memcpy and a flag, measured in turn with it.
-Other load on the host shows as a wide range: run it again.
-
-exit codes: 0 measured; 2 wrong arguments; 3 nothing could be measured"""
 SLOW_TO_START = ("ray_actor", "transfer_queue_store")  # not measured with --quick
 QUICK_AT_ONE_SIZE = ("mp_queue", "torch_queue")  # --quick measures them with the middle size only
 LONG_S, QUICK_S = 0.4, 0.08  # length of a round
 
 
-def prepare_parser(parser: Parser) -> None:
-    """Adds the arguments of `bench`."""
+def _bench_arguments(parser: Parser) -> None:
     parser.add_argument("--quick", action="store_true", help="short rounds, and only what starts quickly")
     parser.add_argument(
         "--only",
@@ -54,19 +39,19 @@ def prepare_parser(parser: Parser) -> None:
     parser.add_argument("--lengths", help=argparse.SUPPRESS)  # of trajectories
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _bench(arguments: argparse.Namespace) -> int:
     """Measures, and prints a table per size, or JSON.
 
     Ended by SIGTERM, it cleans up as on an interrupt.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(arguments)
+        return _measured(arguments)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _measured(arguments: argparse.Namespace) -> int:
     from shmbridge.bench import baselines, machine
     from shmbridge.bench.figures import measure
 
@@ -101,14 +86,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot and rows:
         _plot(rows, arguments.plot)
     if arguments.json:
-        said = {
+        about_run = {
             "machine": about,
             "quick": arguments.quick,
             "took_s": round(took, 1),
             "not_installed": absent,
             "left_out": skipped,
         }
-        print(json.dumps(said | {"rows": rows}))
+        print(json.dumps(about_run | {"rows": rows}))
     else:
         print(_footer(absent, skipped, took))
     return 0 if rows else 3
@@ -182,7 +167,7 @@ def _header(about: dict[str, Any]) -> str:
         f"producer on core {cores['producers'][0]}, consumer on {cores['consumer']}",
     ]
     if cores["consumer"] in cores["producers"]:
-        lines.append("one core for everybody: these figures say little")
+        lines.append("both sides share one core: these figures mean little")
     return "\n".join(lines)
 
 
@@ -203,3 +188,22 @@ def _plot(rows: "list[Figures]", path: Path) -> None:
 
     labels = {name: _name(name) for name in baselines.CONTENDERS}
     plots.throughput([row for row in rows if row["form"] == "arrays"], labels, path, note="64 MiB in flight")
+
+
+BENCH = Command(
+    "measure the ring on this host, beside the memcpy limit and the transports that are installed",
+    """examples:
+  shmbridge bench --quick            a look, within a minute
+  shmbridge bench                    longer rounds, all peers; some minutes
+  shmbridge bench --only ring,limit  the ring alone
+  shmbridge bench --plot bench.svg   and a picture (needs matplotlib)
+  shmbridge bench --json             for programs
+
+Each contender moves the same groups through 64 MiB in flight, one process per side, each on a core; the
+reader reads every byte. `of limit` is the ratio to a C twin of memcpy and a flag, measured in turn with it.
+Other load on the host shows as a wide range: run it again.
+
+exit codes: 0 measured; 2 wrong arguments; 3 nothing could be measured""",
+    _bench_arguments,
+    _bench,
+)

@@ -5,22 +5,9 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
+from pathlib import Path
 
-from shmbridge.parser import Parser
-
-
-class Command(Protocol):
-    """The interface of a command's module."""
-
-    HELP: str
-    EXAMPLES: str
-
-    def prepare_parser(self, parser: Parser) -> None:
-        """Adds the command's own arguments."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Runs the command; returns the exit code."""
+from shmbridge.cli.base import Command, Parser, bridge_name, require
 
 
 @dataclass(frozen=True)
@@ -29,7 +16,8 @@ class Entry:
 
     Attributes:
         help: a few words.
-        program: of producers or consumers, run as `python -m` would; "" for a command of `cli`.
+        module: has its `Command` by the command's name in capitals; with `options`, a program of producers or
+            consumers that is run as `python -m` would.
         options: the module that has this program's parser.
         extras: those of pyproject.toml that it needs.
         on_a_bridge: whether its BRIDGE has to exist.
@@ -38,7 +26,7 @@ class Entry:
     """
 
     help: str
-    program: str = ""
+    module: str
     options: str = ""
     extras: tuple[str, ...] = ()
     on_a_bridge: bool = False
@@ -48,8 +36,12 @@ class Entry:
 
 GROUPS: dict[str, dict[str, Entry]] = {
     "start": {
-        "demo": Entry("a small model learns, here and now", extras=("atropos", "learner")),
-        "launch": Entry("a whole run from one YAML file", extras=("launch", "learner")),
+        "demo": Entry(
+            "a small model learns, here and now", "shmbridge.demo.command", extras=("atropos", "learner")
+        ),
+        "launch": Entry(
+            "a whole run from one YAML file", "shmbridge.launch.command", extras=("launch", "learner")
+        ),
         "train": Entry(
             "the GRPO learner",
             "shmbridge.consumers.grpo",
@@ -76,34 +68,42 @@ GROUPS: dict[str, dict[str, Entry]] = {
                 )
             },
         ),
-        "gateway": Entry("the Atropos HTTP API over a bridge", extras=("gateway",)),
-        "relay": Entry("a bridge over more than one node", extras=("ray",)),
+        "gateway": Entry("the Atropos HTTP API over a bridge", "shmbridge.cli.remote", extras=("gateway",)),
+        "relay": Entry("a bridge over more than one node", "shmbridge.cli.remote", extras=("ray",)),
     },
     "watch": {
-        "top": Entry("a bridge, live", extras=("tui", "ray"), on_a_bridge=True),
-        "inspect": Entry("what each bridge does, and what is wrong with it", on_a_bridge=True),
-        "tail": Entry("records as they come", on_a_bridge=True),
-        "logs": Entry("what the processes of a launch have logged"),
-        "report": Entry("finished runs of the learner, as a page", extras=("learner",)),
+        "top": Entry("a bridge, live", "shmbridge.cli.watching", extras=("tui", "ray"), on_a_bridge=True),
+        "inspect": Entry(
+            "what each bridge does, and what is wrong with it", "shmbridge.cli.bridges", on_a_bridge=True
+        ),
+        "tail": Entry("records as they come", "shmbridge.cli.watching", on_a_bridge=True),
+        "logs": Entry("what the processes of a launch have logged", "shmbridge.launch.command"),
+        "report": Entry(
+            "finished runs of the learner, as a page", "shmbridge.cli.report", extras=("learner",)
+        ),
     },
     "keep": {
-        "record": Entry("write a bridge's records into files", unneeded=("pandas",)),
-        "replay": Entry("put recorded files into a bridge again"),
-        "export": Entry("copy recorded files into one"),
+        "record": Entry(
+            "write a bridge's records into files", "shmbridge.cli.recordings", unneeded=("pandas",)
+        ),
+        "replay": Entry("put recorded files into a bridge again", "shmbridge.cli.recordings"),
+        "export": Entry("copy recorded files into one", "shmbridge.cli.recordings"),
     },
-    "mend": {
-        "doctor": Entry("check this host"),
-        "clean": Entry("remove what dead processes left in memory"),
-        "bench": Entry("measure this host"),
-        "completion": Entry("print the completion of bash, zsh or fish"),
+    "host": {
+        "doctor": Entry("check this host", "shmbridge.cli.doctor"),
+        "clean": Entry("remove what dead processes left in memory", "shmbridge.cli.bridges"),
+        "bench": Entry("measure this host", "shmbridge.cli.bench"),
+        "completion": Entry(
+            "print the completion of bash, zsh or fish", "shmbridge.cli.commands", extras=("completion",)
+        ),
     },
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
-def module_of(name: str) -> Command:
-    """Imports and returns the module of a command of `cli`."""
-    command: Command = import_module(f"shmbridge.cli.{name}")
+def command_of(name: str) -> Command:
+    """Imports and returns a command that is not a program of its own."""
+    command: Command = getattr(import_module(COMMANDS[name].module), name.upper())
     return command
 
 
@@ -113,11 +113,11 @@ def parser_of(name: str) -> Parser:
     if entry.options:
         parser: Parser = import_module(entry.options).parser(f"shmbridge {name}")
         return parser
-    command = module_of(name)
-    parser = Parser(f"shmbridge {name}", description=command.HELP, examples=command.EXAMPLES)
+    command = command_of(name)
+    parser = Parser(f"shmbridge {name}", description=command.help, examples=command.examples)
     if name != "completion":
         parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    command.prepare_parser(parser)
+    command.prepare(parser)
     return parser
 
 
@@ -132,3 +132,60 @@ def help_text(columns: int) -> str:
             )
     ends = ["shmbridge COMMAND --help: its flags, examples and exit codes; --version"]
     return "\n".join([*lines, "", *ends])
+
+
+# At Tab the shell itself looks up the names of bridges, in /dev/shm.
+_BRIDGES = """_shmbridge_bridges() {
+  local -a names=($(for f in /dev/shm/shmbridge.*.*; do
+    [ -e "$f" ] || continue; f=${f#/dev/shm/shmbridge.}; echo "${f%%.*}"; done | sort -u))
+  %s
+}"""
+_PREAMBLES = {
+    "bash": _BRIDGES % 'compgen -W "${names[*]}" -- "$1"',
+    "zsh": _BRIDGES % "compadd -a names",
+    "fish": """function __shmbridge_bridges
+    for f in /dev/shm/shmbridge.*.*
+        string replace -r '^/dev/shm/shmbridge\\.([^.]*)\\..*' '$1' $f
+    end | sort -u
+end""",
+}
+_OF_BRIDGES = {"bash": "_shmbridge_bridges", "zsh": "_shmbridge_bridges", "fish": "(__shmbridge_bridges)"}
+_FILES = ("DIR", "FILE", "PATH", "SCRIPT", "RUN_DIR", "CONFIG", "DIR_OR_ID", "FILE.yaml", "...")
+
+
+def _completion_arguments(parser: Parser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    """Prints the script, which shtab makes of the parsers."""
+    require("completion")
+    import shtab
+
+    whole = argparse.ArgumentParser("shmbridge", allow_abbrev=False)
+    whole.add_argument("--version", action="store_true", help="print the version")
+    commands = whole.add_subparsers()
+    for name, entry in COMMANDS.items():
+        parser = commands.add_parser(name, help=entry.help, parents=[parser_of(name)], add_help=False)
+        for action in parser._actions:
+            if action.type is bridge_name or action.dest == "bridge":
+                action.complete = _OF_BRIDGES  # type: ignore[attr-defined]
+            elif action.type is Path or action.metavar in _FILES:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(whole, arguments.shell, preamble=_PREAMBLES[arguments.shell]))
+    return 0
+
+
+COMPLETION = Command(
+    "print a script that completes commands, flags, files and names of bridges at Tab",
+    """examples:
+  source <(shmbridge completion bash)                                  in ~/.bashrc
+  source <(shmbridge completion zsh)                                   in ~/.zshrc, after compinit
+  shmbridge completion fish > ~/.config/fish/completions/shmbridge.fish
+
+It needs shtab: pip install "shmbridge[completion]".
+
+exit codes: 0 printed; 1 shtab is not installed; 2 wrong arguments""",
+    _completion_arguments,
+    _completion,
+)

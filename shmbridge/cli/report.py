@@ -6,22 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from shmbridge.parser import Parser
-from shmbridge.program import refuse
-
-HELP = "summarise runs of the learner, and make one HTML page: curves, lanes, groups with their tokens"
-EXAMPLES = """examples:
-  shmbridge report runs/run1                       a summary, and the page runs/run1/report.html
-  shmbridge report runs/a runs/b --out compare     two runs in one page, compare/report.html
-  shmbridge report runs/run1 --format none         the summary alone
-  shmbridge report runs/run1 --format svg          the curves as a picture; needs matplotlib
-  shmbridge report runs/run1 --json                for programs
-
-exit codes: 0 done; 1 no metrics in a folder, or no page or picture (the summary is printed all the same)"""
+from shmbridge.cli.base import Command, Parser, refuse
 
 
-def prepare_parser(parser: Parser) -> None:
-    """Adds the arguments of `report`."""
+def _report_arguments(parser: Parser) -> None:
     parser.add_argument(
         "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with the metrics.jsonl of a run"
     )
@@ -34,7 +22,7 @@ def prepare_parser(parser: Parser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     """Prints a summary per run, and writes them all into one page or picture."""
     from shmbridge.consumers.learner.report.page import page_run, write_page
     from shmbridge.consumers.learner.report.plot import MatplotlibMissing, plot
@@ -73,3 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
     if wrong:
         refuse("shmbridge report", wrong)
     return 1 if wrong else 0
+
+
+REPORT = Command(
+    "summarise runs of the learner, and make one HTML page: curves, lanes, groups with their tokens",
+    """examples:
+  shmbridge report runs/run1                       a summary, and the page runs/run1/report.html
+  shmbridge report runs/a runs/b --out compare     two runs in one page, compare/report.html
+  shmbridge report runs/run1 --format none         the summary alone
+  shmbridge report runs/run1 --format svg          the curves as a picture; needs matplotlib
+  shmbridge report runs/run1 --json                for programs
+
+exit codes: 0 done; 1 no metrics in a folder, or no page or picture (the summary is printed all the same)""",
+    _report_arguments,
+    _report,
+)

@@ -1,6 +1,3 @@
-"""`shmbridge launch`, a training run as one command; and `shmbridge demo`, a launch of `demo.yaml` in here.
+"""`shmbridge launch`: a training run as one command, started by `cli` by name. The demo uses the guardian."""
 
-`environments/` has the demo's two Atropos environments, ordinary scripts that import nothing of shmbridge.
-"""
-
-__all__ = ["config", "demo", "logs", "plan", "supervisor"]
+__all__ = ["guardian"]

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
+from shmbridge.cli.base import none_of
 from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import BadConfig, ShmBridgeError
-from shmbridge.parser import Parser, none_of
+from shmbridge.launch.flags import Options, Variables, handed_on
 from shmbridge.shown import kind_of
 from shmbridge.wrong_value import Written, listed, plain, read_yaml, wrong_value
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from shmbridge.log_format import stamp_of
+from shmbridge.cli.log import stamp_of
 
 _LOOK_S = 0.2
 

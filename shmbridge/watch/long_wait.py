@@ -15,41 +15,42 @@ _NUMBER = re.compile(r"\d[\d.]*")
 class LongWait:
     """Logs what the waits of one consumer or rank are for; `look` is called about twice a second.
 
-    A wait shorter than `diagnosis.LONG_S` is not logged. One that begins within a minute of the last line is
-    logged only if there is something else to say. One thread at a time.
+    A wait shorter than `LONG_S` is not logged. One that begins within a minute of the last line is
+    logged only if its line is another one. One thread at a time.
 
     Args:
         bridge: name of the bridge.
-        who: who waits, in front of the line; "": the line itself says it.
+        who: who waits, in front of the line; "": the bridge alone.
     """
 
     def __init__(self, bridge: str, who: str = "") -> None:
         self._bridge, self._who = bridge, who or f"bridge {bridge!r}"
         self._since_s: float | None = None  # of the wait that was looked at last
         self._next_s = 0.0
-        self._last = ""  # what was said, without numbers
+        self._last = ""  # the last line, without numbers
 
     def look(self, since_s: float | None, otherwise: Callable[[], str] = str) -> bool:
         """Logs a warning if one is due; returns whether one is due within the next second. Never blocks.
 
         Args:
-            since_s: when the wait began, by time.monotonic(); None: nobody waits.
+            since_s: when the wait began, by time.monotonic(); None: nothing waits.
             otherwise: returns what is waited for where nothing is wrong with the bridge; "": nothing is
                 logged.
         """
         if since_s is None:
             return False
         # Both are imported seconds before the first line is due, so that it is in time.
-        from shmbridge.watch import diagnosis, text
+        from shmbridge.watch.diagnosis import LONG_S
+        from shmbridge.watch.text import trouble
 
         now_s = time.monotonic()
-        if (left_s := since_s + diagnosis.LONG_S - now_s) > 0:
+        if (left_s := since_s + LONG_S - now_s) > 0:
             return left_s < _SOON_S
         is_new, self._since_s = since_s != self._since_s, since_s
         if not is_new and now_s < self._next_s:
             return False
         try:
-            line = text.trouble(self._bridge) or otherwise()
+            line = trouble(self._bridge) or otherwise()
         except Exception as wrong:  # whatever it is, the wait itself goes on
             line = f"what is waited for cannot be seen: {wrong}"
         without_numbers = _NUMBER.sub("", line)

@@ -2,9 +2,15 @@
 
 An observer attaches read-only, takes nothing away and holds nothing back. So it may be too late: a record
 that was released before its copy was whole is counted in `missed`, never half shown. A lane that was removed
-before it could be opened is counted in `missed_lanes`; how many records it had nobody can tell.
+before it could be opened is counted in `missed_lanes`; the count of its records is unknown.
 """
 
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+import threading
 import time
 from typing import Self
 
@@ -14,11 +20,76 @@ from shmbridge.config import check_bridge_name, deadline_of
 from shmbridge.errors import ShmBridgeError
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
-from shmbridge.segments import lane_names, open_mapping
-from shmbridge.watch.arrivals import Arrivals
+from shmbridge.segments import segment
 
+_CREATED, _TOO_MANY = 0x100, 0x4000  # IN_CREATE, IN_Q_OVERFLOW
+_HEAD = struct.Struct("iIII")  # struct inotify_event without its name
+_READ_BYTES = 1 << 16
+_NICEST = 19
 _LOOK_FOR_LANES_S = 0.1
 _SHORTEST_S, _LONGEST_S = 0.001, 0.02
+
+
+class Arrivals:
+    """Notes each lane of a bridge from now on; costs its producers nothing but a note at their start.
+
+    Where the kernel has no inotify, or no more of it for this user, it notes nothing: see `is_complete`.
+    """
+
+    def __init__(self, bridge: str) -> None:
+        self._prefix = segment.control_name(check_bridge_name(bridge))[1:].removesuffix("c") + "l."
+        self.is_complete = False  # whether every lane since the beginning was noted
+        self._fd = -1
+        libc = ctypes.CDLL(None, use_errno=True)
+        with contextlib.suppress(AttributeError):
+            self._fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            watch = libc.inotify_add_watch(self._fd, os.fsencode(segment.MOUNT), _CREATED)
+            self.is_complete = self._fd >= 0 and watch >= 0
+
+    def take(self) -> set[str]:
+        """Returns the names of lanes that were created since the last call. Never blocks."""
+        found: set[str] = set()
+        while self._fd >= 0:
+            try:
+                events = os.read(self._fd, _READ_BYTES)
+            except OSError as wrong:
+                if wrong.errno not in (errno.EAGAIN, errno.EINTR):
+                    self.is_complete = False
+                break
+            found |= self._lanes(events)
+        return found
+
+    def close(self) -> None:
+        """Ends the notes. Never blocks."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _lanes(self, events: bytes) -> set[str]:
+        found, at = set(), 0
+        while at < len(events):
+            _, mask, _, length = _HEAD.unpack_from(events, at)
+            name = events[at + _HEAD.size : at + _HEAD.size + length].rstrip(b"\0")
+            at += _HEAD.size + length
+            if mask & _TOO_MANY:
+                self.is_complete = False
+            elif (text := os.fsdecode(name)).startswith(self._prefix):
+                found.add(f"/{text}")
+        return found
+
+
+def give_way() -> None:
+    """Makes this thread, and those that it starts, as nice as the kernel allows. Never blocks.
+
+    Beside one thread that is always busy it gets 1.5 % of a core; unlike an idle thread it always gets that.
+    For good: an ordinary user may not take it back. Between sessions (autogroups), and between containers
+    with CPU shares of their own, the kernel shares cores as before.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICEST)
 
 
 class Observer:
@@ -84,7 +155,7 @@ class Observer:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until a record comes, at most `timeout_s` seconds (None: for ever); returns whether one did.
 
-        Looks every 20 ms: nobody has to wake an observer.
+        Looks every 20 ms: other processes need not wake an observer.
         """
         deadline, pause_s = deadline_of(timeout_s), _SHORTEST_S
         while True:
@@ -142,17 +213,17 @@ class Observer:
     def _open(self, name: str) -> None:
         """Opens a lane; one that is not ready yet is looked at again, one that cannot be read is noted."""
         try:
-            mapping = open_mapping(name, readonly=True, minimum=header.control_bytes)
-            said = None if mapping is None else header.read_lane(mapping)
-            if mapping is None or said is None:
+            mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
+            about = None if mapping is None else header.read_lane(mapping)
+            if mapping is None or about is None:
                 return
-            if said["layout_version"] != header.layout_version:
+            if about["layout_version"] != header.layout_version:
                 self.unreadable[name] = (
-                    f"layout version {said['layout_version']}, this build has {header.layout_version}"
+                    f"layout version {about['layout_version']}, this build has {header.layout_version}"
                 )
                 return
             lane = LaneObserver(mapping, None)
-            Lane.of(said, Columns.decode(said["columns"]), name).describe_to(lane, said["columns"])
+            Lane.of(about, Columns.decode(about["columns"]), name).describe_to(lane, about["columns"])
         except (OSError, ShmBridgeError, header.LaneCorrupt) as wrong:
             self.unreadable[name] = str(wrong)
             if isinstance(wrong, OSError):  # no descriptor or no memory left: it may pass
@@ -163,4 +234,4 @@ class Observer:
         self._lanes[name] = lane
         self._again.discard(name)
         self.unreadable.pop(name, None)
-        self.environments.add(said["env_name"])
+        self.environments.add(about["env_name"])

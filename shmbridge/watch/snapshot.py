@@ -1,6 +1,6 @@
 """One look at a bridge from outside: its consumer, its lanes, their processes, the room on the mount.
 
-`look(bridge)` reads words that their owners keep for themselves, so it disturbs nobody. Each word is true
+`look(bridge)` reads words that their owners keep for themselves, so it disturbs no process. Each word is true
 when it is read; together they are of moments some microseconds apart.
 """
 
@@ -8,22 +8,45 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 
 from shmbridge._ext import header
 from shmbridge.config import check_bridge_name
-from shmbridge.errors import Discard, Drop, Lost, ShmBridgeError
-from shmbridge.segments import (
-    MOUNT,
-    LockByte,
-    bridge_names,
-    control_name,
-    is_locked,
-    lane_names,
-    open_mapping,
-)
-from shmbridge.watch.processes import State, state_of
+from shmbridge.errors import ShmBridgeError
+from shmbridge.segments import locks, segment
+from shmbridge.segments.discard_reasons import Discard, Drop, Lost
+from shmbridge.segments.locks import LockByte
 
 _UNREADABLE = (OSError, ShmBridgeError, header.LaneCorrupt)
+
+
+class State(StrEnum):
+    """The state of a process, as far as it can be seen from here."""
+
+    RUNNING = "running"  # also asleep
+    STOPPED = "stopped"  # by a signal or a debugger
+    DEAD = "dead"
+    UNKNOWN = "unknown"  # its pid means nothing here
+
+
+def state_of(pid: int, namespace: int, *, alive: bool) -> State:
+    """Returns the state of a process. Never blocks.
+
+    Args:
+        pid: in its own pid namespace.
+        namespace: that namespace, as `locks.pid_namespace`.
+        alive: whether the kernel lock of its lane or hub is held; this alone proves life.
+    """
+    if not alive:
+        return State.DEAD
+    if not locks.is_own_namespace(namespace):
+        return State.UNKNOWN
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return State.UNKNOWN  # the lock is held by another process than the one that took it
+    return State.STOPPED if letter in "Tt" else State.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +81,7 @@ class LaneLook:
     quarantined: bool
     origin_node: str = ""  # from which a relay brings its records; "": from none
     untaken: int = 0  # committed records that no consumer has taken yet
-    logprobs_unrecorded: int = 0  # log-probabilities that say "not recorded", also of untrained tokens
+    logprobs_unrecorded: int = 0  # log-probabilities marked "not recorded", also of untrained tokens
     episodes_lost: dict[str, int] = field(default_factory=dict)  # by reason: in no record
 
     @property
@@ -84,10 +107,10 @@ class ConsumerLook:
     pid: int
     state: State
     handed_age_s: float | None  # since it handed a batch out
-    asking_s: float | None  # since when somebody waits for a batch or record; None: nobody does
+    asking_s: float | None  # since when a caller waits for a batch or record; None: none does
     paused: bool
     draining: bool
-    batch_wait_s: float  # since it began, somebody waited for a batch or record so long, also now
+    batch_wait_s: float  # since it began, callers waited for a batch or record so long, also now
     tap_wait_s: float  # since it began, a tap that records kept it waiting so long
     latency_counts: list[int]  # since it began, records by the time from commit to hand-out: LATENCY_BOUNDS_S
     latency_s: float  # the sum of those times
@@ -217,22 +240,22 @@ def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
 
 def _lane(name: str, now_ns: int) -> LaneLook | None:
     """Returns None for a lane that is gone or not ready. Raises one of _UNREADABLE."""
-    mapping = open_mapping(name, readonly=True)
-    said = None if mapping is None else header.read_lane(mapping)
-    if mapping is None or said is None:
+    mapping = segment.open_mapping(name, readonly=True)
+    about = None if mapping is None else header.read_lane(mapping)
+    if mapping is None or about is None:
         return None
-    _check_layout(said["layout_version"])
+    _check_layout(about["layout_version"])
     load, words = header.load(mapping), header.lane_counters(mapping)
     discarded = words["discarded"]
     released = max(words["released"] - sum(discarded), 0)
     discarded[Discard.CORRUPT] += words["quarantined"]
-    alive = is_locked(mapping.fd, LockByte.PRODUCER)
-    state = state_of(said["pid"], said["pid_namespace"], alive=alive)
+    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    state = state_of(about["pid"], about["pid_namespace"], alive=alive)
     return LaneLook(
         name,
-        said["producer_id"],
-        said["env_name"],
-        said["pid"],
+        about["producer_id"],
+        about["env_name"],
+        about["pid"],
         state,
         is_locked(mapping.fd, LockByte.READER),
         words["tail"],
@@ -242,7 +265,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         load["held"],
         load["held_bytes"],
         load["data_bytes"],
-        said["segment_bytes"],
+        about["segment_bytes"],
         load["slot_count"],
         _age(load["newest_ns"], now_ns),
         _age(load["oldest_ns"], now_ns),
@@ -253,7 +276,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
         {reason.name.lower(): discarded[reason] for reason in Discard},
         words["leases_dropped"],
         bool(words["quarantined"]),
-        said["origin_node"],
+        about["origin_node"],
         max(words["tail"] - words["head"], 0),
         words["logprobs_unrecorded"],
         {reason.name.lower(): words["episodes_lost"][reason] for reason in Lost},

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from shmbridge.cli.base import refuse
+from shmbridge.cli.log import LogFormat, StampedLines, lines, stamp_of
 from shmbridge.errors import LaneFull
-from shmbridge.log_format import LogFormat, StampedLines, lines, stamp_of
-from shmbridge.program import refuse
 
 
 def test_each_line_has_time_level_and_role() -> None:
@@ -78,7 +78,7 @@ def test_a_line_that_has_a_stamp_gets_no_second_one() -> None:
 
 PROGRAM = """
 import logging, sys, warnings
-from shmbridge.program import refuse, run_program, tell
+from shmbridge.cli.base import refuse, run_program, tell
 def main():
     print("a result")
     tell("prog", "told")

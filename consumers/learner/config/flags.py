@@ -9,11 +9,11 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, get_args
 
+from shmbridge.cli.base import Parser
 from shmbridge.consumers.learner.config.file import BadConfigFile, read
 from shmbridge.consumers.learner.config.option import Option, described
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
-from shmbridge.errors import shown
-from shmbridge.parser import Parser
+from shmbridge.shown import shown
 
 _EXAMPLES = """\
 examples:

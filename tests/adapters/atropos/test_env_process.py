@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.log_format import stamp_of
+from shmbridge.cli.log import stamp_of
 from shmbridge.testing import json_lines
 
 # Several processes start and learn in one test: the timeout for hangs is longer than elsewhere.

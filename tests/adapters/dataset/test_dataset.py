@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.dataset import BridgeDataset, TooManyWorkers
 from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.consumers.trajectories import UnfitRow

@@ -12,7 +12,7 @@ from itertools import permutations
 import pytest
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.feed import Drained, Feed
 
 LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:22222"

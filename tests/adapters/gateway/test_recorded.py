@@ -6,7 +6,7 @@ import pytest
 from gateway_clients import group
 
 from shmbridge import Producer
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 
 
 @pytest.mark.parametrize("compat", ["default", "strict"])

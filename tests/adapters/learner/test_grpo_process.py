@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.producers.replay import replay
 from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader

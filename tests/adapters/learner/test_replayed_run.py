@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers import grpo
 from shmbridge.consumers.learner.checkpoint import checkpoint
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 import shmbridge
-from shmbridge.archive import parts
+from shmbridge.archive import folder as parts
 from tests.faults.hostile import recordings
 
 _ENDS = 16 << 10

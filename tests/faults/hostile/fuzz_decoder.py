@@ -29,10 +29,10 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 import shmbridge
-from shmbridge.archive import layout, reading
-from shmbridge.archive.encode import flat_record
-from shmbridge.put import LaneOrigin, RelayedRecord
-from shmbridge.record import memory_of, table_of
+from shmbridge.archive import folder, format
+from shmbridge.archive.recorder import flat_record
+from shmbridge.put.relayed import LaneOrigin, RelayedRecord
+from shmbridge.record.relayed import memory_of, table_of
 from shmbridge.relay import wire
 from tests.faults.hostile import recordings
 from tests.faults.hostile.lies import lies_in_odd
@@ -65,7 +65,7 @@ class Target:
         self.producer = shmbridge.Producer(self.name, "env", "1M", **options)
         self.origin = LaneOrigin("env-1", "p-0123456789abcdef")
         self.relay = shmbridge.Producer(self.name, "env", "1M", origin=self.origin, **options)
-        self.layout = layout.Layout(self.producer.columns)
+        self.layout = format.Layout(self.producer.columns)
         wire._check_of = lambda record: 0  # else no changed record would come through
         self.wanted: dict[int, list[Any]] = {}  # what parts with checksums hold
         for kind, raw in enumerate(inputs[: len(FORMATS) * 2]):
@@ -100,7 +100,7 @@ class Target:
         path.write_bytes(raw)
         wanted = self.wanted.get(kind)
         try:
-            for number, record in enumerate(reading.read_archive(self.part)):
+            for number, record in enumerate(folder.read_archive(self.part)):
                 if wanted is not None:
                     assert recordings.content(record) == wanted[number], "a record has changed"
                 versions = record.min_policy_version, record.max_policy_version
@@ -116,12 +116,12 @@ class Target:
             ("advantages", "score", "messages", "distill_token_ids", "reward_components"), "values"
         )
         try:
-            arrays = reading._odd(raw, said, self.layout)
+            arrays = folder._odd(raw, said, self.layout)
         except msgspec.MsgspecError:  # which its caller turns into InvalidRecord
             return
-        columns = {name: reading.flat_of(self.layout.columns[name], array) for name, array in arrays.items()}
-        tokens = reading.flat_of(self.layout.columns["tokens"], pa.array([[1, 2], [3]], pa.list_(pa.int32())))
-        group = reading.RecordedGroup(self.layout.columns, {"tokens": tokens, **columns}, uneven=True)
+        columns = {name: folder.flat_of(self.layout.columns[name], array) for name, array in arrays.items()}
+        tokens = folder.flat_of(self.layout.columns["tokens"], pa.array([[1, 2], [3]], pa.list_(pa.int32())))
+        group = folder.RecordedGroup(self.layout.columns, {"tokens": tokens, **columns}, uneven=True)
         self.producer.put(group, group_id="odd")
 
     def _parcel(self, raw: bytes) -> None:

@@ -69,8 +69,7 @@ def environments(bridge: str, folder: Path) -> None:
 
 
 def scrapes(bridge: str, folder: Path) -> None:
-    from shmbridge.watch.prometheus import Exporter
-    from shmbridge.watch.scrape import ScrapeServer
+    from shmbridge.watch.exporter import Exporter, ScrapeServer
 
     bounds = Bounds(connections=64, head_s=2.0, body_bytes=0, body_pause_s=1.5, body_s=5.0)
     with ScrapeServer(("127.0.0.1", 0), Exporter(lambda: [bridge]), bounds=bounds) as server:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 import shmbridge
-from shmbridge.archive.reading import ArchivedRecord, read_archive
+from shmbridge.archive.folder import ArchivedRecord, read_archive
 from shmbridge.archive.recorder import Recorder
 from shmbridge.put import FlatColumn
 from shmbridge.schema import Tag

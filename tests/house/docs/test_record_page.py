@@ -43,7 +43,7 @@ def test_the_commands_have_these_options(capsys):
 
 
 def test_the_reference_has_every_column():
-    from shmbridge.archive.layout import OF_RECORD
+    from shmbridge.archive.format import OF_RECORD
 
     rows = re.findall(r"^\| (`.*?`) \|", REFERENCE.read_text(), re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(rows)) == list(OF_RECORD)

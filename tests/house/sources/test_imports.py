@@ -26,7 +26,7 @@ ALLOWED = {
     ),
     "polars": ("shmbridge.record.columns", "shmbridge.bench"),
     "transformers": (
-        "shmbridge.watch.decode",
+        "shmbridge.watch.text",
         "shmbridge.consumers",
         "shmbridge.producers",
         "shmbridge.launch.tiny_model",
@@ -43,7 +43,7 @@ ALLOWED = {
     "verl": ("shmbridge.consumers.verl",),
     "gem": ("shmbridge.producers.gem",),
     "openai": ("shmbridge.producers",),
-    "textual": ("shmbridge.tui",),
+    "textual": ("shmbridge.watch.top", "shmbridge.watch.top_screens", "shmbridge.watch.lane_table"),
     **dict.fromkeys(("wandb", "peft", "tensorboard", "tqdm"), ("shmbridge.consumers",)),
     "zmq": (
         "shmbridge.control.server",
@@ -60,6 +60,9 @@ ALLOWED = {
     **dict.fromkeys(("faster_fifo", "iceoryx2"), ("shmbridge.bench.baselines",)),
     **dict.fromkeys(("transfer_queue", "tensordict"), ("shmbridge.consumers", "shmbridge.bench")),
 }
+
+# What every program uses of the command line.
+SHARED_BY_PROGRAMS = ("shmbridge.cli.base", "shmbridge.cli.log", "shmbridge.cli.commands.parser_of")
 
 
 def within(module: str, package: str) -> bool:
@@ -99,28 +102,26 @@ def test_adapters_use_public_modules_and_not_each_other(python_imports):
 
 
 def test_nothing_imports_what_stands_on_top(python_imports):
-    """cli and tui are imported by no module, launch and relay only by their commands and benchmarks,
-    the adapters, testing and bench not by the transport.
+    """cli is imported for what all programs share alone, launch, demo and relay by their commands and
+    benchmarks alone, the adapters, testing and bench not by the transport.
     """
     wrong = []
     for module, imported, where, _ in python_imports:
-        for top in ("cli", "launch", "tui", "relay", "testing", "producers", "consumers", "bench"):
+        for top in ("cli", "demo", "launch", "relay", "testing", "producers", "consumers", "bench"):
             if within(imported, f"shmbridge.{top}") and not within(module, f"shmbridge.{top}"):
                 on_top = any(
-                    within(module, f"shmbridge.{each}") for each in ("cli", "launch", "relay", "tui", "bench")
+                    within(module, f"shmbridge.{each}") for each in ("cli", "launch", "relay", "bench")
                 )
                 if module == "shmbridge.__main__":
                     continue
                 its_command = (module, top) in (
-                    ("shmbridge.cli.launch", "launch"),
-                    ("shmbridge.cli.logs", "launch"),
-                    ("shmbridge.cli.demo", "launch"),
-                    ("shmbridge.cli.relay", "relay"),
-                    ("shmbridge.cli.top", "relay"),
+                    ("shmbridge.cli.remote", "relay"),
+                    ("shmbridge.cli.watching", "relay"),
+                    ("shmbridge.demo.children", "launch"),
                 ) or (top == "relay" and within(module, "shmbridge.bench"))
-                if not its_command and not (
-                    on_top and top in ("producers", "consumers", "tui", "testing", "bench")
-                ):
+                if imported.startswith(SHARED_BY_PROGRAMS):
+                    continue
+                if not its_command and not (on_top and top in ("producers", "consumers", "testing", "bench")):
                     wrong.append(f"{where}: {module} imports {imported}")
     assert not wrong
 

@@ -11,18 +11,18 @@ ROOT = Path(__file__).parents[3]
 # Rooms of each folder, lowest first. A room imports only from lines above its own.
 ORDER = {
     "shmbridge": """
-        _ext errors log_format metrics
-        config program schema
-        sizing segments parser extras httpd
+        _ext errors counters shown
+        wrong_value metrics config schema other_names atropos
+        sizing segments httpd
         record control weights
         batch put watch
         hub producer
         rank consumer
         __init__
-        testing launch doctor
-        tui archive relay
+        testing archive relay
         cli
-        __main__
+        launch
+        demo __main__
     """,
     "consumers": """
         advantages engines evaluations gateway held_records pinned

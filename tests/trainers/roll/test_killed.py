@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 
 ROOT = Path(__file__).parents[3]
 

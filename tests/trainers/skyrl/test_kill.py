@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 
 PROGRAM = Path(__file__).with_name("dying_trainer.py")
 NAMES = [f"g{number:02}" for number in range(12)]

@@ -19,7 +19,7 @@ from verl_loop import configured
 from verl_process import until
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.trained_bridge import BridgeAhead
 from shmbridge.testing.fixtures import known_groups, loss_matrix

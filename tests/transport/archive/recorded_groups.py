@@ -8,8 +8,8 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge.archive.encode import FlatRecord, flat_record
-from shmbridge.put import FlatColumn
+from shmbridge.archive.recorder import FlatRecord, flat_record
+from shmbridge.put.recorded import FlatColumn
 from shmbridge.schema import Tag, columns_of
 
 NUMBERS = [

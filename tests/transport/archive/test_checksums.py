@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import shmbridge
-from shmbridge.archive import parts, seal
-from shmbridge.archive.export import copy_folder, finish_folder
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive import files as seal
+from shmbridge.archive import folder as parts
+from shmbridge.archive.files import StreamFile, read_stream
+from shmbridge.archive.folder import copy_folder, finish_folder, read_archive
 from shmbridge.archive.recorder import Recorder
-from shmbridge.archive.stream import StreamFile, read_stream
 from tests.transport.archive.test_stream import SCHEMA, batch, recorded
 
 EARLIER = Path(__file__).with_name("revision_1")

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import shmbridge
-from shmbridge.archive.observing import observe
-from shmbridge.archive.reading import read_archive
-from shmbridge.archive.recorder import Recorder
+from shmbridge.archive.folder import read_archive
+from shmbridge.archive.recorder import Recorder, observe
 from shmbridge.cli import main
 
 SOME = {"tokens": [[1, 2], [3]], "loss_mask": [[0, 1], [1]]}
@@ -205,13 +204,6 @@ def test_a_folder_whose_name_is_not_utf_8(make_consumer, make_producer, tmp_path
     assert len(list(read_archive(folder))) == 1
 
 
-def test_an_error_is_one_line(tmp_path, capsys):
-    for words in (["export", str(tmp_path / "none")], ["record", "no", "--out", "/proc/no"]):
-        assert main(words) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"shmbridge {words[0]}: error: ") or "shmbridge: error: " in line
-
-
 def test_an_export_that_cannot_be_written_says_why(killed, tmp_path, capsys):
     folder, _ = killed
     (tmp_path / "there").mkdir()
@@ -224,13 +216,3 @@ def test_an_export_that_cannot_be_written_says_why(killed, tmp_path, capsys):
         assert " -> " in line
     assert not list(tmp_path.glob("**/*.writing"))
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "a device is not replaced"
-
-
-@pytest.mark.parametrize(
-    "words", [["--limit", "0"], ["--limit", "-3"], ["--seconds", "nan"], ["--rotate-seconds", "nan"]]
-)
-def test_a_recording_that_could_hold_nothing_is_refused(words, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["record", "t-none", "--out", str(tmp_path), *words])
-    assert ended.value.code == 2
-    assert words[0] in capsys.readouterr().err

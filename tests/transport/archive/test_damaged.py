@@ -9,14 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import shmbridge
-from shmbridge.archive.export import copy_folder, finish_folder
-from shmbridge.archive.parts import finish_left
-from shmbridge.archive.reading import counts_of, read_archive
+from shmbridge.archive.files import StreamFile, read_stream
+from shmbridge.archive.folder import copy_folder, counts_of, finish_folder, finish_left, read_archive
 from shmbridge.archive.recorder import Recorder
-from shmbridge.archive.stream import StreamFile, read_stream
 from tests.transport.archive.test_stream import SCHEMA, batch, numbers, recorded
 
-ROUNDS = 120
+ROUNDS = 40
 
 
 @pytest.fixture(params=["parquet", "arrow"])
@@ -190,7 +188,7 @@ def test_parts_of_earlier_releases_keep_their_columns(tmp_path, make_consumer, m
         schema = pa.schema([(name, pa.float32()) for name in names])
         with monkeypatch.context() as earlier:
             if len(names) == 1:
-                earlier.setattr("shmbridge.archive.layout._free", lambda name: name)
+                earlier.setattr("shmbridge.archive.format._free", lambda name: name)
             with make_consumer(tap=Recorder(folder), schema=schema) as consumer:
                 group = {name: [float(len(names) + at)] for at, name in enumerate(names)}
                 with make_producer(schema=schema) as producer:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.archive.recorder import Recorder
 
 
@@ -96,7 +96,7 @@ def test_no_room_for_the_finished_file(make_consumer, put_nine, tmp_path, caplog
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shmbridge.archive.parts.FinishedFile.write", full)
+        patch.setattr("shmbridge.archive.folder.FinishedFile.write", full)
         consumer.close()
     assert "stays a stream" in caplog.text
     assert [path.name for path in tmp_path.glob("part-*")] == ["part-000000.arrows"]
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_is_said(tmp_path, path, why):
 
 def test_more_values_than_a_file_counts(make_consumer, make_producer, tmp_path, monkeypatch, caplog):
     """Not for ever: the error says how to go on without that record."""
-    monkeypatch.setattr("shmbridge.archive.encode.MOST_VALUES", 60_000)
+    monkeypatch.setattr("shmbridge.archive.recorder.MOST_VALUES", 60_000)
     producer = make_producer(lane_bytes="4M")
     for size in (3, 100_000, 3):
         producer.put({"tokens": [[1] * size], "loss_mask": [[1] * size]})

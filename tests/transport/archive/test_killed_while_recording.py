@@ -15,8 +15,8 @@ import pytest
 
 import shmbridge
 from shmbridge._ext import header
-from shmbridge.archive import parts
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive import folder as parts
+from shmbridge.archive.folder import read_archive
 from shmbridge.archive.recorder import Recorder
 
 HUB = Path(__file__).with_name("recording_hub.py")

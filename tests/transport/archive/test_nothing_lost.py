@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shmbridge.archive import parts
-from shmbridge.archive.layout import OF_RECORD, Layout
+from shmbridge.archive import folder as parts
+from shmbridge.archive.files import StreamFile
+from shmbridge.archive.format import OF_RECORD, Layout
 from shmbridge.archive.recorder import Recorder
-from shmbridge.archive.stream import StreamFile
 from shmbridge.producers.replay import parse_speed
 from shmbridge.schema import columns_of
 

@@ -7,9 +7,8 @@ import pyarrow.ipc
 import pytest
 
 import shmbridge
-from shmbridge.archive import layout
-from shmbridge.archive.export import copy_folder
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import copy_folder, read_archive
+from shmbridge.archive.format import ORIGIN
 from shmbridge.archive.recorder import Recorder
 from shmbridge.put import LaneOrigin, RelayedRecord
 from shmbridge.record import memory_of, table_of
@@ -61,7 +60,7 @@ def test_a_file_of_an_earlier_build_has_no_origin(relayed, tmp_path, monkeypatch
     record_all(relayed, tmp_path / "new", "arrow")
     table = pa.ipc.open_file(tmp_path / "new" / "part-000000.arrow").read_all()
     (tmp_path / "old").mkdir()
-    without = table.drop_columns([layout.ORIGIN])
+    without = table.drop_columns([ORIGIN])
     said = {key: value for key, value in without.schema.metadata.items() if key != b"shmbridge.revision"}
     without = without.replace_schema_metadata(said)
     with pa.ipc.new_file(tmp_path / "old" / "part-000000.arrow", without.schema) as file:

@@ -79,7 +79,7 @@ def test_any_order_needs_no_hub(recording, other_bridge, capsys):
 def test_pace_is_that_of_the_commits(recording):
     from dataclasses import replace
 
-    from shmbridge.archive.reading import read_archive
+    from shmbridge.archive.folder import read_archive
 
     folder, _ = recording
     records = list(read_archive(folder))

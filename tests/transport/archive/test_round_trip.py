@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.archive.recorder import Recorder
 from shmbridge.testing.fixtures import known_groups
 from tests.transport.archive import recorded_groups as known

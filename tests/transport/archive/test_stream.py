@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
-from shmbridge.archive import parts
-from shmbridge.archive.layout import marked
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive import folder as parts
+from shmbridge.archive.files import StreamFile, read_stream
+from shmbridge.archive.folder import read_archive
+from shmbridge.archive.format import marked
 from shmbridge.archive.recorder import Recorder
-from shmbridge.archive.stream import StreamFile, read_stream
 
 SCHEMA = pa.schema([("n", pa.int64()), ("text", pa.utf8())])
 
@@ -157,7 +157,7 @@ def test_writes_that_the_kernel_cuts_are_gone_on_with(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwritev", cut)
-        patch.setattr("shmbridge.archive.stream._MOST_PIECES", 3)
+        patch.setattr("shmbridge.archive.files._MOST_PIECES", 3)
         file = StreamFile(tmp_path / "part-000000.arrows", SCHEMA)
         for number in range(3):
             file.append(batch(number))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.archive.recorder import Recorder
 from shmbridge.metrics import bridge_metrics
 

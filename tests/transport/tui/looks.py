@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 
 from shmbridge._ext.record import Ragged, RecordMeta
-from shmbridge.watch.processes import State
-from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook
+from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook, State
 
 NO_DROPS = {"full": 0, "cancelled": 0, "invalid": 0, "timeout": 0}
 NO_DISCARDS = {"stale": 0, "partial": 0, "resume": 0, "corrupt": 0}

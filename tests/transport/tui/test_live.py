@@ -14,11 +14,10 @@ from textual.widgets import Static
 
 from shmbridge import cli
 from shmbridge.testing import wait_until
-from shmbridge.tui.lane_list import LaneList
-from shmbridge.tui.top import Top
 from shmbridge.watch import diagnosis
-from shmbridge.watch.processes import State
-from shmbridge.watch.snapshot import look
+from shmbridge.watch.lane_table import LaneList
+from shmbridge.watch.snapshot import State, look
+from shmbridge.watch.top import Top
 
 ENVIRONMENT = """
 import shmbridge, sys
@@ -84,7 +83,9 @@ def test_one_screen_json_and_exit_codes(bridge, child, capsys):
 
 def test_without_textual_it_names_the_extra(bridge, make_producer, capsys, monkeypatch):
     make_producer()
-    for name in [each for each in sys.modules if each.startswith("shmbridge.tui")]:
+    for name in [
+        each for each in sys.modules if each.startswith(("shmbridge.watch.top", "shmbridge.watch.lane_table"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual.app", None)
     for stream in (sys.stdin, sys.stdout):

@@ -18,7 +18,7 @@ pytest.importorskip("pytest_textual_snapshot")
 
 import looks
 
-from shmbridge.tui.top import Top
+from shmbridge.watch.top import Top
 
 DRAWN_BY = "8.2"
 

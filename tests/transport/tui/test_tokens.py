@@ -13,8 +13,8 @@ pytest.importorskip("textual")
 import looks
 
 from shmbridge.errors import BadArgument
-from shmbridge.tui.tokens import PAGE, legend, marked, summary
-from shmbridge.watch.decode import tokenizer_pieces
+from shmbridge.watch.text import tokenizer_pieces
+from shmbridge.watch.top_screens import PAGE, legend, marked, record_facts
 
 
 def styles_at(content, text) -> str:
@@ -41,7 +41,7 @@ def test_colours_say_sign_and_size():
 
 
 def test_facts_of_a_record():
-    facts = summary(looks.scored_record(), 0, 41)
+    facts = record_facts(looks.scored_record(), 0, 41)
     assert "row 1 of 2" in facts
     assert "policy version 40, lag 1" in facts
     assert "32 tokens, 30 trained" in facts
@@ -53,7 +53,7 @@ def test_a_record_of_tokens_alone():
     record = looks.Copy({"tokens": ("int32", [[5, 6, 7]])})
     assert marked(record, 0).plain == "5 6 7"
     assert legend(record).startswith("no advantages")
-    assert "3 tokens" in summary(record, 0, None)
+    assert "3 tokens" in record_facts(record, 0, None)
 
 
 def test_rows_that_do_not_fit_together_are_shown_as_they_are():

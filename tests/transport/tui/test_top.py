@@ -13,8 +13,8 @@ import looks
 from textual.widgets import Static
 
 from shmbridge.errors import RecordUnreadable
-from shmbridge.tui.lane_list import LaneList
-from shmbridge.tui.top import Top
+from shmbridge.watch.lane_table import LaneList
+from shmbridge.watch.top import Top
 
 
 def view(scene, **options) -> Top:
@@ -146,13 +146,6 @@ async def test_a_screenful_of_lanes_in_trouble_is_sums():
         assert "36 of 100 environments wait for a lane" in said(app)
         assert [each.split()[0].removeprefix("!▸") for each in lines(app)] == ["env0", "env1", "env2", "env3"]
         assert "9 in trouble" in lines(app)[0]
-
-
-async def test_a_lane_that_came_has_a_rate_at_once():
-    app = view([looks.bridge_look([]), looks.bridge_look([looks.lane("math", 5, records=20)], at_s=1002.0)])
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.press("space")
-        assert "10.0 rec/s" in str(app.query_one("#summary").content)
 
 
 async def test_the_selection_stays_with_its_lane():

@@ -30,14 +30,9 @@ for line in sys.stdin:
 # Every way to wait for a record or batch. Each takes what is there, then waits.
 WAITS = {
     "batches": "next(consumer.batches(groups=9))",
-    "batches without prefetch": "next(consumer.batches(groups=9, prefetch=0))",
-    "batches of rows": "next(consumer.batches(rows=9, timeout_s=60))",
     "take_groups": "consumer.take_groups(groups=9, timeout_s=60)",
     "get": "[consumer.get() for _ in range(9)]",
-    "get with a timeout": "[consumer.get(timeout_s=60) for _ in range(9)]",
-    "iteration": "[record for record in consumer]",
     "get_async": "asyncio.run(several(consumer.get_async))",
-    "async iteration": "asyncio.run(over(consumer))",
     "async batches": "asyncio.run(over(consumer.batches(groups=9)))",
     "short calls in one wait": """
 with consumer.one_wait():

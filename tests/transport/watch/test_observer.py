@@ -227,7 +227,7 @@ def test_a_lane_is_opened_at_once_when_it_comes(make_producer, make_consumer, ob
 
 
 def test_without_the_kernels_notes_it_observes_all_the_same(bridge, make_producer, monkeypatch):
-    monkeypatch.setattr("shmbridge.watch.arrivals.ctypes.CDLL", lambda *_, **__: object())
+    monkeypatch.setattr("shmbridge.watch.observer.ctypes.CDLL", lambda *_, **__: object())
     with Observer(bridge) as observer:
         make_producer().put(group(1))
         assert numbers(observer.poll()) == [1]

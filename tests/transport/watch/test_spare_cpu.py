@@ -1,46 +1,24 @@
-"""Observers answer also beside processes that never sleep, and then let those go first."""
+"""Observers that copy records let other processes go first, and still get their share of a core."""
 
 import contextlib
 import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 
 import pytest
 
 from shmbridge.testing import wait_until
+from shmbridge.watch.observer import give_way
 
 NICEST = 19
 BUSY = "import os\nos.sched_setaffinity(0, {})\nwhile True: pass"
-# Starts a command on the same two cores as the busy processes, and says when it has answered.
-COMMANDS = {
-    "tail": (["tail", "BRIDGE", "-n", "2", "--no-follow"], "group"),
-    "top": (["top", "BRIDGE", "--once", "--interval", "100ms"], "environment"),
-    "top for programs": (["top", "BRIDGE", "--once", "--json", "--interval", "100ms"], '"environments"'),
-    "inspect": (["inspect", "BRIDGE"], "environment"),
-    "record": (["record", "BRIDGE", "--out", "FOLDER", "--limit", "2"], "2 records in"),
-}
 
 
 @pytest.fixture
 def two_cores():
     """Two cores, or one where there is no second."""
     return set(sorted(os.sched_getaffinity(0))[:2])
-
-
-@pytest.fixture
-def busy(two_cores):
-    """Four processes that never sleep on those cores; yields their pids."""
-    with contextlib.ExitStack() as ends:
-        started = []
-        for _ in range(4):
-            started.append(subprocess.Popen([sys.executable, "-c", BUSY.format(two_cores)]))
-            ends.callback(started[-1].wait)
-            ends.callback(started[-1].kill)
-        wait_until(lambda: all(cpu_s(each.pid) > 0.1 for each in started), 60)
-        yield [each.pid for each in started]
 
 
 def cpu_s(pid):
@@ -59,78 +37,6 @@ def two_records(make_producer):
     for _ in range(2):
         producer.put({"tokens": [[1, 2, 3]], "loss_mask": [[0, 1, 1]]})
     return producer
-
-
-class Stopwatch:
-    """Seconds of both cores that some processes have spent: where the machine has no other work, those that
-    passed.
-    """
-
-    def __init__(self, busy, cores):
-        self._busy, self._cores, self._before = busy, len(cores), sum(map(cpu_s, busy))
-
-    def seconds(self, own_s):
-        return (sum(map(cpu_s, self._busy)) - self._before + own_s) / self._cores
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_it_answers_beside_four_processes_that_never_sleep(
-    bridge, two_records, two_cores, busy, tmp_path, name
-):
-    command, answer = COMMANDS[name]
-    took = []
-    for number in range(3):  # other work also slows down what is measured: the quickest counts
-        watch, before = Stopwatch(busy, two_cores), of_children_s()
-        done = subprocess.run(
-            words(command, bridge, tmp_path / str(number)),
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, two_cores),
-            timeout=60,
-        )
-        took.append(watch.seconds(of_children_s() - before))
-        assert done.returncode == 0
-        assert answer in done.stdout
-        if took[-1] < 2.0:
-            break
-    assert took[-1] < 2.0, took
-
-
-def of_children_s():
-    times = os.times()
-    return times.children_user + times.children_system
-
-
-def test_the_live_view_answers_beside_them(bridge, two_records, two_cores, busy):
-    pytest.importorskip("textual")
-    took = []
-    # The quickest counts, as above. Beside four others a view has two fifths of a core, and wants 0.9 s.
-    while len(took) < 3 and (not took or took[-1] >= 3.0):
-        took.append(seconds_to_the_live_view(bridge, busy, two_cores))
-    assert took[-1] < 3.0, took
-
-
-def seconds_to_the_live_view(bridge, busy, two_cores):
-    watch, (screen, terminal) = Stopwatch(busy, two_cores), pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 100))
-    view = subprocess.Popen(
-        words(["top", "BRIDGE"], bridge, None),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=os.environ | {"TERM": "xterm-256color"},
-        preexec_fn=lambda: os.sched_setaffinity(0, two_cores),
-    )
-    try:
-        shown = b""
-        while b"no consumer: 2 records wait" not in shown:
-            shown += os.read(screen, 1 << 16)
-        return watch.seconds(cpu_s(view.pid))
-    finally:
-        view.kill()
-        view.wait()
-        os.close(terminal)
-        os.close(screen)
 
 
 @pytest.mark.parametrize("command", [["tail", "BRIDGE"], ["record", "BRIDGE", "--out", "FOLDER"]])
@@ -174,7 +80,7 @@ def test_a_watcher_takes_little_of_a_core_that_is_busy(two_cores):
     """One that copies all the time, beside one other process on its only core."""
     core = {min(two_cores)}
     with contextlib.ExitStack() as ends:
-        gives_way = f"from shmbridge.watch.spare_cpu import give_way\ngive_way()\n{BUSY.format(core)}"
+        gives_way = f"from shmbridge.watch.observer import give_way\ngive_way()\n{BUSY.format(core)}"
         each = [subprocess.Popen([sys.executable, "-c", code]) for code in (gives_way, BUSY.format(core))]
         for process in each:
             ends.callback(process.wait)
@@ -183,7 +89,7 @@ def test_a_watcher_takes_little_of_a_core_that_is_busy(two_cores):
         wait_until(lambda: os.sched_getaffinity(each[0].pid) == os.sched_getaffinity(each[1].pid) == core, 20)
         before = [cpu_s(process.pid) for process in each]
         wait_until(lambda: cpu_s(each[1].pid) - before[1] > 1.0, 60)
-        assert cpu_s(each[0].pid) - before[0] < 0.1
+        assert cpu_s(each[0].pid) - before[0] < 0.25
 
 
 def test_it_leaves_the_session_it_was_started_in_alone(bridge, two_records, tmp_path):
@@ -197,14 +103,9 @@ def test_it_leaves_the_session_it_was_started_in_alone(bridge, two_records, tmp_
     assert before == after
 
 
-def test_what_the_kernel_does_not_allow_is_no_error(child):
-    child(
-        """
-import os
-from shmbridge.watch import spare_cpu
-def refused(*_): raise PermissionError(1, "no")
-os.setpriority = refused
-spare_cpu.give_way()
-print("ready", flush=True)
-"""
-    )
+def test_what_the_kernel_does_not_allow_is_no_error(monkeypatch):
+    def refused(*_):
+        raise PermissionError(1, "no")
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    give_way()

@@ -10,7 +10,7 @@ import pytest
 from shmbridge.cli import main
 from shmbridge.segments import lane_names
 from shmbridge.watch.observer import Observer
-from shmbridge.watch.record_lines import rows_of
+from shmbridge.watch.text import rows_of
 
 GROUP = {
     "tokens": [np.arange(6, dtype=np.int32), np.arange(4, dtype=np.int32)],
@@ -84,11 +84,6 @@ def test_of_a_long_prompt_only_the_end_is_decoded(bridge, make_producer, make_co
     assert len(decoded) < 200
 
 
-def test_another_environment_has_no_lines(bridge, producer, capsys):
-    assert main(["tail", bridge, "--no-follow", "--env", "code"]) == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_json_for_programs(bridge, producer, capsys):
     assert main(["tail", bridge, "-n", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -106,16 +101,6 @@ def test_follows_says_what_it_missed_and_ends_with_its_reader(bridge, make_produ
         assert tail.wait(20) == 0
         assert "Traceback" not in tail.stderr.read()
     assert len(consumer.poll()) == 2
-
-
-def test_no_such_bridge(capsys):
-    assert main(["tail", "no-such-bridge"]) == 3
-    assert "no bridge 'no-such-bridge'" in capsys.readouterr().err
-
-
-def test_no_such_tokenizer(bridge, producer, capsys):
-    assert main(["tail", bridge, "--decode", "/no/such"]) == 1
-    assert "no tokenizer of this name" in capsys.readouterr().err
 
 
 def test_a_lane_that_cannot_be_read_is_said(bridge, producer, capsys):
