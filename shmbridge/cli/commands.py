@@ -37,7 +37,7 @@ class Entry:
 GROUPS: dict[str, dict[str, Entry]] = {
     "start": {
         "demo": Entry(
-            "a small model learns, here and now", "shmbridge.demo.command", extras=("atropos", "learner")
+            "a small model learns, here and now", "shmbridge.launch.command", extras=("atropos", "learner")
         ),
         "launch": Entry(
             "a whole run from one YAML file", "shmbridge.launch.command", extras=("launch", "learner")
