@@ -23,11 +23,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
 import shmbridge
-from shmbridge.consumers.trained_bridge import save_published
-from shmbridge.consumers.trainer_settings import warn_of_stale_rows
-from shmbridge.consumers.verl.metrics import VERSION
+from shmbridge.consumers.feed import save_published, warn_of_stale_rows
 from shmbridge.consumers.verl.settings import (
     MODE,
+    VERSION,
     Settings,
     compares_with_sampler,
     form_of,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import shmbridge
 from shmbridge.archive.reading import read_archive
 from shmbridge.consumers.dataset import BridgeDataset, TooManyWorkers
-from shmbridge.consumers.trained_bridge import BridgeAhead
+from shmbridge.consumers.feed import BridgeAhead
 from shmbridge.consumers.trajectories import UnfitRow
 
 GROUPS = 2

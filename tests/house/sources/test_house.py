@@ -13,7 +13,12 @@ MOST_LINES = {".py": 400, ".pyx": 600, ".pxi": 600}
 # A longer file has a reason. Length alone is no cause to cut a class in two.
 LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
-    "consumers/feed.py": "taking, failing, releasing and saving share the steps that are out",
+    "consumers/feed/feed.py": "taking, failing, releasing and saving share the steps that are out",
+    "consumers/roll/env_manager.py": "settings, rows and leases of the groups that ROLL takes for rollouts",
+    "consumers/skyrl/generator.py": "a prompt's rows: their places, their lists and their leases",
+    "consumers/trl/async_worker.py": "samples, their queue and what is held behind it",
+    "consumers/trl/rollouts.py": "rows of a generation batch, and their leases",
+    "consumers/verl/agent_loop_manager.py": "rows of a bridge under verl's prompts, and their leases",
     "producers/rollout/runner.py": "a group from its ticket to its lane, whoever plays its episodes",
     "shmbridge/hub/former.py": "what forms batches, and what ends what it has formed",
     "shmbridge/hub/hub.py": "one owner: how its parts begin, are seen, and end, and who may be it",

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers.feed import Drained
-from shmbridge.consumers.roll.rows import GROUP, roll_rows
-from shmbridge.consumers.roll.settings import WORD, Settings, workers_of
-from shmbridge.consumers.trained_bridge import BridgeAhead
+from shmbridge.consumers.feed import BridgeAhead, Drained
+from shmbridge.consumers.roll.env_manager import GROUP, WORD, Settings, roll_rows, workers_of
 from shmbridge.consumers.trajectories import UnfitRow, trajectories
 from shmbridge.testing.known_groups import loss_matrix
 from tests.trainers.contract import assert_contract, fully_recorded, without

@@ -69,7 +69,7 @@ async def test_a_short_group_is_padded_by_rows_that_train_nothing(make_generator
 
 
 async def test_a_long_group_is_refused_and_stays(make_generator, producer, prompts):
-    from shmbridge.consumers.skyrl.arrange import GroupDoesNotFit
+    from shmbridge.consumers.skyrl.generator import GroupDoesNotFit
 
     producer.put(group(rows=5), group_id="long")
     generator = make_generator()
@@ -107,7 +107,7 @@ async def test_episodes_without_numbers_end_where_they_say(make_generator, produ
 
 
 async def test_an_episode_of_several_rows_needs_the_step_wise_mode(make_generator, producer, prompts):
-    from shmbridge.consumers.skyrl.arrange import GroupDoesNotFit
+    from shmbridge.consumers.skyrl.generator import GroupDoesNotFit
 
     producer.put(group(rows=3, is_last=[False, True, True]))
     with pytest.raises(GroupDoesNotFit, match=r"episode of 2 rows .*step_wise_trajectories=true"):

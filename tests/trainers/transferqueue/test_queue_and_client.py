@@ -16,7 +16,7 @@ from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 import shmbridge
 from shmbridge.consumers import transfer_queue as room
 from shmbridge.consumers.transfer_queue.columns import Column
-from shmbridge.consumers.transfer_queue.queue_lock import Queue, begin, join
+from shmbridge.consumers.transfer_queue.store import Queue, begin, join
 from shmbridge.segments import membership, segment, values
 
 KEYS = ["0@a", "1@a", "0@b@c", "1@b@c"]
@@ -123,7 +123,7 @@ def test_a_bridge_has_one_living_queue(bridge):
 
 ENDED = """
 import os, sys, numpy as np
-from shmbridge.consumers.transfer_queue.queue_lock import Queue
+from shmbridge.consumers.transfer_queue.store import Queue
 from shmbridge.segments import values
 queue = Queue(sys.argv[1])
 values.write(sys.argv[1], np.arange(3), b"", [(0, [b"abc"])])
@@ -167,7 +167,7 @@ def test_another_node_is_refused(bridge):
 
 
 def test_without_a_name_the_bridge_has_one(monkeypatch, bridge):
-    monkeypatch.setattr("shmbridge.consumers.transfer_queue.queue_lock.BRIDGE", bridge)
+    monkeypatch.setattr("shmbridge.consumers.transfer_queue.store.BRIDGE", bridge)
     queue, settings = begin({})
     assert settings["bridge"] == bridge
     queue.close()

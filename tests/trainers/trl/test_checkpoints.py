@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shmbridge.archive.reading import read_archive
-from shmbridge.consumers.trained_bridge import BridgeAhead
+from shmbridge.consumers.feed import BridgeAhead
 from shmbridge.consumers.trl import ShmGRPOTrainer, UnknownTokens, Unsupported, shm_rollout_func
 from tests.trainers.trl.target_groups import group
 

@@ -20,8 +20,7 @@ from verl_process import until
 
 import shmbridge
 from shmbridge.archive.reading import read_archive
-from shmbridge.consumers.feed import Drained
-from shmbridge.consumers.trained_bridge import BridgeAhead
+from shmbridge.consumers.feed import BridgeAhead, Drained
 from shmbridge.testing.known_groups import known_groups, loss_matrix
 from tests.trainers.contract import Seen, assert_contract, scored, without
 
