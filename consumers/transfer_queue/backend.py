@@ -1,4 +1,4 @@
-"""TransferQueue's backend `shmbridge`: `register` it, begin a queue, and its storage client and manager.
+"""TransferQueue's backend `shmbridge`: `register` it, begin a queue, and its storage manager.
 
 Whole fields of a put go in, whole fields of a read come out; no row is taken apart.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ import transfer_queue
 from tensordict import TensorDict
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
-from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
-from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
+from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
 from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 
 from shmbridge.consumers.feed import warn_if_untested
@@ -33,7 +32,7 @@ from shmbridge.consumers.transfer_queue.store import (
     runs,
     timeout_of,
 )
-from shmbridge.errors import BadArgument, InvalidRecord
+from shmbridge.errors import InvalidRecord
 
 log = logging.getLogger(__name__)
 
@@ -70,71 +69,6 @@ def begin_queue(conf: Any) -> Queue:
     return queue
 
 
-CLIENT = "ShmBridgeStorageClient"
-
-
-@StorageClientFactory.register(CLIENT)
-class ShmBridgeStorageClient(StorageKVClient):
-    """Values of one bridge by keys, `number of the row@field`. Holds nothing between calls."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        """Does not block. Reads `bridge`, `capacity` (such as "8G") and `timeout_s` of the configuration."""
-        super().__init__(config)
-        self.store = ValueStore(config["bridge"], capacity_of(config), timeout_of(config))
-
-    def put(self, keys: list[str], values: list[Any]) -> list[Any]:
-        """Commits one value per key, all or none, and returns the name of their segment once per key.
-
-        Blocks while it copies. Errors as `ValueStore.put`, and InvalidRecord for what cannot be carried.
-        """
-        if len(keys) != len(values):
-            raise BadArgument(f"{len(keys)} keys for {len(values)} values", hint="pass as many of each")
-        fields: dict[str, dict[int, Any]] = {}
-        for key, value in zip(keys, values, strict=True):
-            owner, field = split_key(key)
-            fields.setdefault(field, {})[owner] = value
-        owners = list(next(iter(fields.values()), {}))
-        if any(list(of_rows) != owners for of_rows in fields.values()):
-            raise BadArgument("the fields have other rows than each other", hint="put each by itself")
-        if not owners:
-            return []
-        columns = [Column(name, list(of_rows.values()), len(owners)) for name, of_rows in fields.items()]
-        return [self.store.put(owners, columns)] * len(keys)
-
-    def get(
-        self, keys: list[str], shapes: Any = None, dtypes: Any = None, custom_backend_meta: Any = None
-    ) -> list[Any]:
-        """Returns the value of each key: views, which the caller may write to without anybody seeing it.
-
-        Args:
-            keys: as put.
-            shapes: not used; the segment says them.
-            dtypes: not used.
-            custom_backend_meta: what `put` returned for each key.
-
-        Raises:
-            StorageKeyNotFoundError: a row was cleared, or never put.
-        """
-        opened = Opened(self.store)
-        found = []
-        for key, name in zip(keys, custom_backend_meta or [None] * len(keys), strict=True):
-            owner, field = split_key(key)
-            column, row = opened.find(field, owner, name)
-            found.append(column.value(row))
-        return found
-
-    def get_field(self, field: str, owners: Sequence[int], names: Sequence[Any], opened: Opened) -> Any:
-        """Returns one field of some rows as TransferQueue gives it; see `joined`."""
-        return joined(runs(opened.find(field, *each) for each in zip(owners, names, strict=True)))
-
-    def clear(self, keys: list[str], custom_backend_meta: Any = None) -> None:
-        """Releases the rows of these keys whole: all their fields. Idempotent, never blocks.
-
-        TransferQueue clears rows, and forgets all that it knew of them, whatever fields it names.
-        """
-        self.store.clear({split_key(key)[0] for key in keys})
-
-
 class Opened:
     """The segments that one read has mapped, each once."""
 
@@ -145,9 +79,7 @@ class Opened:
     def find(self, field: str, owner: int, name: Any) -> tuple[Any, int]:
         """Returns the column and the row of a value; StorageKeyNotFoundError if it was cleared."""
         if not isinstance(name, str):
-            raise StorageKeyNotFoundError(
-                f"row {owner}, field {field!r}: the controller knows no segment of it"
-            )
+            raise StorageKeyNotFoundError(f"row {owner}, field {field!r}: no segment of it is known")
         try:
             if name not in self._segments:
                 self._segments[name] = self._store.open(name)
@@ -159,26 +91,16 @@ class Opened:
             raise StorageKeyNotFoundError(f"row {owner}, field {field!r} is not in {name}") from None
 
 
-def split_key(key: str) -> tuple[int, str]:
-    """Returns the number of the row and the field of a key; a field may have an @ in it."""
-    owner, found, field = key.partition("@")
-    if not found or not owner.isdecimal():
-        raise BadArgument(f"key {key!r} is not of the form 17@field", hint="use TransferQueue's own calls")
-    return int(owner), field
-
-
 BACKEND = "shmbridge"
 
 
 @StorageManagerFactory.register(BACKEND)
-class ShmBridgeStorageManager(KVStorageManager):
+class ShmBridgeStorageManager(StorageManager):
     """Storage of one TransferQueue client, in shared memory. TransferQueue makes it in `init()`.
 
     Its calls copy in threads of the event loop's executor, so that the loop goes on. A put that waits for
     room takes no thread: reads and clears go on, and a clear is what makes room.
     """
-
-    storage_client: ShmBridgeStorageClient
 
     def __init__(self, controller_info: Any, config: Mapping[str, Any], zmq_context: Any = None) -> None:
         """Joins the bridge of the queue; blocks for the handshake with the controller.
@@ -186,9 +108,9 @@ class ShmBridgeStorageManager(KVStorageManager):
         Raises:
             BadConfig: this process shares no memory with the one that began the queue.
         """
-        settings = {**config, "client_name": CLIENT}
-        self._membership = join(settings)
-        super().__init__(controller_info, settings, zmq_context=zmq_context)
+        self._membership = join(config)
+        super().__init__(controller_info, config)  # with a context of its own, as every key-value backend
+        self.store = ValueStore(config["bridge"], capacity_of(config), timeout_of(config))
 
     async def put_data(
         self, data: TensorDict, metadata: BatchMeta, data_parser: Callable[[Any], Any] | None = None
@@ -213,18 +135,17 @@ class ShmBridgeStorageManager(KVStorageManager):
             return
         columns = {name: Column(name, data[name], len(owners)) for name in sorted(data.keys())}
         schema = {name: _schema(data[name], column) for name, column in columns.items()}
-        store, loop = self.storage_client.store, asyncio.get_running_loop()
         listed = list(columns.values())
-        for pause_s in store.waits(listed):
+        for pause_s in self.store.waits(listed):
             await asyncio.sleep(pause_s)
-        name = await loop.run_in_executor(None, store.write, owners, listed)
+        name = await asyncio.get_running_loop().run_in_executor(None, self.store.write, owners, listed)
         for known in metadata._custom_backend_meta:  # as every backend of TransferQueue does
             known.update(dict.fromkeys(columns, name))
         told = {owner: dict.fromkeys(columns, name) for owner in owners}
         try:
             await self.notify_data_update(metadata.partition_ids[0], owners, schema, told)
         except Exception:  # raised before anything was sent
-            store.discard(name)
+            self.store.discard(name)
             raise
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
@@ -239,18 +160,18 @@ class ShmBridgeStorageManager(KVStorageManager):
         return await asyncio.get_running_loop().run_in_executor(None, self._get, metadata)
 
     def _get(self, metadata: BatchMeta) -> TensorDict:
-        opened, owners = Opened(self.storage_client.store), metadata.global_indexes
-        places = metadata._custom_backend_meta
+        opened, owners = Opened(self.store), metadata.global_indexes
+        rows = list(zip(owners, metadata._custom_backend_meta, strict=True))
         fields = {
-            name: self.storage_client.get_field(name, owners, [each.get(name) for each in places], opened)
-            for name in sorted(metadata.field_names)
+            field: joined(runs(opened.find(field, owner, names.get(field)) for owner, names in rows))
+            for field in sorted(metadata.field_names)
         }
         return TensorDict(fields, batch_size=len(owners))
 
     async def clear_data(self, metadata: BatchMeta) -> None:
         """Releases all values of these rows, of whatever fields. Idempotent."""
         owners = list(metadata.global_indexes)
-        await asyncio.get_running_loop().run_in_executor(None, self.storage_client.store.clear, owners)
+        await asyncio.get_running_loop().run_in_executor(None, self.store.clear, owners)
 
     def close(self) -> None:
         """Leaves the bridge; what was put stays. Idempotent."""

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 
+from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.trl import (
-    BridgeDrained,
     NoLogprobs,
     NoProducers,
     PerTokenAdvantages,
@@ -295,7 +295,7 @@ def test_a_drained_bridge_ends_when_less_than_a_batch_is_left(make_worker, make_
     worker.rollout_buffer.get(timeout=5)
     worker._open().drain()
     got = 1
-    with pytest.raises(BridgeDrained, match="1 groups are there for a step of 2 groups"):
+    with pytest.raises(Drained, match="1 groups are there for a step of 2 groups"):
         while worker.rollout_buffer.get(timeout=0.1):
             got += 1
     assert got > 4

@@ -5,13 +5,8 @@ import threading
 import pytest
 
 import shmbridge
-from shmbridge.consumers.trl import (
-    ShmGRPOTrainer,
-    ShmRolloutWorker,
-    UnknownTokens,
-    Unsupported,
-    shm_rollout_func,
-)
+from shmbridge.consumers.trajectories import UnfitRow
+from shmbridge.consumers.trl import ShmGRPOTrainer, ShmRolloutWorker, Unsupported, shm_rollout_func
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis
 from tests.trainers.trl.target_groups import group
@@ -58,7 +53,7 @@ def test_a_token_that_the_model_does_not_know_is_named(bridge, tiny, settings, m
     with shm_rollout_func(bridge, timeout_s=30) as rollouts:
         trainer = ShmGRPOTrainer(tiny, args=settings(), rollout_func=rollouts)
         words = r"row 2 of group odd of environment 'gsm8k' has token 64, and the model knows 64"
-        with pytest.raises(UnknownTokens, match=words):
+        with pytest.raises(UnfitRow, match=words):
             trainer.train()
         assert rollouts.stats()["released_total"] == 0
 

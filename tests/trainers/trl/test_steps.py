@@ -8,8 +8,8 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.trl import (
-    BridgeDrained,
     NotJoined,
     ShmGRPOTrainer,
     UnevenGroups,
@@ -244,7 +244,7 @@ def test_a_drained_bridge_ends_training_with_its_own_error(start, make_producer)
     trainer = start({"max_steps": 3}, prefetch=0)
     make_producer(lane_bytes="1M").put(group(0))
     trainer.rollouts.drain()
-    with pytest.raises(BridgeDrained, match="save the model"):
+    with pytest.raises(Drained, match="save the model"):
         trainer.train()
     assert trainer.state.global_step == 1
     assert trainer.rollouts.stats()["held"] == 0
