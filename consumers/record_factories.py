@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge import BadArgument, InvalidRecord
+from shmbridge import BadArgument
 from shmbridge.consumers.advantages.row_settings import temperatures
 from shmbridge.consumers.trajectories import Trajectory
 from shmbridge.schema import recorded_logprobs
@@ -46,16 +46,9 @@ def prime_rl_training_sample(row: Trajectory, *, temperature: float = 1.0) -> di
         temperature: of a row that recorded none.
 
     Raises:
-        InvalidRecord: a trained token has no log-probability: prime-rl's ratio needs all.
+        NoLogprobs: a trained token has no log-probability: prime-rl's ratio needs all.
     """
-    if row.logprobs is None:
-        raise InvalidRecord(
-            f"row {row.number} of group {row.meta.group_id} of {row.meta.env_name} has no log-probability "
-            "for every trained token, and prime-rl trains none without",
-            hint="record inference_logprobs in the environment",
-            column="inference_logprobs",
-            row=row.number,
-        )
+    logprobs = row.known_logprobs("leave the row out: prime-rl trains none without")
     reference = row.value("ref_logprobs")
     if reference is not None:  # prime-rl has no mark for a token without one
         reference = np.where(row.trained, recorded_logprobs(reference), np.float32(0))
@@ -64,7 +57,7 @@ def prime_rl_training_sample(row: Trajectory, *, temperature: float = 1.0) -> di
     return {
         "token_ids": row.tokens.tolist(),
         "mask": row.trained.tolist(),
-        "logprobs": row.logprobs.tolist(),
+        "logprobs": logprobs.tolist(),
         "temperatures": [heat] * len(row.tokens),
         "env_name": row.meta.env_name,
         "ref_logprobs": None if reference is None else reference.tolist(),
@@ -83,7 +76,7 @@ def prime_rl_micro_batch(rows: Sequence[Trajectory], *, temperature: float = 1.0
 
     Raises:
         BadArgument: no rows, or an environment is called "all", which prime-rl keeps for its metrics.
-        InvalidRecord: see `prime_rl_training_sample`.
+        NoLogprobs: see `prime_rl_training_sample`.
     """
     if not rows:
         raise BadArgument("a micro batch of no rows", hint="give it at least one")

@@ -4,7 +4,7 @@ Importing this module registers the advantage estimator `shmbridge`: token-level
 and stay what they are. Select it by `trainer.algorithm.advantage_estimator=shmbridge`.
 """
 
-from __future__ import annotations
+# SkyRL reads the types of these dataclasses, so annotations are evaluated.
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args

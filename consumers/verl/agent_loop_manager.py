@@ -43,6 +43,7 @@ from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.trajectories import Trajectory, columns_ignored
 from shmbridge.consumers.verl.settings import (
     MODE,
+    VALIDATES,
     Form,
     Settings,
     form_of,
@@ -52,18 +53,6 @@ from shmbridge.consumers.verl.settings import (
 )
 from shmbridge.record.groups import Group
 from shmbridge.weights import WeightsReader
-
-__all__ = [
-    "COLUMNS",
-    "GroupSummary",
-    "NoScore",
-    "PlaceholderPrompts",
-    "Rows",
-    "ShmAgentLoopManager",
-    "atropos_metrics",
-    "rows_of",
-    "summary_of",
-]
 
 log = logging.getLogger(__name__)
 
@@ -171,10 +160,7 @@ class ShmAgentLoopManager:
                 hands are not released.
         """
         if prompts.get("validate"):
-            raise ValueError(
-                "verl validates with prompts of its own, and environments own them here -> "
-                "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
-            )
+            raise ValueError(VALIDATES)
         if self._error is not None:
             raise self._error
         step = int(prompts["global_steps"])

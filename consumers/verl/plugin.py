@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 from shmbridge.consumers.feed import warn_if_untested
 
-__all__ = ["register"]
-
 log = logging.getLogger(__name__)
 
 

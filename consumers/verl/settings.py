@@ -21,24 +21,15 @@ from shmbridge.consumers.feed import Refused, ReleaseAt, Start, Unfit, check_wor
 from shmbridge.consumers.learner.data.batch_wait import Patience
 from shmbridge.consumers.trajectories import Credit
 
-__all__ = [
-    "MODE",
-    "NAMES",
-    "REFUSED",
-    "Settings",
-    "compares_with_sampler",
-    "form_of",
-    "longest_row",
-    "passed_through",
-    "release_at",
-    "steps_until_taken",
-]
-
 log = logging.getLogger(__name__)
 
 NAMES = ("shmbridge", "grpo_atropos")  # of the advantage estimator; the latter is the seed recipe's
 VERSION = "shmbridge/weights_version"  # of the version that the checkpoint engine has written
 MODE = "shmbridge"  # verl's name of the trainer that releases groups with checkpoints
+VALIDATES = (
+    "verl validates with prompts of its own, and environments own them here -> "
+    "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
+)
 
 Normalise = Literal["none", "batch", "global"]
 

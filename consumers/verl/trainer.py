@@ -26,6 +26,7 @@ import shmbridge
 from shmbridge.consumers.feed import save_published, warn_of_stale_rows
 from shmbridge.consumers.verl.settings import (
     MODE,
+    VALIDATES,
     VERSION,
     Settings,
     compares_with_sampler,
@@ -33,8 +34,6 @@ from shmbridge.consumers.verl.settings import (
     release_at,
     steps_until_taken,
 )
-
-__all__ = ["BridgePPOTrainer"]
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +177,7 @@ def _check(config: Any) -> None:
             f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}"
         )
     if config.trainer.get("val_before_train", True) or config.trainer.test_freq > 0:
-        raise ValueError(
-            "verl validates with prompts of its own, and environments own them here -> "
-            "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
-        )
+        raise ValueError(VALIDATES)
 
 
 def _take_weights(config: Any) -> None:

@@ -31,8 +31,6 @@ from shmbridge.consumers.verl.settings import VERSION
 from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 from shmbridge.weights import WeightsReader
 
-__all__ = ["AtroposShardingManager", "ShmCheckpointEngine"]
-
 
 @CheckpointEngineRegistry.register("shmbridge")
 class ShmCheckpointEngine(CheckpointEngine):

@@ -250,16 +250,6 @@ def test_a_drained_bridge_ends_the_wait(make_manager):
     reader.leave(orderly=True)
 
 
-def test_a_step_that_does_not_fit_into_the_lanes_is_named(bridge, make_manager):
-    with shmbridge.Producer(bridge, lane_bytes="64K", on_full="raise") as producer:
-        group = {"tokens": [[1] * 6000], "loss_mask": [[1] * 6000], "score": [1.0]}
-        with pytest.raises(shmbridge.LaneFull):
-            for _ in range(3):
-                producer.put(group)
-        with pytest.raises(shmbridge.BatchTooBig):
-            loop(make_manager(Queue(3), size=3, infer_logprobs=False))
-
-
 @pytest.mark.parametrize("unfit", ["cut", "refuse", "leave_out"])
 def test_rows_longer_than_rolls_are_cut_named_or_left_out(bridge, make_manager, unfit):
     queue, rows = Queue(1), {"loss_mask": [[1] * 9, [0, 1]], "score": [1.0, 0.0]}

@@ -80,12 +80,6 @@ def test_values_of_the_bridge_that_mean_nothing(example, tiny, setting, says):
         check(example.config(tiny, "run1", 2, setting))
 
 
-@pytest.mark.parametrize("choice", [{"long_groups": "cut"}])
-def test_a_choice_that_is_none_is_refused_by_the_generator_too(make_generator, choice):
-    with pytest.raises(shmbridge.ShmBridgeError, match=next(iter(choice.values()))):
-        make_generator(**choice)
-
-
 @pytest.mark.parametrize("words", [["bridge.nam=run1"], ["bridge.name=run1"]])
 def test_a_users_mistake_ends_the_program_with_a_sentence(example, words, monkeypatch, capsys):
     """A wrong key; and what SkyRL sets by default, which does not go with a bridge."""

@@ -158,13 +158,6 @@ def put_on(make_producer):
     environment.join()
 
 
-async def test_a_step_that_can_never_fit_is_an_error_with_the_numbers(make_generator, put_on, prompts):
-    generator = make_generator(of_feed={"groups": 20})
-    words = r"20 groups cannot be filled.* 64 KiB .*the trainer has 0 of the 20 groups.*lane_bytes"
-    with pytest.raises(shmbridge.BatchTooBig, match=words):
-        await generator.generate(prompts(20, 4))
-
-
 async def test_groups_that_wait_in_skyrls_buffer_for_others_that_have_no_room(
     make_generator, put_on, prompts
 ):
@@ -173,16 +166,6 @@ async def test_groups_that_wait_in_skyrls_buffer_for_others_that_have_no_room(
     calls = [generator.generate(prompts(1, 4, first=each)) for each in range(20)]
     with pytest.raises(shmbridge.BatchTooBig, match=r"holds \d+ records .*trainer has \d of the 20 groups"):
         await asyncio.gather(*calls)
-
-
-async def test_full_lanes_are_no_error_while_a_step_is_trained(make_generator, put_on, prompts):
-    generator = make_generator(of_feed={"groups": 2})
-    await generated(generator, prompts(2, 4))
-    following = asyncio.create_task(generated(generator, prompts(4, 4, first=2)))
-    done, _ = await asyncio.wait({following}, timeout=3.0)
-    assert not done
-    generator.trained(["0", "1"])
-    await following
 
 
 async def test_the_mean_score_is_said_by_environment(make_generator, make_producer, prompts):
