@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers.verl.agent_loop_manager import VERSION, PlaceholderPrompts
-from shmbridge.consumers.verl.settings import passed_through
+from shmbridge.consumers.verl.agent_loop_manager import PlaceholderPrompts
+from shmbridge.consumers.verl.settings import VERSION, passed_through
 from shmbridge.consumers.verl.weights import ShmCheckpointEngine
 from shmbridge.weights import WeightsReader, WeightsWriter
 
@@ -84,7 +84,7 @@ def test_it_does_not_matter_what_is_imported_first():
         room,
         *modules,
     ]
-    assert f"{room}.rows" in modules
+    assert f"{room}.settings" in modules
     ended = subprocess.run([sys.executable, "-c", ORDERS, *firsts], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
