@@ -23,8 +23,14 @@ from shmbridge.errors import BadArgument, BadBridgeName
 
 NAME = "shmbridge"  # of the advantage estimator
 LongGroups = Literal["refuse", "trim"]
+Match = Literal["arrival", "instance"]
 # the words and least numbers of the adapter's own keys
-OWN: dict[str, Any] = {"long_groups": get_args(LongGroups), "steps": 1, "max_token_len": 0}
+OWN: dict[str, Any] = {
+    "match": get_args(Match),
+    "long_groups": get_args(LongGroups),
+    "steps": 1,
+    "max_token_len": 0,
+}
 
 
 class ConfigDoesNotFit(ValueError):
@@ -38,6 +44,7 @@ class BridgeConfig(BaseConfig):
     name: str = "run1"
     max_staleness: int | None = None  # versions; None: the limit of fully_async there, else none
     long_groups: str = "refuse"
+    match: str = "arrival"
     steps: int = 1000  # per epoch, where prompts are empty: data.train_data=[]
     max_token_len: int = 0  # tokens of a trajectory that environments may send; 0: any number
     timeout_s: float | None = None

@@ -45,7 +45,7 @@ from shmbridge.consumers.skyrl.config import (
     max_staleness,
     needs_logprobs,
 )
-from shmbridge.consumers.skyrl.generator import GroupDoesNotFit, NotEvaluated, ShmGenerator
+from shmbridge.consumers.skyrl.generator import GroupDoesNotFit, NobodyAsks, NotEvaluated, ShmGenerator
 from shmbridge.consumers.skyrl.weights import ShmInferenceClient, policy_worker
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 OVERRIDE = "trainer.override_entrypoint="
 # What ends training and is no fault of a program: each says what to change.
 TO_CHANGE = (
-    shmbridge.ShmBridgeError, ConfigDoesNotFit, Drained, GroupDoesNotFit, NoAdvantages, NotEvaluated,
+    shmbridge.ShmBridgeError, ConfigDoesNotFit, Drained, GroupDoesNotFit, NoAdvantages, NobodyAsks,
+    NotEvaluated,
 )  # fmt: skip
 
 
@@ -158,6 +159,7 @@ class ShmExp(BasePPOExp):
             cfg.generator.n_samples_per_prompt,
             step_wise=cfg.generator.step_wise_trajectories,
             long_groups=cfg.bridge.long_groups,
+            match=cfg.bridge.match,
             logprobs="all" if needs_logprobs(cfg) else "any",
             timeout_s=cfg.bridge.timeout_s,
         )

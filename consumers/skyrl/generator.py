@@ -14,7 +14,7 @@ of its response.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,14 +25,18 @@ from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, Gene
 from skyrl.train.generators.utils import get_rollout_metrics
 
 from shmbridge.consumers.feed import Feed, Step, check_words
-from shmbridge.consumers.skyrl.config import OWN, LongGroups
+from shmbridge.consumers.skyrl.config import OWN, LongGroups, Match
 from shmbridge.consumers.trajectories import Trajectory, columns_ignored
 
 EVAL = "eval"
 
 
 class NotEvaluated(RuntimeError):
-    """SkyRL asks for an evaluation, and this generator was a bridge carries none."""
+    """SkyRL asks for an evaluation, and this generator was given none to do it."""
+
+
+class NobodyAsks(RuntimeError):
+    """Groups wait for prompts that the trainer does not ask for."""
 
 
 @dataclass(slots=True)
@@ -56,9 +60,13 @@ class ShmGenerator(GeneratorInterface):
         step_wise: an episode may have several rows, SkyRL's `generator.step_wise_trajectories`.
         long_groups: what happens to a group of more than `repetitions` trajectories: "refuse" raises, "trim"
             leaves out the last ones and counts them.
+        match: "arrival" gives the next prompt the next group; "instance" gives it the next group of the same
+            instance (column `instance_id`, else the group's id), and keeps others until they are asked for.
+        most_early: groups kept so, before it is an error.
         logprobs: "all" refuses rows without log-probabilities; "any" hands out none for a whole batch if one
             row has none.
         timeout_s: longest wait of `generate`; None: for ever.
+        evaluator: answers the prompts of an evaluation; None: that is an error.
     """
 
     def __init__(
@@ -68,13 +76,19 @@ class ShmGenerator(GeneratorInterface):
         *,
         step_wise: bool = False,
         long_groups: LongGroups = "refuse",
+        match: Match = "arrival",
+        most_early: int = 1024,
         logprobs: Literal["all", "any"] = "any",
         timeout_s: float | None = None,
+        evaluator: GeneratorInterface | None = None,
     ) -> None:
-        check_words({"long_groups": long_groups}, **OWN)
+        check_words({"match": match, "long_groups": long_groups}, **OWN)
         self.feed, self.repetitions, self.step_wise = feed, repetitions, step_wise
-        self._long_groups, self._logprobs, self._timeout_s = long_groups, logprobs, timeout_s
+        self._long_groups, self._match, self._most_early = long_groups, match, most_early
+        self._logprobs, self._evaluator, self._timeout_s = logprobs, evaluator, timeout_s
         self._held: dict[str, Step] = {}  # what the trainer has, by prompt
+        self._early: dict[str, deque[_Group]] = {}
+        self._one_takes = asyncio.Lock()
         self._totals: Counter[str] = Counter()
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -90,16 +104,23 @@ class ShmGenerator(GeneratorInterface):
 
         Raises:
             GroupDoesNotFit, NoLogprobs, NoAdvantages: the groups come again, unread.
-            NotEvaluated. ConsumerEmpty, Drained, BatchTooBig, UnfitRow: as `Feed.take`.
+            NotEvaluated, NobodyAsks. ConsumerEmpty, Drained, BatchTooBig, UnfitRow: as `Feed.take`.
         """
         metadata = input_batch.get("batch_metadata")
         if metadata is not None and metadata.training_phase == EVAL:
-            raise NotEvaluated(
-                "SkyRL evaluates, and a bridge carries training groups -> trainer.eval_interval=-1"
-            )
+            if self._evaluator is None:
+                raise NotEvaluated(
+                    "SkyRL evaluates, and a bridge carries training groups -> trainer.eval_interval=-1, or "
+                    "ShmGenerator(evaluator=) with a generator of SkyRL's own"
+                )
+            return await self._evaluator.generate(input_batch)
         prompts = _prompts(input_batch, self.repetitions)
-        groups = await self._take(len(prompts))
+        if self._match == "arrival":
+            groups = await self._take(len(prompts))
+        else:
+            groups = await self._of_instances(prompts)
         for prompt, group in zip(prompts, groups, strict=True):
+            group.step.early = False
             if (before := self._held.pop(prompt, None)) is not None:  # asked for again, untrained
                 self.feed.give_back(before)
             self._held[prompt] = group.step
@@ -142,17 +163,19 @@ class ShmGenerator(GeneratorInterface):
         return len(self._held)
 
     def stats(self) -> dict[str, float]:
-        """Returns counters since the beginning, such as `rows_masked` and `columns_ignored{name}`.
-
-        Never blocks.
+        """Returns counters since the beginning, such as `rows_masked` and `columns_ignored{name}`, and
+        `early_groups` now. Never blocks.
         """
-        return {name: float(count) for name, count in self._totals.items()}
+        early = float(sum(map(len, self._early.values())))
+        return {**{name: float(count) for name, count in self._totals.items()}, "early_groups": early}
 
     def close(self) -> None:
         """Gives back what is not trained: it comes to the next consumer. Leaves the feed open. Idempotent."""
-        for step in self._held.values():
+        early = [group.step for groups in self._early.values() for group in groups]
+        for step in (*self._held.values(), *early):
             self.feed.give_back(step)
         self._held.clear()
+        self._early.clear()
 
     # -- groups
 
@@ -166,6 +189,37 @@ class ShmGenerator(GeneratorInterface):
         for group, part in zip(made, self.feed.parts(step), strict=True):
             group.step = part
         return made
+
+    async def _of_instances(self, prompts: list[str]) -> list[_Group]:
+        found: list[_Group] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                found.append(await self._of_instance(prompt, prompts[number:]))
+        except BaseException:
+            for prompt, each in zip(prompts, found, strict=False):
+                self._early.setdefault(prompt, deque()).appendleft(each)
+            raise
+        return found
+
+    async def _of_instance(self, prompt: str, asked: list[str]) -> _Group:
+        while not self._early.get(prompt):
+            async with self._one_takes:
+                if self._early.get(prompt):
+                    break
+                if sum(map(len, self._early.values())) >= self._most_early:
+                    first = ", ".join(list(self._early)[:4])
+                    raise NobodyAsks(
+                        f"{self._most_early} groups wait for instances that nobody asked for ({first}), the "
+                        f"trainer asks for {', '.join(asked[:4])} -> give trainer and environments the same "
+                        "data set, or bridge.match=arrival"
+                    )
+                (group,) = await self._take(1)
+                group.step.early = True
+                self._early.setdefault(group.rows[0].metrics["instance_id"], deque()).append(group)
+        found = self._early[prompt].popleft()
+        if not self._early[prompt]:
+            del self._early[prompt]
+        return found
 
     def _groups_of(self, step: Step) -> list[_Group]:
         """Makes the lists; in a thread."""

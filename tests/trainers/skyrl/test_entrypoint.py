@@ -65,6 +65,7 @@ def test_skyrls_program_trains_from_a_bridge_under_ray(example, tiny, bridge, tm
         ("bridge.unfit=drop", "none of refuse, leave_out -> bridge.unfit=refuse"),
         ("bridge.start=anew", "none of from-bridge, from-scratch"),
         ("bridge.set_aside_after=-1", "at least 0 -> bridge.set_aside_after=0"),
+        ("bridge.match=foo", "none of arrival, instance -> bridge.match=arrival"),
         ("bridge.long_groups=cut", "none of refuse, trim -> bridge.long_groups=refuse"),
         ("bridge.name=a/b", "a/b"),
         ("bridge.timeout_s=soon", "'soon' is no number of seconds"),
@@ -78,6 +79,12 @@ def test_values_of_the_bridge_that_mean_nothing(example, tiny, setting, says):
 
     with pytest.raises(ConfigDoesNotFit, match=says):
         check(example.config(tiny, "run1", 2, setting))
+
+
+@pytest.mark.parametrize("choice", [{"match": "foo"}, {"long_groups": "cut"}])
+def test_a_choice_that_is_none_is_refused_by_the_generator_too(make_generator, choice):
+    with pytest.raises(shmbridge.ShmBridgeError, match=next(iter(choice.values()))):
+        make_generator(**choice)
 
 
 @pytest.mark.parametrize("words", [["bridge.nam=run1"], ["bridge.name=run1"]])

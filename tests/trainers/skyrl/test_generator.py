@@ -114,6 +114,37 @@ async def test_an_episode_of_several_rows_needs_the_step_wise_mode(make_generato
         await generated(make_generator(), prompts(1, 4))
 
 
+async def test_instances_find_their_prompts_in_any_order(make_generator, producer, prompts):
+    for instance in ("2", "7", "0", "1"):
+        producer.put(group(instance_id=[instance] * 4), group_id=f"of-{instance}")
+    generator = make_generator(match="instance")
+    output = await generated(generator, prompts(3, 4))
+    assert [row["instance_id"] for row in output["env_metrics"]] == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
+    assert generator.stats()["early_groups"] == 1
+    late = await generated(generator, prompts(1, 4, first=7))
+    assert late["env_metrics"][0]["group_id"] == "of-7"
+    assert generator.held == generator.feed.stats()["feed_steps_out"] == 4
+
+
+async def test_calls_at_once_find_their_instances(make_generator, producer, prompts):
+    generator = make_generator(match="instance")
+    calls = [asyncio.create_task(generated(generator, prompts(1, 4, first=each))) for each in range(3)]
+    await asyncio.sleep(0)
+    for instance in (2, 0, 1):
+        producer.put(group(instance_id=[str(instance)] * 4))
+    for number, output in enumerate(await asyncio.gather(*calls)):
+        assert output["env_metrics"][0]["instance_id"] == str(number)
+
+
+async def test_instances_that_nobody_asks_for_are_an_error(make_generator, producer, prompts):
+    from shmbridge.consumers.skyrl.generator import NobodyAsks
+
+    for instance in ("5", "6", "7"):
+        producer.put(group(instance_id=[instance] * 4))
+    with pytest.raises(NobodyAsks, match=r"2 groups wait .*\(5, 6\).* asks for 0 "):
+        await generated(make_generator(match="instance", most_early=2), prompts(1, 4))
+
+
 async def test_the_event_loop_goes_on_while_nothing_comes(make_generator, producer, prompts):
     generator = make_generator()
     call = asyncio.create_task(generated(generator, prompts(1, 4)))
@@ -265,12 +296,22 @@ async def test_rows_that_cannot_be_trained_are_places_without_loss(make_generato
     assert generator.feed.stats()["feed_rows_left_out_too_long_total"] == 4
 
 
-async def test_what_ends_a_call(make_generator, producer, prompts):
-    from shmbridge.consumers.feed import Drained
+async def test_an_evaluation_needs_a_generator_of_its_own(make_generator, prompts):
     from shmbridge.consumers.skyrl.generator import NotEvaluated
 
+    class Evaluator:
+        async def generate(self, input_batch):
+            return input_batch
+
+    given = prompts(1, 4, phase="eval")
     with pytest.raises(NotEvaluated, match=r"eval_interval=-1"):
-        await make_generator().generate(prompts(1, 4, phase="eval"))
+        await make_generator().generate(given)
+    assert await make_generator(evaluator=Evaluator()).generate(given) is given
+
+
+async def test_what_ends_a_call(make_generator, producer, prompts):
+    from shmbridge.consumers.feed import Drained
+
     with pytest.raises(shmbridge.ConsumerEmpty, match="1 of 1 lanes have a producer"):
         await make_generator(timeout_s=0.1).generate(prompts(1, 4))
     with pytest.raises(ValueError, match=r"prompt '0' has 3 rows .*answers with 4"):
