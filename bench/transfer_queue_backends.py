@@ -82,7 +82,7 @@ class Side:
         return {name: statistics.median(times) for name, times in self._stages.items()}
 
     def _watch(self, manager: Any) -> None:
-        store = manager.storage_client.store
+        store = manager.store
         store.put = self._timed("put: the segment, all bytes copied in", store.put)
         manager._get = self._timed("get: mapped, and made nested tensors", manager._get)
         store.clear = self._timed("clear: rows released", store.clear)

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shmbridge.consumers.dataset import BridgeDataset as BridgeDataset
+    from shmbridge.consumers.feed import BridgeAhead as BridgeAhead
     from shmbridge.consumers.feed import Drained as Drained
     from shmbridge.consumers.feed import Feed as Feed
-    from shmbridge.consumers.trained_bridge import BridgeAhead as BridgeAhead
-    from shmbridge.consumers.trained_bridge import load_published as load_published
+    from shmbridge.consumers.feed import load_published as load_published
     from shmbridge.consumers.trajectories import UnfitRow as UnfitRow
     from shmbridge.consumers.weight_sync import WeightSync as WeightSync
 
 _HOMES = {
-    "BridgeAhead": "trained_bridge",
+    "BridgeAhead": "feed",
     "BridgeDataset": "dataset",
     "Drained": "feed",
     "Feed": "feed",
     "UnfitRow": "trajectories",
     "WeightSync": "weight_sync",
-    "load_published": "trained_bridge",
+    "load_published": "feed",
 }
 __all__ = ["BridgeAhead", "BridgeDataset", "Drained", "Feed", "UnfitRow", "WeightSync", "load_published"]
 

@@ -4,7 +4,7 @@
     worker_cls: shmbridge.consumers.roll.actor_worker.ShmActorWorker         # in actor_train
 
 Hub: the process of the one environment worker whose `ShmEnvManager`s read the bridge; all of its threads
-share one feed (`bridge_reader.py`). A bridge named by two workers is refused when they are made.
+share one feed (`BridgeReader`). A bridge named by two workers is refused when they are made.
 
 Released: with `ShmAgenticPipeline`, which knows what a step trained, once a checkpoint with it is durable, or
 after the step. Without it at the first `update_step` after the last step that can train the record: with

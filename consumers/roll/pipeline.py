@@ -4,7 +4,7 @@
 
 ROLL's `examples/start_agentic_pipeline.py` reads that key. Use it, rather than `ShmActorWorker`, for the
 bridge's advantages in ROLL's metrics, and for its whitening, clipping and distillation on them. It wraps one
-function of ROLL while `run` runs: see `precomputed.py`.
+function of ROLL while `run` runs: see `with_precomputed`.
 
 Its actor writes weights into the bridge (`PublishingActorWorker`), unless you name another `worker_cls`. It
 tells the environments which groups a step trained, at which it failed, and which a checkpoint contains, by
@@ -22,13 +22,24 @@ from roll.pipeline.agentic import agentic_pipeline
 from roll.utils.constants import RAY_NAMESPACE
 
 from shmbridge import BadArgument
-from shmbridge.consumers.held_records import HeldRecords
-from shmbridge.consumers.roll.precomputed import NAME, check_signature, installed
-from shmbridge.consumers.roll.rows import GROUP
-from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE, WORD, env_configs_of, workers_of
-from shmbridge.consumers.tested_versions import warn_if_untested
-from shmbridge.consumers.trained_bridge import bridge_info, require_start, trained_as
-from shmbridge.consumers.trainer_settings import refuse, setting
+from shmbridge.consumers.feed import (
+    HeldRecords,
+    bridge_info,
+    refuse,
+    require_start,
+    setting,
+    trained_as,
+    warn_if_untested,
+)
+from shmbridge.consumers.roll.actor_worker import NAME, check_signature, installed
+from shmbridge.consumers.roll.env_manager import (
+    GROUP,
+    REFUSED,
+    REFUSED_BY_PIPELINE,
+    WORD,
+    env_configs_of,
+    workers_of,
+)
 
 OWN_WORKER = "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"  # ROLL's, if none is named
 PUBLISHING_WORKER = "shmbridge.consumers.roll.actor_worker.PublishingActorWorker"

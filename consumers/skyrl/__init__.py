@@ -1,11 +1,9 @@
 """Feeds SkyRL from a bridge: `trainer.override_entrypoint=shmbridge.consumers.skyrl.entrypoint`.
 
-- `generator.py`: groups of a feed as the outputs of a SkyRL generator; `arrange.py` gives each prompt its
-  rows, `rows.py` makes SkyRL's lists of a row.
-- `estimator.py`: the advantage estimator `shmbridge`, which hands token-level values through.
-- `trainer.py`: SkyRL's trainers, which tell the feed of steps and checkpoints; `weights.py`: the policy
-  worker's half of the way back, `inference_client.py` the trainer's.
-- `config.py`, `entrypoint.py`: SkyRL's config with a section `bridge`, and the program.
+- `config.py`: SkyRL's config with a section `bridge`, and the advantage estimator `shmbridge`.
+- `generator.py`: groups of a feed as the outputs of a SkyRL generator.
+- `weights.py`: the way back: the policy worker's half, and the trainer's inference client.
+- `entrypoint.py`: SkyRL's trainers, which tell the feed of steps and checkpoints, and the program.
 """
 
 import importlib.util
@@ -15,7 +13,7 @@ from contextlib import suppress
 
 import typing_extensions
 
-from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.feed import warn_if_untested
 
 _TYPES = "skyrl.tinker.types"  # has the only model, in 0.3, with a `typing.TypedDict` inside
 

@@ -1,18 +1,28 @@
-"""SkyRL's config with a section `bridge`, and what else in it a bridge does not go with."""
+"""SkyRL's config with a section `bridge`, and what else in it a bridge does not go with.
+
+Importing this module registers the advantage estimator `shmbridge`: token-level rewards are the advantages,
+and stay what they are. Select it by `trainer.algorithm.advantage_estimator=shmbridge`.
+"""
+
+# SkyRL reads the types of these dataclasses, so annotations are evaluated.
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
 from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_policy_correction_enabled
-from skyrl.backends.skyrl_train.utils.ppo_utils import LOSSES_WITHOUT_OLD_LOGPROBS
+from skyrl.backends.skyrl_train.utils.ppo_utils import (
+    LOSSES_WITHOUT_OLD_LOGPROBS,
+    register_advantage_estimator,
+)
 from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
 
 from shmbridge.config import check_bridge_name, check_timeout
-from shmbridge.consumers.skyrl.arrange import LongGroups
-from shmbridge.consumers.skyrl.estimator import NAME
-from shmbridge.consumers.trainer_settings import Refused, check_words, refuse
+from shmbridge.consumers.feed import Refused, check_words, refuse
 from shmbridge.errors import BadArgument, BadBridgeName
 
+NAME = "shmbridge"  # of the advantage estimator
+LongGroups = Literal["refuse", "trim"]
 Match = Literal["arrival", "instance"]
 # the words and least numbers of the adapter's own keys
 OWN: dict[str, Any] = {
@@ -141,3 +151,22 @@ def _check_bridge(bridge: Any) -> None:
 
 def _refuse(what: str, action: str) -> None:
     raise ConfigDoesNotFit(f"{what} -> {action}")
+
+
+def token_level_values(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the token-level rewards as advantages and as returns. Never blocks.
+
+    Args:
+        token_level_rewards: float32 (B, A), dimensionless: the bridge's advantages, A response positions.
+        response_mask: (B, A), 1 at response tokens; the others get 0.
+
+    Returns:
+        Two float32 tensors (B, A) of their own.
+    """
+    values = token_level_rewards * response_mask
+    return values, values.clone()
+
+
+register_advantage_estimator(NAME)(token_level_values)

@@ -4,8 +4,11 @@
     trainer = ShmTrainer(cfg=cfg, generator=generator, ...)
 
 The hub is the process of SkyRL's trainer (the Ray task of its entrypoint): SkyRL's workers get tensors from
-it. `trainer.py` tells the feed when a step is over. After a kill the groups in SkyRL's own buffer come again,
-too: docs/how-to/skyrl.md.
+it. `entrypoint.BridgeSteps` tells the feed when a step is over. After a kill the groups in SkyRL's
+own buffer come again, too: docs/how-to/skyrl.md.
+
+The lists of a row are made at the last moment: SkyRL's interface has no arrays. Letters: L tokens of a row, R
+of its response.
 """
 
 from __future__ import annotations
@@ -15,17 +18,14 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import get_rollout_metrics
 
-from shmbridge.consumers.feed import Feed, Step
-from shmbridge.consumers.skyrl.arrange import LongGroups, places, rows_left_out
-from shmbridge.consumers.skyrl.config import OWN, Match
-from shmbridge.consumers.skyrl.rows import READ, Row, masked_row, row_of
-from shmbridge.consumers.trainer_settings import check_words
+from shmbridge.consumers.feed import Feed, Step, check_words
+from shmbridge.consumers.skyrl.config import OWN, LongGroups, Match
 from shmbridge.consumers.trajectories import Trajectory, columns_ignored
 
 EVAL = "eval"
@@ -340,3 +340,163 @@ def _prompts(input_batch: GeneratorInput, repetitions: int) -> list[str]:
             "ShmGenerator(repetitions=) is generator.n_samples_per_prompt"
         )
     return list(rows)
+
+
+class GroupDoesNotFit(ValueError):
+    """A group's rows do not fit SkyRL's `n_samples_per_prompt`; nothing was taken, the group comes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What goes into one row of a prompt: a row of the group or nothing; whether an episode ends there."""
+
+    trajectory: Trajectory | None
+    repetition: int
+    is_last: bool = True
+
+
+def places(
+    group: list[Trajectory], repetitions: int, *, step_wise: bool = False, long_groups: LongGroups = "refuse"
+) -> list[Place]:
+    """Returns what each row of one prompt is, repetition by repetition. Never blocks.
+
+    Rows are ordered by column `repetition_id`, and within one episode by `row_index`; without these columns
+    they stay in the order of the group. With `step_wise`, an episode may have several rows.
+
+    Args:
+        group: the rows of one group, also none.
+        repetitions: SkyRL's `generator.n_samples_per_prompt`.
+        step_wise: SkyRL's `generator.step_wise_trajectories`.
+        long_groups: "trim" leaves out the episodes after the first `repetitions`.
+
+    Raises:
+        GroupDoesNotFit: more episodes than `repetitions`, and they are not to be trimmed; or an episode of
+            several rows without `step_wise`.
+    """
+    episodes = _episodes(group)
+    several = next((rows for rows in episodes if len(rows) > 1), None)
+    if several is not None and not step_wise:
+        meta = group[0].meta
+        raise GroupDoesNotFit(
+            f"group {meta.group_id} of environment {meta.env_name!r} has an episode of {len(several)} rows "
+            "-> generator.step_wise_trajectories=true"
+        )
+    if len(episodes) > repetitions and long_groups == "refuse":
+        meta = group[0].meta
+        raise GroupDoesNotFit(
+            f"group {meta.group_id} of environment {meta.env_name!r} has {len(episodes)} trajectories, "
+            f"n_samples_per_prompt is {repetitions} -> generator.n_samples_per_prompt={len(episodes)}, or "
+            "bridge.long_groups=trim"
+        )
+    found = [
+        Place(row, number, row is rows[-1])
+        for number, rows in enumerate(episodes[:repetitions])
+        for row in rows
+    ]
+    return found + [Place(None, number) for number in range(len(episodes), repetitions)]
+
+
+def rows_left_out(group: list[Trajectory], arranged: list[Place]) -> int:
+    """Returns the rows of the group that have no place. Never blocks."""
+    return len(group) - sum(place.trajectory is not None for place in arranged)
+
+
+def _episodes(group: list[Trajectory]) -> list[list[Trajectory]]:
+    """Returns the rows by episode: by `repetition_id` where all have one, else split after `is_last`."""
+    numbers = [row.value("repetition_id") for row in group]
+    if any(number is None for number in numbers):
+        return _split(group)
+    by_number: dict[int, list[Trajectory]] = {}
+    for number, row in zip(numbers, group, strict=True):
+        by_number.setdefault(int(number), []).append(row)
+    return [sorted(by_number[number], key=_index) for number in sorted(by_number)]
+
+
+def _split(group: list[Trajectory]) -> list[list[Trajectory]]:
+    episodes: list[list[Trajectory]] = [[]]
+    for row in group:
+        episodes[-1].append(row)
+        ends = row.value("is_last")
+        if ends is None or ends:
+            episodes.append([])
+    return [rows for rows in episodes if rows]
+
+
+def _index(row: Trajectory) -> int:
+    return 0 if (there := row.value("row_index")) is None else int(there)
+
+
+# Columns that a row's `env_metrics` carries as they are, in arrays over the whole row.
+CARRIED = (
+    "step_rewards", "step_ends", "trace_spans", "turn_ends", "token_versions", "token_rewards",
+    "reward_components", "raw_score", "messages", "extra",
+)  # fmt: skip
+# Columns that have a place of their own in what SkyRL gets.
+READ = frozenset(
+    (
+        "tokens", "prompt_length", "loss_mask", "masks", "score", "advantages", "advantages_mask",
+        "inference_logprobs", "finish_reason", "instance_id", "repetition_id", "row_index", "is_last",
+        *CARRIED,
+    )
+)  # fmt: skip
+UNKNOWN_END = "unknown"  # why a row ended, if nobody said
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry of each list in a GeneratorOutput."""
+
+    prompt: list[int]  # at least one token
+    response: list[int]  # (R,) at least one token
+    rewards: list[float]  # (R,) advantages, 0 where nothing is trained
+    loss_mask: list[int]  # (R,) 1 = trained
+    logprobs: list[float] | None  # (R,) nats, 0 where nothing is trained; None: not all recorded
+    stop_reason: str
+    metrics: dict[str, Any]
+
+
+def row_of(trajectory: Trajectory) -> Row:
+    """Returns a row of a bridge as SkyRL takes it: copies of its numbers, views in `metrics`. Never blocks.
+
+    SkyRL needs a token before the response and one in it. So the response of a row of a prompt only is its
+    last token, untrained, and a row's first token is in its prompt.
+    """
+    size = len(trajectory.tokens)
+    if size < 2:
+        return masked_row(trajectory)
+    begin = max(1, min(trajectory.prompt_length, size - 1))
+    tokens = trajectory.tokens
+    return Row(
+        prompt=tokens[:begin].tolist(),
+        response=tokens[begin:].tolist(),
+        rewards=trajectory.advantages[begin:].tolist(),
+        loss_mask=trajectory.trained[begin:].astype("int64").tolist(),
+        logprobs=None if trajectory.logprobs is None else trajectory.logprobs[begin:].tolist(),
+        stop_reason=trajectory.finish_reason or UNKNOWN_END,
+        metrics=_metrics(trajectory),
+    )
+
+
+def masked_row(like: Trajectory) -> Row:
+    """Returns two tokens of which nothing is trained, for a place that no row of the group fills.
+
+    `like` may have no tokens.
+    """
+    first = int(like.tokens[0]) if len(like.tokens) else 0
+    metrics = _identity(like) | {"masked": True}
+    return Row([first], [first], [0.0], [0], [0.0], "abort", metrics)
+
+
+def _metrics(trajectory: Trajectory) -> dict[str, Any]:
+    carried = {name: trajectory.value(name) for name in CARRIED}
+    return {
+        **_identity(trajectory),
+        "score": trajectory.score,
+        "own_advantages": trajectory.own_advantages,
+        **{name: value for name, value in carried.items() if value is not None},
+    }
+
+
+def _identity(trajectory: Trajectory) -> dict[str, Any]:
+    meta, names = trajectory.meta, ("min_policy_version", "max_policy_version", "redelivered")
+    return trajectory.origin | {name: getattr(meta, name) for name in names}

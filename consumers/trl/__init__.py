@@ -11,14 +11,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shmbridge.consumers.feed import Drained
-from shmbridge.consumers.trajectories import NoLogprobs, UnfitRow
-from shmbridge.consumers.trl.rollouts import NotJoined, ShmRollouts, shm_rollout_func
-from shmbridge.consumers.trl.rows import UnevenGroups
-from shmbridge.consumers.trl.samples import PerTokenAdvantages
+from shmbridge.consumers.trajectories import NoLogprobs
+from shmbridge.consumers.trl.rollouts import NotJoined, ShmRollouts, UnevenGroups, shm_rollout_func
 
 if TYPE_CHECKING:
-    from shmbridge.consumers.trl.async_worker import NoProducers, ShmRolloutWorker, ShmWeightTransfer
+    from shmbridge.consumers.trl.async_worker import (
+        NoProducers,
+        PerTokenAdvantages,
+        ShmRolloutWorker,
+        ShmWeightTransfer,
+    )
     from shmbridge.consumers.trl.grpo import (
         ShmGRPOTrainer,
         Unsupported,
@@ -26,21 +28,12 @@ if TYPE_CHECKING:
         placeholder_prompts,
     )
 
-BridgeDrained, UnknownTokens = Drained, UnfitRow  # their names here before
-
 # what needs TRL or torch, by module
-_LATER = {
-    "NoProducers": "async_worker",
-    "ShmRolloutWorker": "async_worker",
-    "ShmWeightTransfer": "async_worker",
-    "ShmGRPOTrainer": "grpo",
-    "Unsupported": "grpo",
-    "environment_scores": "grpo",
-    "placeholder_prompts": "grpo",
-}
-
+_ASYNC = ("NoProducers", "PerTokenAdvantages", "ShmRolloutWorker", "ShmWeightTransfer")
+_LATER = dict.fromkeys(_ASYNC, "async_worker") | dict.fromkeys(
+    ("ShmGRPOTrainer", "Unsupported", "environment_scores", "placeholder_prompts"), "grpo"
+)
 __all__ = [
-    "BridgeDrained",
     "NoLogprobs",
     "NoProducers",
     "NotJoined",
@@ -50,7 +43,6 @@ __all__ = [
     "ShmRollouts",
     "ShmWeightTransfer",
     "UnevenGroups",
-    "UnknownTokens",
     "Unsupported",
     "environment_scores",
     "placeholder_prompts",

@@ -20,26 +20,23 @@ import math
 import queue
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import shmbridge
 from shmbridge.consumers.engines.engine import Pause
-from shmbridge.consumers.feed import Feed, Step
-from shmbridge.consumers.tested_versions import warn_if_untested
-from shmbridge.consumers.trained_bridge import Start
-from shmbridge.consumers.trainer_settings import Unfit, check_words
+from shmbridge.consumers.feed import Feed, Start, Step, Unfit, check_words, warn_if_untested
 from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored
-from shmbridge.consumers.trl.rollouts import ALL, check_options
-from shmbridge.consumers.trl.rows import READ
-from shmbridge.consumers.trl.sample_buffer import SampleBuffer
-from shmbridge.consumers.trl.samples import PerToken, different_advantages, samples_of
+from shmbridge.consumers.trl.rollouts import ALL, READ, check_options
 from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 
 TESTED = ("trl", "1.16", "1.17")
@@ -66,7 +63,7 @@ class ShmRolloutWorker:
         bridge: its name.
         max_staleness: groups that are more versions behind are discarded whole and counted by the bridge;
             None: only TRL's own `max_staleness` drops, sample by sample.
-        per_token: for rows with several advantages, see `samples.py`: "split", "refuse" or "mean".
+        per_token: for rows with several advantages, see `samples_of`: "split", "refuse" or "mean".
         most_parts: samples that a row may be split into.
         unscored: for rows without the sampler's log-probabilities: "refuse" (NoLogprobs), or "skip": released
             with their group, untrained and counted.
@@ -352,3 +349,153 @@ def _rewards(row: Trajectory) -> dict[str, float]:
     parts = row.value("reward_components") or {}
     reward = {"reward": math.nan if row.score is None else row.score}
     return reward | {f"rewards/{name}": float(value) for name, value in parts.items()}
+
+
+PerToken = Literal["split", "refuse", "mean"]
+
+
+class PerTokenAdvantages(ValueError):
+    """A row has several advantages, and TRL's async trainer takes one; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample; the arrays are views of the batch's, but for masks of rows that were split."""
+
+    tokens: npt.NDArray[np.int32]  # (L,)
+    mask: npt.NDArray[np.uint8]  # (L,)
+    logprobs: npt.NDArray[np.float32]  # (L,) nats
+    advantage: float
+
+
+def different_advantages(row: Trajectory) -> npt.NDArray[np.float32]:
+    """Returns the different advantages of a row's trained tokens, rising; empty if none is trained."""
+    return np.unique(row.advantages[row.trained])
+
+
+def samples_of(
+    row: Trajectory, values: npt.NDArray[np.float32], per_token: PerToken, most_parts: int
+) -> list[Sample]:
+    """Returns the samples of a row; empty if nothing in it is trained. Never blocks.
+
+    Args:
+        row: with log-probabilities.
+        values: its different advantages.
+        per_token: what becomes of a row with several advantages: "split" (exact), "refuse", or "mean" (of its
+            trained tokens, for all of them).
+        most_parts: samples that a row may be split into.
+
+    Raises:
+        NoLogprobs: the row has none. PerTokenAdvantages: refused, or more parts than allowed.
+    """
+    if not len(values):
+        return []
+    logprobs, whole = row.known_logprobs("unscored='skip'"), row.trained.view(np.uint8)
+    if len(values) == 1:
+        return [Sample(row.tokens, whole, logprobs, float(values[0]))]
+    if per_token == "mean":
+        return [Sample(row.tokens, whole, logprobs, float(row.advantages[row.trained].mean()))]
+    if per_token == "refuse" or len(values) > most_parts:
+        raise PerTokenAdvantages(
+            f"{row.named} has {len(values)} different advantages from {values[0]:g} to {values[-1]:g}, and a "
+            f"sample of TRL has one -> per_token='split' with most_parts={len(values)}, or per_token='mean'"
+        )
+    return [
+        Sample(row.tokens, (row.trained & (row.advantages == value)).view(np.uint8), logprobs, float(value))
+        for value in values
+    ]
+
+
+_LONG_AGO = 1 << 60  # updates: a step without samples is over at once
+
+
+@dataclass(slots=True)
+class _Held:
+    """A step of the feed, and how far its samples have gone."""
+
+    step: Step
+    left: int  # samples not yet handed out
+    update: int = 0  # weight updates before its last sample was handed out
+
+
+class SampleBuffer:
+    """`queue.Queue` as far as TRL uses it. For one thread.
+
+    Args:
+        fetch: returns a step and its samples; blocks at most the given seconds (None: for ever), then raises
+            queue.Empty.
+        trained: called with each step that is over.
+        held_for: weight updates after the one in which a step's last sample was handed out, at whose end it
+            is over; None: with that sample.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[float | None], tuple[Step, list[Any]]],
+        trained: Callable[[Step], None],
+        held_for: int | None,
+    ) -> None:
+        self._fetch, self._trained, self._held_for = fetch, trained, held_for
+        self._ready: deque[tuple[Any, _Held | None]] = deque()
+        self._held: deque[_Held] = deque()
+        self._updates = 0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Returns the next sample. Blocks at most `timeout` seconds (None: for ever), then queue.Empty."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._ready:
+            left = 0.0 if not block else None if until is None else max(until - time.monotonic(), 0.0)
+            step, samples = self._fetch(left)
+            held = _Held(step, len(samples), self._updates if samples else self._updates - _LONG_AGO)
+            self._ready.extend((sample, held) for sample in samples)
+            self._held.append(held)
+            self._end()
+        sample, held_by = self._ready.popleft()
+        if held_by is not None:
+            held_by.left -= 1
+            held_by.update = self._updates
+            self._end()
+        return sample
+
+    def get_nowait(self) -> Any:
+        """`get` without waiting."""
+        return self.get(block=False)
+
+    def put_nowait(self, sample: Any) -> None:
+        """Adds a sample that is not from the bridge, behind those already here. Never blocks."""
+        self._ready.append((sample, None))
+
+    def qsize(self) -> int:
+        """Returns the samples that are made already; groups wait in the bridge besides. Never blocks."""
+        return len(self._ready)
+
+    def empty(self) -> bool:
+        """Whether `get_nowait` would have to ask the bridge. Never blocks."""
+        return not self._ready
+
+    @property
+    def steps_held(self) -> int:
+        """Steps that are not over."""
+        return len(self._held)
+
+    def updated(self) -> None:
+        """Notes a weight update, and ends what it shows to be trained. Never blocks."""
+        self._updates += 1
+        self._end()
+
+    def _end(self) -> None:
+        """Ends steps in order; those without samples at once."""
+        while self._held and self._is_over(self._held[0]):
+            self._trained(self._held.popleft().step)
+
+    def _is_over(self, held: _Held) -> bool:
+        if held.left:
+            return False
+        return self._held_for is None or self._updates >= held.update + self._held_for
+
+    def clear(self) -> list[Step]:
+        """Forgets all; returns the steps that are not over. Never blocks."""
+        self._ready.clear()
+        held = [each.step for each in self._held]
+        self._held.clear()
+        return held

@@ -34,9 +34,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
-from shmbridge.consumers.feed import STATE
-from shmbridge.consumers.tested_versions import warn_if_untested
-from shmbridge.consumers.trainer_settings import Refused, refuse
+from shmbridge.consumers.feed import STATE, Refused, refuse, warn_if_untested
 from shmbridge.consumers.trl.rollouts import ShmRollouts
 from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NoReturn
 
-from shmbridge.consumers.tested_versions import warn_if_untested
-
-__all__ = ["register"]
+from shmbridge.consumers.feed import warn_if_untested
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +26,10 @@ def register() -> None:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     from shmbridge.consumers import transfer_queue
-    from shmbridge.consumers.verl import checkpoint_engine, estimator, trainer  # noqa: F401  # their imports register
+    from shmbridge.consumers.verl import settings, trainer, weights  # noqa: F401  # their imports register
 
-    for name in estimator.NAMES:
-        register_adv_est(name)(estimator.passed_through)
+    for name in settings.NAMES:
+        register_adv_est(name)(settings.passed_through)
     RolloutReplicaRegistry.register("shmbridge", lambda: _no_replica)
     transfer_queue.register()
 

@@ -3,7 +3,8 @@
     trainer:
       atropos: {bridge: run1, use_advantages: true, fallback_to_grpo: true}
 
-The recipe's keys mean what they mean for the learner and in `shmbridge launch`: docs/how-to/launch.md.
+Also the advantage estimator `shmbridge`, which passes on the advantages that rows carry in `rm_scores`. The
+recipe's keys mean what they mean for the learner and in `shmbridge launch`: docs/how-to/launch.md.
 """
 
 from __future__ import annotations
@@ -13,28 +14,22 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from shmbridge.config import check_bridge_name
-from shmbridge.consumers.learner.data.batch_wait import Patience
-from shmbridge.consumers.trained_bridge import Start
-from shmbridge.consumers.trainer_settings import Refused, ReleaseAt, Unfit, check_words, refuse, setting
-from shmbridge.consumers.trajectories import Credit
-from shmbridge.consumers.verl import estimator
-from shmbridge.consumers.verl.rows import Form
+import torch
 
-__all__ = [
-    "MODE",
-    "REFUSED",
-    "Settings",
-    "compares_with_sampler",
-    "form_of",
-    "longest_row",
-    "release_at",
-    "steps_until_taken",
-]
+from shmbridge.config import check_bridge_name
+from shmbridge.consumers.feed import Refused, ReleaseAt, Start, Unfit, check_words, refuse, setting
+from shmbridge.consumers.learner.data.batch_wait import Patience
+from shmbridge.consumers.trajectories import Credit
 
 log = logging.getLogger(__name__)
 
+NAMES = ("shmbridge", "grpo_atropos")  # of the advantage estimator; the latter is the seed recipe's
+VERSION = "shmbridge/weights_version"  # of the version that the checkpoint engine has written
 MODE = "shmbridge"  # verl's name of the trainer that releases groups with checkpoints
+VALIDATES = (
+    "verl validates with prompts of its own, and environments own them here -> "
+    "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
+)
 
 Normalise = Literal["none", "batch", "global"]
 
@@ -44,7 +39,7 @@ _REFUSED = {
 
 
 def _passes_advantages(config: Any) -> bool:
-    return str(config.algorithm.adv_estimator) in estimator.NAMES
+    return str(config.algorithm.adv_estimator) in NAMES
 
 
 def _bypassed(value: Any, config: Any) -> bool:
@@ -80,6 +75,16 @@ REFUSED = (
     Refused("distillation.enabled", "verl's teachers score what verl sampled, and environments sample here",
             "distillation.enabled=False"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """What verl's configuration asks of a row."""
+
+    per_token: bool  # rm_scores carry advantages; else the score, on the last trained token
+    scored: bool  # a score is needed beside advantages
+    logprobs: bool  # rollout_log_probs are needed
+    temperature: float  # that verl divides logits by
 
 
 @dataclass(frozen=True)
@@ -237,3 +242,25 @@ def form_of(config: Any) -> Form:
         logprobs=bool(compares_with_sampler(config) or rollout.calculate_log_probs),
         temperature=float(rollout.temperature),
     )
+
+
+def passed_through(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the token-level rewards where the mask is 1, as advantages and as returns. Never blocks.
+
+    Args:
+        token_level_rewards: float (B, R), dimensionless; the advantages, when they come from a bridge.
+        response_mask: (B, R), 1 where a token is trained.
+        config: verl's `algorithm` section; None is a plain call.
+
+    Raises:
+        ValueError: `algorithm.use_kl_in_reward` is on, which would have changed the advantages before.
+    """
+    if config is not None and config.get("use_kl_in_reward", False):
+        raise ValueError(
+            "algorithm.use_kl_in_reward adds a penalty to rm_scores, which carry advantages -> set it to "
+            "False and use actor_rollout_ref.actor.use_kl_loss"
+        )
+    advantages = token_level_rewards * response_mask
+    return advantages, advantages

@@ -23,19 +23,17 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
 import shmbridge
-from shmbridge.consumers.trained_bridge import save_published
-from shmbridge.consumers.trainer_settings import warn_of_stale_rows
-from shmbridge.consumers.verl.metrics import VERSION
+from shmbridge.consumers.feed import save_published, warn_of_stale_rows
 from shmbridge.consumers.verl.settings import (
     MODE,
+    VALIDATES,
+    VERSION,
     Settings,
     compares_with_sampler,
     form_of,
     release_at,
     steps_until_taken,
 )
-
-__all__ = ["BridgePPOTrainer"]
 
 log = logging.getLogger(__name__)
 
@@ -179,10 +177,7 @@ def _check(config: Any) -> None:
             f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}"
         )
     if config.trainer.get("val_before_train", True) or config.trainer.test_freq > 0:
-        raise ValueError(
-            "verl validates with prompts of its own, and environments own them here -> "
-            "trainer.val_before_train=False trainer.test_freq=-1; environments evaluate with split='eval'"
-        )
+        raise ValueError(VALIDATES)
 
 
 def _take_weights(config: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shmbridge.consumers.trainer_settings import Refused
+from shmbridge.consumers.feed import Refused
 
 EFFECTS = ("as the bridge", "no effect")
 

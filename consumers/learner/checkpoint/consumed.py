@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from shmbridge.consumers.held_records import HeldRecords
+from shmbridge.consumers.feed import HeldRecords
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 
 MOST_PRODUCERS = 1024  # limit of known last sequences; the least recently seen producers are dropped first

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 import shmbridge
 from shmbridge.consumers import pretrained
 from shmbridge.consumers.engines.published_tensors import copy_into
+from shmbridge.consumers.feed import BridgeAhead, bridge_info, trained_as
 from shmbridge.consumers.learner.checkpoint import checkpoint
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.config import file
@@ -28,7 +29,6 @@ from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.model.load import StartupError, load_tokenizer
 from shmbridge.consumers.learner.report.run_facts import write_facts
 from shmbridge.consumers.learner.world import World, device_kind, say
-from shmbridge.consumers.trained_bridge import BridgeAhead, bridge_info, trained_as
 from shmbridge.weights import lease_from_outside
 
 

@@ -188,11 +188,6 @@ def test_a_step_of_other_rows_than_asked_for_is_said_once(bridge, caplog):
             assert caplog.text.count(f"where batch_size x gradient_accumulation_steps are {4}") == lines
 
 
-def test_a_name_that_no_bridge_can_have_is_refused_at_once():
-    with pytest.raises(shmbridge.BadBridgeName, match="run 1"):
-        BridgeData("run 1")
-
-
 def test_a_wait_without_an_end_is_said(bridge, caplog, monkeypatch):
     monkeypatch.setattr(diagnosis, "LONG_S", 0.2)
     with BridgeData(bridge, timeout_s=2.0) as data:

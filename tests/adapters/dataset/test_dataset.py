@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 import shmbridge
 from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.dataset import BridgeDataset, TooManyWorkers
-from shmbridge.consumers.trained_bridge import BridgeAhead
-from shmbridge.consumers.trajectories import UnfitRow
+from shmbridge.consumers.feed import BridgeAhead
 
 GROUPS = 2
 SIZE = 3  # rows of a group
@@ -492,21 +491,6 @@ def test_what_cannot_be_read_is_not_released_by_the_next_iteration(bridge, items
         assert (data.stats()["released_total"], data.state_dict()["held"]) == (0, [])
         data.close()
         assert left_over(bridge) == [0]
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize(("option", "most"), [("longest_row", 3), ("vocabulary", 1002)])
-def test_a_row_that_the_model_cannot_take_is_named(bridge, producer, layout, option, most):
-    put(producer, 1, 2)
-    wrong = (
-        "row 1 of group .* has 4 tokens" if option == "longest_row" else "row 0 of group .* has token 1002"
-    )
-    with (
-        BridgeDataset(bridge, groups=2, layout=layout, timeout_s=10.0, **{option: most}) as data,
-        pytest.raises(UnfitRow, match=wrong),
-    ):
-        next(iter(data))
-    assert left_over(bridge) == [0, 1]
 
 
 def test_rows_that_the_model_cannot_take_are_left_out_if_asked(bridge, producer):

@@ -15,9 +15,8 @@ import pytest
 
 import shmbridge
 from shmbridge import sizing
-from shmbridge.archive.folder import read_archive
-from shmbridge.consumers.feed import Drained, Feed
-from shmbridge.consumers.trained_bridge import BridgeAhead
+from shmbridge.archive.reading import read_archive
+from shmbridge.consumers.feed import BridgeAhead, Drained, Feed
 from shmbridge.consumers.trajectories import UnfitRow
 from shmbridge.producers.replay import replay
 from shmbridge.testing import wait_until

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge.consumers import held_records
+from shmbridge.consumers.feed import earlier_run
 from shmbridge.consumers.learner.checkpoint import consumed
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
@@ -162,8 +162,8 @@ def test_records_on_another_mount_are_not_forgotten(bridge, monkeypatch):
         producer.put_many([GROUP] * 2)
         learner.run(2, released=False)
         first = learner.progress
-        monkeypatch.setattr(held_records, "mount_id", lambda: "another")
-        monkeypatch.setattr(membership, "bridge_names", list)
+        monkeypatch.setattr(earlier_run, "mount_id", lambda: "another")
+        monkeypatch.setattr(inventory.segment, "bridges", list)
         assert Consumed(first).progress(2, 2).held == first.held
         assert Consumed(first).progress(2, 2).mounts == first.mounts
         monkeypatch.undo()

@@ -97,7 +97,7 @@ def test_prime_rl(rows):
 
 def test_prime_rl_refuses_what_it_could_not_train(rows):
     without = next(row for put, _, row in rows if put.logprobs is None)
-    with pytest.raises(shmbridge.InvalidRecord, match=r"row 0 of group known-3-2 of gsm8k"):
+    with pytest.raises(shmbridge.InvalidRecord, match=r"row 0 of group known-3-2 of environment .gsm8k"):
         prime_rl_training_sample(without)
     with pytest.raises(shmbridge.BadArgument, match="no rows"):
         prime_rl_micro_batch([])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shmbridge.consumers.tested_versions import warn_if_untested
+from shmbridge.consumers.feed import warn_if_untested
 
 ROOT = Path(__file__).parents[3]
 

@@ -25,10 +25,9 @@ ORDER = {
         demo __main__
     """,
     "consumers": """
-        advantages engines evaluations gateway held_records pinned
+        advantages engines evaluations gateway pinned
         device_batch losses policy_server_parts pretrained
-        tested_versions trained_bridge trajectories
-        trainer_settings
+        trajectories
         feed
         dataset learner policy_server
         grpo weight_sync

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers.roll.precomputed import PARAMETERS, check_signature, installed, with_precomputed
+from shmbridge.consumers.roll.actor_worker import PARAMETERS, check_signature, installed, with_precomputed
 
 
 @pytest.fixture

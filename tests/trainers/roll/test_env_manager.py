@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers.feed import Drained
-from shmbridge.consumers.roll.rows import GROUP, roll_rows
-from shmbridge.consumers.roll.settings import WORD, Settings, workers_of
-from shmbridge.consumers.trained_bridge import BridgeAhead
+from shmbridge.consumers.feed import BridgeAhead, Drained
+from shmbridge.consumers.roll.env_manager import GROUP, WORD, Settings, roll_rows, workers_of
 from shmbridge.consumers.trajectories import UnfitRow, trajectories
 from shmbridge.testing.fixtures import loss_matrix
 from tests.trainers.contract import assert_contract, fully_recorded, without
@@ -250,16 +248,6 @@ def test_a_drained_bridge_ends_the_wait(make_manager):
     with pytest.raises(Drained, match="0 groups are there"):
         loop(manager)
     reader.leave(orderly=True)
-
-
-def test_a_step_that_does_not_fit_into_the_lanes_is_named(bridge, make_manager):
-    with shmbridge.Producer(bridge, lane_bytes="64K", on_full="raise") as producer:
-        group = {"tokens": [[1] * 6000], "loss_mask": [[1] * 6000], "score": [1.0]}
-        with pytest.raises(shmbridge.LaneFull):
-            for _ in range(3):
-                producer.put(group)
-        with pytest.raises(shmbridge.BatchTooBig):
-            loop(make_manager(Queue(3), size=3, infer_logprobs=False))
 
 
 @pytest.mark.parametrize("unfit", ["cut", "refuse", "leave_out"])

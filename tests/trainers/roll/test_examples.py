@@ -13,7 +13,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from shmbridge.consumers.roll.settings import Settings
+from shmbridge.consumers.roll.env_manager import Settings
 from shmbridge.producers.gem import register
 from tests.environments.byte_tokenizer import byte_tokenizer
 from tests.trainers.roll.conftest import Queue

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
+from shmbridge.consumers.roll.env_manager import REFUSED, REFUSED_BY_PIPELINE
 from shmbridge.consumers.roll.pipeline import ShmAgenticPipeline
-from shmbridge.consumers.roll.settings import REFUSED, REFUSED_BY_PIPELINE
 from tests.trainers.option_table import accounted_for
 from tests.trainers.roll.conftest import Queue
 

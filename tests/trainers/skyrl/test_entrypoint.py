@@ -157,7 +157,7 @@ def test_what_the_client_refuses_and_what_ray_copies_of_it(bridge, tmp_path):
     import pickle
 
     from shmbridge.consumers.feed import Feed
-    from shmbridge.consumers.skyrl.inference_client import SampledElsewhere, ShmInferenceClient
+    from shmbridge.consumers.skyrl.weights import SampledElsewhere, ShmInferenceClient
 
     with Feed(bridge, run_dir=tmp_path) as feed:
         feed.begin_run(7)

@@ -69,7 +69,7 @@ async def test_a_short_group_is_padded_by_rows_that_train_nothing(make_generator
 
 
 async def test_a_long_group_is_refused_and_stays(make_generator, producer, prompts):
-    from shmbridge.consumers.skyrl.arrange import GroupDoesNotFit
+    from shmbridge.consumers.skyrl.generator import GroupDoesNotFit
 
     producer.put(group(rows=5), group_id="long")
     generator = make_generator()
@@ -107,7 +107,7 @@ async def test_episodes_without_numbers_end_where_they_say(make_generator, produ
 
 
 async def test_an_episode_of_several_rows_needs_the_step_wise_mode(make_generator, producer, prompts):
-    from shmbridge.consumers.skyrl.arrange import GroupDoesNotFit
+    from shmbridge.consumers.skyrl.generator import GroupDoesNotFit
 
     producer.put(group(rows=3, is_last=[False, True, True]))
     with pytest.raises(GroupDoesNotFit, match=r"episode of 2 rows .*step_wise_trajectories=true"):
@@ -189,13 +189,6 @@ def put_on(make_producer):
     environment.join()
 
 
-async def test_a_step_that_can_never_fit_is_an_error_with_the_numbers(make_generator, put_on, prompts):
-    generator = make_generator(of_feed={"groups": 20})
-    words = r"20 groups cannot be filled.* 64 KiB .*the trainer has 0 of the 20 groups.*lane_bytes"
-    with pytest.raises(shmbridge.BatchTooBig, match=words):
-        await generator.generate(prompts(20, 4))
-
-
 async def test_groups_that_wait_in_skyrls_buffer_for_others_that_have_no_room(
     make_generator, put_on, prompts
 ):
@@ -204,16 +197,6 @@ async def test_groups_that_wait_in_skyrls_buffer_for_others_that_have_no_room(
     calls = [generator.generate(prompts(1, 4, first=each)) for each in range(20)]
     with pytest.raises(shmbridge.BatchTooBig, match=r"holds \d+ records .*trainer has \d of the 20 groups"):
         await asyncio.gather(*calls)
-
-
-async def test_full_lanes_are_no_error_while_a_step_is_trained(make_generator, put_on, prompts):
-    generator = make_generator(of_feed={"groups": 2})
-    await generated(generator, prompts(2, 4))
-    following = asyncio.create_task(generated(generator, prompts(4, 4, first=2)))
-    done, _ = await asyncio.wait({following}, timeout=3.0)
-    assert not done
-    generator.trained(["0", "1"])
-    await following
 
 
 async def test_the_mean_score_is_said_by_environment(make_generator, make_producer, prompts):

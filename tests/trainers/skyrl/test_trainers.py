@@ -54,7 +54,7 @@ def test_a_trained_bridge_is_refused_or_gone_on_with(
     example, tiny, bridge, environment, tmp_path, monkeypatch, start
 ):
     """After a trainer that ended in order; its environments and engines have the trained weights."""
-    from shmbridge.consumers.trained_bridge import BridgeAhead
+    from shmbridge.consumers.feed import BridgeAhead
 
     monkeypatch.chdir(tmp_path)
     one_step = "trainer.max_training_steps=1", f"trainer.ckpt_path={tmp_path}"

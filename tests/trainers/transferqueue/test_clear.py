@@ -91,7 +91,7 @@ def test_a_reader_that_comes_too_late_is_told(partition):
 
 def test_a_clear_goes_on_while_many_puts_wait_for_room(partition, monkeypatch):
     """More puts wait than the executor has threads: only the clear can make room for them."""
-    store = tq.get_client().storage_manager.storage_client.store
+    store = tq.get_client().storage_manager.store
     put(KEYS[:1], partition, x=torch.zeros(1, 50_000))
     monkeypatch.setattr(store, "capacity", 210_000)
     monkeypatch.setattr(store, "timeout_s", 20.0)

@@ -25,7 +25,7 @@ def test_the_example_reads_in_another_process():
 
 MISTAKE = """
 import shmbridge
-from shmbridge.consumers.transfer_queue.queue_lock import Queue
+from shmbridge.consumers.transfer_queue.store import Queue
 
 living = Queue("taken")
 try:

@@ -16,7 +16,6 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 
 from shmbridge.consumers.trl import (
-    BridgeDrained,
     NoLogprobs,
     NoProducers,
     PerTokenAdvantages,
@@ -284,21 +283,6 @@ def test_health_is_about_producers(make_worker, make_producer, known):
     known[0].put(producer)
     worker.rollout_buffer.get(timeout=5)
     worker.check_health(0.0)  # it lives, and is slow
-
-
-def test_a_drained_bridge_ends_when_less_than_a_batch_is_left(make_worker, make_producer, known):
-    worker = make_worker(groups=2, per_token="mean")
-    worker.start()
-    producer = make_producer(lane_bytes="1M")
-    for each in (known[0], known[1], known[3]):
-        each.put(producer)
-    worker.rollout_buffer.get(timeout=5)
-    worker._open().drain()
-    got = 1
-    with pytest.raises(BridgeDrained, match="1 groups are there for a step of 2 groups"):
-        while worker.rollout_buffer.get(timeout=0.1):
-            got += 1
-    assert got > 4
 
 
 def test_unknown_words_are_refused(bridge):

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from shmbridge.archive.folder import read_archive
-from shmbridge.consumers.trained_bridge import BridgeAhead
-from shmbridge.consumers.trl import ShmGRPOTrainer, UnknownTokens, Unsupported, shm_rollout_func
+from shmbridge.archive.reading import read_archive
+from shmbridge.consumers.feed import BridgeAhead
+from shmbridge.consumers.trajectories import UnfitRow
+from shmbridge.consumers.trl import ShmGRPOTrainer, Unsupported, shm_rollout_func
 from tests.trainers.trl.target_groups import group
 
 
@@ -120,7 +121,7 @@ def test_rows_that_cannot_be_trained_are_left_out_if_asked(start, make_producer,
         made["tokens"][2][5] = 64
     options = {"longest_row": 6} if unfit == "too long" else {}
     make_producer(lane_bytes="1M").put(made, group_id="odd")
-    with pytest.raises(UnknownTokens, match=r"of group odd of environment .* has .*leave_out"):
+    with pytest.raises(UnfitRow, match=r"of group odd of environment .* has .*leave_out"):
         start({}, **options).train()
     trainer = start({}, unfit="leave_out", start="from-scratch", **options)
     trainer.train()

@@ -8,8 +8,8 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.trl import (
-    BridgeDrained,
     NotJoined,
     ShmGRPOTrainer,
     UnevenGroups,
@@ -157,18 +157,6 @@ def test_the_log_probability_of_target_tokens_rises(start, make_producer):
     assert rewards == pytest.approx([1.5] * 12)  # TRL's metric shows the environments' scores 0, 1, 2, 3
 
 
-def test_without_an_advantage_it_does_not(start, make_producer):
-    """Without the bridge's advantages TRL would train on its own, which scores 0, 1, 2, 3 give."""
-    trainer = start({"max_steps": 2})
-    producer = make_producer(lane_bytes="1M")
-    nothing = [np.zeros(7, np.float32)] * 4
-    for number in range(2):
-        producer.put(group(number, advantages=nothing))
-    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
-    trainer.train()
-    assert all(torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
-
-
 def test_uneven_groups_are_refused_filled_or_skipped(start, make_producer):
     producer = make_producer(lane_bytes="1M")
     refusing = start()
@@ -244,7 +232,7 @@ def test_a_drained_bridge_ends_training_with_its_own_error(start, make_producer)
     trainer = start({"max_steps": 3}, prefetch=0)
     make_producer(lane_bytes="1M").put(group(0))
     trainer.rollouts.drain()
-    with pytest.raises(BridgeDrained, match="save the model"):
+    with pytest.raises(Drained, match="save the model"):
         trainer.train()
     assert trainer.state.global_step == 1
     assert trainer.rollouts.stats()["held"] == 0

@@ -19,8 +19,8 @@ import verl_loop
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from shmbridge.consumers.verl.checkpoint_engine import ShmCheckpointEngine
 from shmbridge.consumers.verl.trainer import BridgePPOTrainer
+from shmbridge.consumers.verl.weights import ShmCheckpointEngine
 
 came: Counter[str] = Counter()
 

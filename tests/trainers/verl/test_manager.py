@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import threading
 import types
 import uuid
 from collections.abc import Iterator
@@ -19,10 +17,9 @@ from verl_loop import configured
 from verl_process import until
 
 import shmbridge
-from shmbridge.archive.folder import read_archive
-from shmbridge.consumers.feed import Drained
-from shmbridge.consumers.trained_bridge import BridgeAhead
-from shmbridge.testing.fixtures import known_groups, loss_matrix
+from shmbridge.archive.reading import read_archive
+from shmbridge.consumers.feed import BridgeAhead
+from shmbridge.testing.known_groups import known_groups, loss_matrix
 from tests.trainers.contract import Seen, assert_contract, scored, without
 
 pytestmark = pytest.mark.timeout(400)
@@ -514,44 +511,6 @@ def test_too_few_groups_within_the_recipes_limits_end_training(make_manager, mak
     assert isinstance(error, shmbridge.ConsumerEmpty)
     assert "0 groups are there for a step of 1 group" in str(error)
     assert "trainer.atropos.max_wait_time" in str(error)
-
-
-def test_a_step_that_can_never_fit_into_the_lanes_ends_training_with_the_numbers(
-    make_manager, make_buffer, make_producer, queue
-):
-    manager, over = make_manager(), threading.Event()
-    group = {"tokens": [np.arange(1, 3000, dtype=np.int32) % 27] * 2, "score": [0.0, 1.0]}
-
-    def put_on() -> None:
-        with make_producer() as producer:  # 64 KiB
-            while not over.is_set():
-                with contextlib.suppress(shmbridge.LaneFull):
-                    producer.put(group, timeout_s=0.5)
-
-    environment = threading.Thread(target=put_on)
-    environment.start()
-    try:
-        ask(queue, manager, 8)
-        error = error_after(manager, queue, make_buffer())
-    finally:
-        over.set()
-        environment.join()
-    assert isinstance(error, shmbridge.BatchTooBig)
-    assert re.search(r"8 groups cannot be filled.*of 64 KiB.*lane_bytes", str(error))
-    with pytest.raises(shmbridge.BatchTooBig):
-        ask(queue, manager, 1)
-
-
-def test_a_drained_bridge_with_too_few_groups_ends_training(make_manager, make_buffer, make_producer, queue):
-    """Without limits of patience, too: nothing will ever come."""
-    manager = make_manager("trainer.atropos.max_wait_time=null")
-    with make_producer(lane_bytes="1M") as producer:
-        known_groups(vocabulary=28, version=2)[0].put(producer)
-        manager.feed.drain()
-        ask(queue, manager, 2)
-        error = error_after(manager, queue, make_buffer())
-    assert isinstance(error, Drained)
-    assert "is drained: 1 groups are there for a step of 2 groups" in str(error)
 
 
 def test_a_first_token_without_a_prompt_is_counted_and_not_trained(

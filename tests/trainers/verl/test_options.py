@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 from verl_loop import configured
 
 from shmbridge.consumers.trajectories import trajectories
-from shmbridge.consumers.verl.estimator import NAMES
-from shmbridge.consumers.verl.rows import Form, NoScore, rows_of
-from shmbridge.consumers.verl.settings import REFUSED, compares_with_sampler, form_of
+from shmbridge.consumers.verl.agent_loop_manager import Form, NoScore, rows_of
+from shmbridge.consumers.verl.settings import NAMES, REFUSED, compares_with_sampler, form_of
 from tests.trainers.option_table import accounted_for
 
 SECTIONS = re.compile(

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers.verl.checkpoint_engine import ShmCheckpointEngine
-from shmbridge.consumers.verl.estimator import passed_through
-from shmbridge.consumers.verl.metrics import VERSION
-from shmbridge.consumers.verl.prompts import PlaceholderPrompts
+from shmbridge.consumers.verl.agent_loop_manager import PlaceholderPrompts
+from shmbridge.consumers.verl.settings import VERSION, passed_through
+from shmbridge.consumers.verl.weights import ShmCheckpointEngine
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
@@ -85,7 +84,7 @@ def test_it_does_not_matter_what_is_imported_first():
         room,
         *modules,
     ]
-    assert f"{room}.rows" in modules
+    assert f"{room}.settings" in modules
     ended = subprocess.run([sys.executable, "-c", ORDERS, *firsts], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
@@ -221,7 +220,7 @@ def test_the_engine_asks_for_its_bridge():
 
 def test_the_recipes_context_manager_loads_on_entry_and_frees_on_exit(bridge):
     from shmbridge.consumers.engines.engine import Engine
-    from shmbridge.consumers.verl.sharding_manager import AtroposShardingManager
+    from shmbridge.consumers.verl.weights import AtroposShardingManager
 
     class Recorded(Engine):
         address, in_process = "here", True
@@ -343,7 +342,7 @@ def test_a_trained_bridges_weights_become_verls_model(bridge, consumer, tiny, tm
 def test_an_untested_release_is_named_before_its_imports_can_fail(monkeypatch, caplog):
     from shmbridge.consumers.verl import plugin
 
-    monkeypatch.setattr("shmbridge.consumers.tested_versions.version", lambda package: "0.8.0")
+    monkeypatch.setattr("shmbridge.consumers.feed.settings.version", lambda package: "0.8.0")
     monkeypatch.setitem(sys.modules, "verl.workers.rollout.replica", None)
     with pytest.raises(ImportError):
         plugin.register()

@@ -16,7 +16,7 @@ def of_checkpoint_engine(model, bridge, rank):
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    from shmbridge.consumers.verl.checkpoint_engine import ShmCheckpointEngine
+    from shmbridge.consumers.verl.weights import ShmCheckpointEngine
 
     engine = ShmCheckpointEngine(bucket_size=1, is_master=rank == 0, bridge=bridge)
     actor = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The client by keys, room that is bounded, who owns a bridge, and what an ended queue leaves. No Ray."""
+"""The store of values, room that is bounded, who owns a bridge, and what an ended queue leaves. No Ray."""
 
 import subprocess
 import sys
@@ -9,38 +9,39 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
-from transfer_queue.storage.clients.base import StorageClientFactory
 from transfer_queue.storage.managers.base import StorageManagerFactory
 from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 
 import shmbridge
 from shmbridge.consumers import transfer_queue as room
+from shmbridge.consumers.transfer_queue.backend import Opened
 from shmbridge.consumers.transfer_queue.columns import Column
-from shmbridge.consumers.transfer_queue.queue_lock import Queue, begin, join
-from shmbridge.segments import (
-    MOUNT,
-    bridge_names,
-    membership,
-    mount_id,
-    new_name,
-    value_bytes,
-    value_names,
-    write_values,
-)
+from shmbridge.consumers.transfer_queue.store import Queue, ValueStore, begin, join
+from shmbridge.segments import membership, segment, values
 
-KEYS = ["0@a", "1@a", "0@b@c", "1@b@c"]
-VALUES = [torch.arange(3), torch.arange(5), "text", {"k": 1}]
+VALUES = {"a": [torch.arange(3), torch.arange(5)], "b@c": ["text", {"k": 1}]}
+
+
+def put(store, **fields):
+    """Puts values by field, of rows from 0; returns the name of their segment."""
+    count = len(next(iter(fields.values())))
+    return store.put(range(count), [Column(name, values, count) for name, values in fields.items()])
+
+
+def get(store, field, owner, name):
+    column, row = Opened(store).find(field, owner, name)
+    return column.value(row)
+
+
+def zeros(size):
+    return [torch.zeros(size, dtype=torch.uint8)]
 
 
 @pytest.fixture
-def make_client(bridge):
-    def make(**settings):
-        room.register()
-        return StorageClientFactory.create("ShmBridgeStorageClient", {"bridge": bridge, **settings})
-
-    yield make
-    make().clear([f"{owner}@" for owner in range(100)])
-    assert value_names(bridge) == []
+def make_store(bridge):
+    yield lambda *limits: ValueStore(bridge, *limits)
+    ValueStore(bridge).clear(range(100))
+    assert segment.value_names(bridge) == []
 
 
 def test_it_is_registered_by_its_name():
@@ -50,46 +51,30 @@ def test_it_is_registered_by_its_name():
     assert "shmbridge" in StorageManagerFactory._registry
 
 
-def test_put_get_and_clear_by_keys(make_client, bridge):
-    client = make_client()
-    places = client.put(KEYS, VALUES)
-    found = make_client().get(KEYS[::-1], custom_backend_meta=places)
-    assert found[:2] == [{"k": 1}, "text"]
-    assert [each.tolist() for each in found[2:]] == [[0, 1, 2, 3, 4], [0, 1, 2]]
-    make_client().clear(KEYS[:1])
-    assert client.get(["1@a"], custom_backend_meta=places[:1])[0].tolist() == [0, 1, 2, 3, 4]
-    client.clear(KEYS)
-    assert value_names(bridge) == []
-    with pytest.raises(StorageKeyNotFoundError, match="its rows were cleared"):
-        client.get(KEYS, custom_backend_meta=places)
-
-
-def test_what_was_never_put_is_not_found(make_client):
-    client = make_client()
-    places = client.put(KEYS, VALUES)
-    for key, place in (("0@a", None), ("7@a", places[0]), ("0@z", places[0])):
+def test_put_get_and_clear(make_store, bridge):
+    store = make_store()
+    name = put(store, **VALUES)
+    assert [get(make_store(), "b@c", owner, name) for owner in (1, 0)] == [{"k": 1}, "text"]
+    assert [get(make_store(), "a", owner, name).tolist() for owner in (0, 1)] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    for field, owner, place in (("a", 0, None), ("a", 7, name), ("z", 0, name)):
         with pytest.raises(StorageKeyNotFoundError):
-            client.get([key], custom_backend_meta=[place])
+            get(store, field, owner, place)
+    make_store().clear([0])
+    assert get(store, "a", 1, name).tolist() == [0, 1, 2, 3, 4]
+    store.clear([0, 1])
+    assert segment.value_names(bridge) == []
+    with pytest.raises(StorageKeyNotFoundError, match="its rows were cleared"):
+        get(store, "a", 0, name)
 
 
-@pytest.mark.parametrize(
-    ("keys", "given"),
-    [(["0@a"], []), (["a"], [1]), (["0@a", "1@b"], [1, 2]), (["0@a", "1@a", "0@b"], [1, 2, 3])],
-)
-def test_keys_that_do_not_fit_are_refused(keys, given, make_client, bridge):
-    with pytest.raises(shmbridge.BadArgument):
-        make_client().put(keys, given)
-    assert value_names(bridge) == []
-
-
-def test_a_full_bridge_makes_a_put_wait_until_rows_are_cleared(make_client):
-    client = make_client(capacity="1M", timeout_s=30)
-    client.put(["0@a"], [torch.zeros(600_000, dtype=torch.uint8)])
-    late = threading.Thread(target=client.put, args=(["1@a"], [torch.ones(600_000, dtype=torch.uint8)]))
+def test_a_full_bridge_makes_a_put_wait_until_rows_are_cleared(make_store):
+    store = make_store(1 << 20, 30)
+    put(store, a=zeros(600_000))
+    late = threading.Thread(target=store.put, args=([1], [Column("a", zeros(600_000), 1)]))
     late.start()
     late.join(0.2)
     assert late.is_alive()
-    client.clear(["0@a"])
+    store.clear([0])
     late.join(20)
     assert not late.is_alive()
 
@@ -101,23 +86,22 @@ def test_a_full_bridge_makes_a_put_wait_until_rows_are_cleared(make_client):
         (2_000_000, r"can never fit.* 1 MiB .*fewer rows"),
     ],
 )
-def test_no_room_in_time_names_the_numbers(size, says, make_client, bridge):
-    client = make_client(capacity="1M", timeout_s=0.05)
-    client.put(["0@a"], [torch.zeros(600_000, dtype=torch.uint8)])
+def test_no_room_in_time_names_the_numbers(size, says, make_store, bridge):
+    store = make_store(1 << 20, 0.05)
+    put(store, a=zeros(600_000))
     with pytest.raises(shmbridge.LaneFull, match=says):
-        client.put(["1@a"], [torch.zeros(size, dtype=torch.uint8)])
-    assert len(value_names(bridge)) == 1
+        put(store, a=zeros(size))
+    assert len(segment.value_names(bridge)) == 1
 
 
-def test_garbage_in_a_table_is_refused(make_client, bridge):
-    client = make_client()
-    (place,) = client.put(["0@a"], [torch.arange(3)])
-    path = MOUNT / place[1:]
+def test_garbage_in_a_table_is_refused(make_store):
+    name = put(make_store(), a=[torch.arange(3)])
+    path = segment.MOUNT / name[1:]
     raw = path.read_bytes()
     at = raw.index(b"int64")
     path.write_bytes(raw[:at] + b"int99" + raw[at + 5 :])
     with pytest.raises(shmbridge.RecordUnreadable, match="'int99' is no type"):
-        client.get(["0@a"], custom_backend_meta=[place])
+        get(make_store(), "a", 0, name)
 
 
 def test_a_bridge_has_one_living_queue(bridge):
@@ -132,8 +116,8 @@ def test_a_bridge_has_one_living_queue(bridge):
 
 ENDED = """
 import os, sys, numpy as np
-from shmbridge.consumers.transfer_queue.queue_lock import Queue
-from shmbridge.segments import write_values
+from shmbridge.consumers.transfer_queue.store import Queue
+from shmbridge.segments import values
 queue = Queue(sys.argv[1])
 write_values(sys.argv[1], np.arange(3), b"", [(0, [b"abc"])])
 if sys.argv[2] == "killed":
@@ -176,42 +160,43 @@ def test_another_node_is_refused(bridge):
 
 
 def test_without_a_name_the_bridge_has_one(monkeypatch, bridge):
-    monkeypatch.setattr("shmbridge.consumers.transfer_queue.queue_lock.BRIDGE", bridge)
+    monkeypatch.setattr("shmbridge.consumers.transfer_queue.store.BRIDGE", bridge)
     queue, settings = begin({})
     assert settings["bridge"] == bridge
     queue.close()
 
 
-def test_a_put_that_is_being_written_is_not_cleared(make_client, bridge):
+def test_a_put_that_is_being_written_is_not_cleared(make_store, bridge):
     """It belongs to nobody yet; a clear leaves it alone."""
-    with open(MOUNT / new_name(bridge, "v")[1:], "wb") as half:
-        client = make_client()
-        client.clear(["0@a"])
-        assert value_names(bridge) == [f"/{half.name.rpartition('/')[2]}"]
-        assert membership.sweep_bridge(bridge).removed == value_names(bridge) or not value_names(bridge)
-    assert value_bytes(bridge) == (0, 0)
+    with open(segment.MOUNT / segment.new_name(bridge, "v")[1:], "wb") as half:
+        make_store().clear([0])
+        assert segment.value_names(bridge) == [f"/{half.name.rpartition('/')[2]}"]
+        assert membership.sweep(bridge).removed == segment.value_names(bridge) or not segment.value_names(
+            bridge
+        )
+    assert values.stored_bytes(bridge) == (0, 0)
 
 
-def test_of_two_values_for_a_row_in_one_put_the_last_counts(make_client, bridge):
-    client = make_client()
-    name = client.store.put([5, 5], [Column("x", torch.tensor([[1, 1], [2, 2]]), 2)])
-    assert client.get(["5@x"], custom_backend_meta=[name])[0].tolist() == [2, 2]
-    client.clear(["5@x"])
-    assert value_names(bridge) == []
+def test_of_two_values_for_a_row_in_one_put_the_last_counts(make_store, bridge):
+    store = make_store()
+    name = store.put([5, 5], [Column("x", torch.tensor([[1, 1], [2, 2]]), 2)])
+    assert get(store, "x", 5, name).tolist() == [2, 2]
+    store.clear([5])
+    assert segment.value_names(bridge) == []
 
 
 @pytest.mark.parametrize("value", [np.zeros(2, "V8"), np.zeros(2, [("a", "i4")]), np.zeros((), "V3")[()]])
-def test_values_of_no_type_are_refused_before_anything_is_stored(value, make_client, bridge):
+def test_values_of_no_type_are_refused_before_anything_is_stored(value, make_store, bridge):
     """numpy would bring the fields of their records back, but raw bytes not as they were."""
     with pytest.raises(shmbridge.InvalidRecord, match=r"field 'a', row 0: a numpy\.(ndarray|void)"):
-        make_client().put(["0@a"], [value])
-    assert value_names(bridge) == []
+        put(make_store(), a=[value])
+    assert segment.value_names(bridge) == []
 
 
-def test_a_limit_of_the_process_ends_a_clear_with_its_name(make_client, bridge, monkeypatch):
+def test_a_limit_of_the_process_ends_a_clear_with_its_name(make_store, bridge, monkeypatch):
     """Segments that are being written are skipped; one that cannot be opened may be what is to be cleared."""
-    client = make_client()
-    client.put(["0@a"], [torch.arange(3)])
+    store = make_store()
+    put(store, a=[torch.arange(3)])
 
     def no_descriptor(name):
         raise shmbridge.ProcessLimit("1024 of 1024 descriptors are open", hint="ulimit -n 65536")
@@ -219,9 +204,9 @@ def test_a_limit_of_the_process_ends_a_clear_with_its_name(make_client, bridge, 
     with monkeypatch.context() as patched:
         patched.setattr("shmbridge.segments.stored.read_values_head", no_descriptor)
         with pytest.raises(shmbridge.ProcessLimit, match="ulimit"):
-            client.clear(["0@a"])
-    client.clear(["0@a"])
-    assert value_names(bridge) == []
+            store.clear([0])
+    store.clear([0])
+    assert segment.value_names(bridge) == []
 
 
 def test_what_a_queue_puts_that_begins_during_a_sweep_stays(bridge, monkeypatch):

@@ -44,9 +44,8 @@ from shmbridge.archive.set_aside import Failures
 from shmbridge.config import check_version
 from shmbridge.consumers.evaluations import FILE as EVALUATIONS
 from shmbridge.consumers.evaluations import EvaluationLog
-from shmbridge.consumers.held_records import HeldRecords
-from shmbridge.consumers.trained_bridge import Start, bridge_info, require_start, trained_as
-from shmbridge.consumers.trainer_settings import ReleaseAt, Unfit, check_words
+from shmbridge.consumers.feed.earlier_run import HeldRecords, Start, bridge_info, require_start, trained_as
+from shmbridge.consumers.feed.settings import ReleaseAt, Unfit, check_words
 from shmbridge.consumers.trajectories import (
     Credit,
     Trajectory,

@@ -1,4 +1,4 @@
-"""verl's checkpoint engine `shmbridge`: weights travel through the weights segment of a bridge.
+"""The way back: the checkpoint engine `shmbridge`, over the weights segment of a bridge.
 
     actor_rollout_ref.rollout.checkpoint_engine:
       backend: shmbridge
@@ -7,24 +7,29 @@
 The actor of rank 0 writes; all ranks gather, because gathering is collective. Inference engines of verl's own
 read in the second half, others follow the segment by themselves (vLLM with this package's plugin).
 Versions are verl's steps; after a restart from an older checkpoint they go on above the last version that the
-bridge had.
+bridge had. `AtroposShardingManager` is the seed recipe's context manager: inside it the inference engine has
+the trained model's weights.
+
+    sharding_manager = AtroposShardingManager("run1", model, llm)
+    with sharding_manager:
+        responses = sharding_manager.inference_engine.generate(prompts)
+    ...                                     # its memory is free here; train
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from shmbridge.consumers.engines.published_tensors import as_tensor
-from shmbridge.consumers.verl.metrics import VERSION
+from shmbridge.consumers.verl.settings import VERSION
 from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 from shmbridge.weights import WeightsReader
-
-__all__ = ["ShmCheckpointEngine"]
 
 
 @CheckpointEngineRegistry.register("shmbridge")
@@ -115,3 +120,34 @@ class ShmCheckpointEngine(CheckpointEngine):
         if self._reader is None:
             self._reader = WeightsReader(self.bridge)
         return self._reader
+
+
+class AtroposShardingManager:
+    """`WeightSync.updated` under the seed recipe's name; enter it before each rollout. Not reentrant.
+
+    Args:
+        bridge: whose weights segment is used.
+        training_model: a torch module, as `WeightSync.push` takes it.
+        inference_engine: a vLLM `LLM`, an address, or what else `WeightSync` takes.
+        options: of `WeightSync`.
+
+    Raises: as `WeightSync`.
+    """
+
+    def __init__(self, bridge: str, training_model: Any, inference_engine: Any, **options: Any) -> None:
+        self.training_model, self.inference_engine = training_model, inference_engine
+        self._sync = WeightSync(bridge, inference_engine, **options)
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Wakes the engine and loads the model's weights; blocks until it samples with them."""
+        self._entered.enter_context(self._sync.updated(self.training_model))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Makes the engine free its memory, also after an error in the block."""
+        self._entered.__exit__(*error)
+
+    def close(self) -> None:
+        """Closes engine and segment; idempotent."""
+        self._sync.close()

@@ -2,20 +2,23 @@
 
 Each adapter has a table of `Refused` settings. A test walks the options of the installed trainer: each one is
 in that table, or is named beside the test with what it does to a bridge's rows. Options of `Feed` have the
-same words in every adapter: `check_words`. Knows no trainer.
+same words in every adapter: `check_words`. A trainer outside the tested releases is warned of. Knows no
+trainer.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral
 from typing import Any, Literal, get_args
 
 from shmbridge import BadArgument
-from shmbridge.consumers.trained_bridge import Start
+from shmbridge.consumers.feed.earlier_run import Start
 from shmbridge.schema import Split
 
 log = logging.getLogger(__name__)
@@ -119,3 +122,35 @@ def warn_of_stale_rows(bridge: str, stale: int, action: str) -> None:
         stale,
         action,
     )
+
+
+def warn_if_untested(package: str, first: str, before: str) -> bool:
+    """Logs a warning if a package is outside the tested releases, and returns whether it is. Never blocks.
+
+    Args:
+        package: its name on the package index.
+        first: the oldest tested release, such as "1.16".
+        before: the first release that is not tested any more.
+    """
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        log.warning("%s is not installed as a package; its adapter was tested with %s", package, first)
+        return True
+    outside = not _numbers(first) <= _numbers(found) < _numbers(before)
+    if outside:
+        log.warning(
+            "%s %s is outside the releases this adapter was tested with, %s up to but not %s -> install one "
+            "of these if something fails",
+            package,
+            found,
+            first,
+            before,
+        )
+    return outside
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Returns the leading numbers of a release: (1, 16, 0) of "1.16.0rc1"."""
+    leading = re.match(r"\d+(?:\.\d+)*", release)
+    return tuple(map(int, leading[0].split("."))) if leading else ()
