@@ -11,8 +11,7 @@ from typing import Any
 
 from shmbridge import ShmBridgeError
 from shmbridge.parser import Parser
-from shmbridge.producers.gem.game import GemGame
-from shmbridge.producers.gem.registration import NAME, register
+from shmbridge.producers.gem.game import NAME, GemGame, register
 from shmbridge.producers.rollout import (
     EXIT_CODE,
     NothingCame,

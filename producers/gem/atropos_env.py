@@ -16,16 +16,26 @@ from gem.utils.constants import TERMINAL_STATE
 
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.producers import rewards
-from shmbridge.producers.gem.action import Action, Answer, answer_of
-from shmbridge.producers.gem.environment_class import environment_class
-from shmbridge.producers.gem.errors import EnvFailed, GroupNotAlike, NotSuspendable
-from shmbridge.producers.gem.mailbox import Ended, Outcome
 from shmbridge.producers.gem.own_process import RemoteAtropos, why_own_process
-from shmbridge.producers.gem.replayed import ReplayedEpisode
-from shmbridge.producers.gem.request import Request, quotes, turn_of
-from shmbridge.producers.gem.runtime import BLOCKS, Runtime, leave, runtime_of
-from shmbridge.producers.gem.suspended import Said, SuspendedEpisode, SuspendedGroup
-from shmbridge.producers.gem.trajectory import RewardBridge, RewardOf, Rules, Score, collect
+from shmbridge.producers.gem.runtime import BLOCKS, Runtime, environment_class, leave, runtime_of
+from shmbridge.producers.gem.scores import RewardBridge, RewardOf, Rules, Score, collect
+from shmbridge.producers.gem.turns import (
+    Action,
+    Answer,
+    Ended,
+    EnvFailed,
+    GroupNotAlike,
+    NotSuspendable,
+    Outcome,
+    ReplayedEpisode,
+    Request,
+    Said,
+    SuspendedEpisode,
+    SuspendedGroup,
+    answer_of,
+    quotes,
+    turn_of,
+)
 
 _ENDS_S = 5.0  # for the thread of an environment to end in close()
 

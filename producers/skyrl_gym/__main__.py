@@ -25,12 +25,14 @@ from shmbridge.producers.rollout import (
     orderly_sigterm,
     rollout_of,
 )
-from shmbridge.producers.skyrl_gym.env_process import EnvProcess, server_command
-from shmbridge.producers.skyrl_gym.errors import BadTask
-from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
-from shmbridge.producers.skyrl_gym.play import Make, SkyRLPlay
-from shmbridge.producers.skyrl_gym.tasks import SkyRLTask, SkyRLTasks
-from shmbridge.producers.skyrl_gym.traces import THINK, TagPair
+from shmbridge.producers.skyrl_gym.environments import (
+    BadTask,
+    EnvProcess,
+    check_registered,
+    made_here,
+    server_command,
+)
+from shmbridge.producers.skyrl_gym.play import THINK, Make, SkyRLPlay, SkyRLTask, SkyRLTasks, TagPair
 from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.skyrl_gym"

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stamped_rows import BEGAN, LONG, NOW, PROMPT, bounds, column, generated, group, ledger_of, said, under
 
-from shmbridge.producers.atropos import version_stamps
-from shmbridge.producers.atropos.response_index import Ledger
-from shmbridge.producers.atropos.version_stamps import CONTRADICTORY, NOT_TAKEN, UNCLEAR, stamp
-from shmbridge.producers.rollout.responses import UNKNOWN, Completion, completions_in
+from shmbridge.producers.atropos import versions
+from shmbridge.producers.atropos.versions import CONTRADICTORY, NOT_TAKEN, UNCLEAR, Ledger, stamp
+from shmbridge.producers.rollout.sampling import UNKNOWN, Completion, completions_in
 
 # --- found ------------------------------------------------------------------------------------------------
 
@@ -278,8 +277,8 @@ def test_the_same_few_tokens_a_thousand_times_are_looked_at_once(monkeypatch: py
         placed += 1
         place(*args)
 
-    place = version_stamps._Stamping._place
-    monkeypatch.setattr(version_stamps._Stamping, "_place", counted)
+    place = versions._Stamping._place
+    monkeypatch.setattr(versions._Stamping, "_place", counted)
     turns = 50
     move = generated(PROMPT, *[([5, 6], said((3, 0, 2)))] * turns)
     stamped = stamp(

@@ -30,7 +30,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 from shmbridge.producers import atropos
-from shmbridge.producers.atropos import response_hooks
+from shmbridge.producers.atropos import versions
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -460,7 +460,7 @@ async def test_workers_beside_each_other_hear_their_own(
     records = [await consumer.get_async(timeout_s=5) for _ in workers]
     for record in records:
         as_it_was(record, server)
-    assert response_hooks.heard() is None
+    assert versions.heard() is None
 
 
 async def test_a_cancelled_worker_leaves_nothing_behind(
@@ -534,7 +534,7 @@ async def test_health_checks_are_not_heard(
     ever.
     """
     noted = []
-    monkeypatch.setattr(response_hooks.Ledger, "note", lambda ledger, answers: noted.extend(answers))
+    monkeypatch.setattr(versions.Ledger, "note", lambda ledger, answers: noted.extend(answers))
     env = await make_env(Chat, server_type="openai", health_check=True)
     await work_on(env, 1)
     await until(lambda: len(server.asked) > 5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shmbridge.errors import BadArgument, Closed
-from shmbridge.producers.atropos.script import wants_main_thread
+from shmbridge.producers.atropos.check import wants_main_thread
 from shmbridge.producers.env_process import EnvProcessEnded
 from shmbridge.producers.gem import Action, AtroposGemEnv, EnvFailed
 from shmbridge.testing import wait_until

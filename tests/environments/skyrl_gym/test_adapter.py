@@ -214,7 +214,7 @@ async def test_only_errors_end_it(tiny: Path, tmp_path: Path) -> None:
     """By an error of get_next_item: under `serve` it ends the adapter with exit code 2, as the test above."""
     from shmbridge.producers.rollout import EpisodesLost, TooManyFailures
     from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
-    from shmbridge.producers.skyrl_gym.errors import EnvironmentFailed
+    from shmbridge.producers.skyrl_gym.environments import EnvironmentFailed
 
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(task(breaks_at=1)) + "\n")
@@ -286,7 +286,7 @@ async def test_a_server_without_token_ids_is_refused() -> None:
     from atroposlib.envs.server_handling.server_manager import APIServer, ServerManager
 
     from shmbridge.producers.rollout import NoTokens, Sampling
-    from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
+    from shmbridge.producers.skyrl_gym.adapter import AtroposServer
 
     config = APIServerConfig(
         model_name="m", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False
@@ -298,7 +298,7 @@ async def test_a_server_without_token_ids_is_refused() -> None:
 
 async def test_an_answer_that_ended_with_an_error_is_refused() -> None:
     from shmbridge.producers.rollout import Sampling, ServerFailed
-    from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
+    from shmbridge.producers.skyrl_gym.adapter import AtroposServer
 
     class Manager:
         async def tokens_and_logprobs_completion(self, **asked: Any) -> Any:

@@ -22,7 +22,7 @@ from skyrl_scripted import Scripted
 import shmbridge
 from shmbridge.producers.rollout import CallThreads, Limits, Rollout, TooManyFailures
 from shmbridge.producers.skyrl_gym import SkyRLPlay, SkyRLTasks, TagPair
-from shmbridge.producers.skyrl_gym.held_env import HeldEnv
+from shmbridge.producers.skyrl_gym.environments import HeldEnv
 from shmbridge.testing import wait_until
 
 GSM8K = {
