@@ -12,7 +12,8 @@ versions fit equally, none is taken. Used by `patches` and `control_link`, in th
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
+import hashlib
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,11 +54,11 @@ NOT_TAKEN = "groups whose own token_versions are not versions"
 
 @dataclass(slots=True, eq=False)
 class Heard:
-    """A completion in the form for lookups; of its prompt only the length and a sum are kept."""
+    """A completion in the form for lookups; of its prompt only the length and a digest are kept."""
 
     completion: Completion
     start: int = -1  # the length of its prompt; -1 if it is not known
-    total: int = 0  # of prompt and output
+    digest: bytes = b""  # of prompt and output
     # ambiguous: another version gave the same text or tokens
     alike: bool = False
 
@@ -83,25 +84,17 @@ class Heard:
         return versions
 
 
-class _Sums:
-    """Sums over tokens with a random weight for each position: those of two beginnings of one length are
-    equal only if they are.
-    """
-
-    def __init__(self) -> None:
-        self._random = np.random.default_rng()
-        self._weights = np.empty(0, np.uint64)
-
-    def of(self, tokens: Tokens, start: int = 0) -> npt.NDArray[np.uint64]:
-        """uint64, one for each token: its share, standing `start` tokens from the beginning."""
-        if (end := start + len(tokens)) > len(self._weights):
-            more = self._random.integers(0, 1 << 64, max(end, 4096), np.uint64)
-            self._weights = np.concatenate([self._weights, more])
-        shares: npt.NDArray[np.uint64] = tokens.astype(np.uint64) * self._weights[start:end]
-        return shares
+def _digests(tokens: Tokens, ends: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """Yields each of the rising ends, with a digest of the tokens before it."""
+    digest, begin = _digest(tokens[:0]), 0
+    for end in ends:
+        digest.update(tokens[begin:end].tobytes())
+        begin = end
+        yield end, digest.digest()
 
 
-_sums = _Sums()
+def _digest(tokens: Tokens) -> Any:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16)
 
 
 class Ledger:
@@ -119,16 +112,16 @@ class Ledger:
             return
         self._index = None
         prompt: Tokens | None = None
-        of_prompt = 0
+        of_prompt: Any = None
         for completion in completions:
             self._contradictory += completion.contradicts
             heard = Heard(replace(completion, prompt=None))  # prompts of many turns are long
             if completion.prompt is not None and completion.output is not None:
                 if completion.prompt is not prompt:
-                    prompt = completion.prompt
-                    of_prompt = int(_sums.of(prompt).sum())
-                heard.start = len(completion.prompt)
-                heard.total = (of_prompt + int(_sums.of(completion.output, heard.start).sum())) % (1 << 64)
+                    prompt, of_prompt = completion.prompt, _digest(completion.prompt)
+                whole = of_prompt.copy()
+                whole.update(completion.output.tobytes())
+                heard.start, heard.digest = len(completion.prompt), whole.digest()
             self._heard.append(heard)
 
     def close(self) -> None:
@@ -154,9 +147,11 @@ class Index:
 
     def __init__(self, heard: Sequence[Heard]) -> None:
         self.heard = heard
-        self._placeable = sorted((each for each in heard if each.start >= 0), key=lambda each: each.end)
-        self._ends = np.array([each.end for each in self._placeable], np.int64)
-        self._totals = np.array([each.total for each in self._placeable], np.uint64)
+        self._placeable: dict[tuple[int, bytes], list[Heard]] = defaultdict(list)
+        for each in heard:
+            if each.start >= 0:
+                self._placeable[each.end, each.digest].append(each)
+        self._ends = sorted({end for end, _ in self._placeable})
         self._outputs: _Outputs | None = None
         _mark_alike(heard)
 
@@ -167,10 +162,8 @@ class Index:
 
     def beginnings(self, row: Tokens) -> list[Heard]:
         """Completions whose prompt and output the row begins with, shorter rows first."""
-        sums = np.cumsum(_sums.of(row))
-        fitting = int(np.searchsorted(self._ends, len(row), "right"))
-        same = sums[self._ends[:fitting] - 1] == self._totals[:fitting]
-        return [self._placeable[at] for at in np.flatnonzero(same)]
+        ends = self._ends[: bisect_right(self._ends, len(row))]
+        return [each for key in _digests(row, ends) for each in self._placeable.get(key, ())]
 
     def fitting(self, run: Tokens) -> list[tuple[Heard, int]]:
         """Completions that a run of trained tokens begins with, or is the beginning of, and how many tokens
@@ -194,35 +187,32 @@ class _Outputs:
     def __init__(self, heard: Sequence[Heard]) -> None:
         self.same: dict[Heard, list[Heard]] = {}
         first: dict[tuple[bytes, tuple[Span, ...], bool], Heard] = {}
+        self._by_start: dict[tuple[int, bytes], list[Heard]] = defaultdict(list)  # and without the last
         for each in heard:
-            if (output := each.completion.output) is not None:
-                key = output.tobytes(), each.completion.spans, each.alike
-                self.same.setdefault(first.setdefault(key, each), []).append(each)
-        self._sorted = sorted(((key[0], at) for at, key in enumerate(first)))
+            if (output := each.completion.output) is None:
+                continue
+            key = output.tobytes(), each.completion.spans, each.alike
+            same = self.same.setdefault(first.setdefault(key, each), [])
+            if not same:
+                for start in _digests(output, [len(output) - 1, len(output)]):
+                    self._by_start[start].append(each)
+            same.append(each)
         self._heard = list(first.values())
-        outputs = [each.completion.output for each in self._heard if each.completion.output is not None]
-        self._lengths = np.array([len(output) for output in outputs], np.int64)
-        shares = [_sums.of(output) for output in outputs]
-        self._totals = np.array([share.sum() for share in shares], np.uint64)
-        self._without_last = self._totals - np.array([share[-1] for share in shares], np.uint64)
+        self._sorted = sorted((key[0], at) for at, key in enumerate(first))
+        self._ends = sorted({end for end, _ in self._by_start})
 
     def fitting(self, run: Tokens) -> list[tuple[Heard, int]]:
         """Returns those that fit, and how many tokens each explains."""
-        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_sums.of(run))])
-        lengths = self._lengths
-        whole = sums[np.minimum(lengths, len(run))] == self._totals
-        whole &= (lengths <= len(run)) & ((lengths >= SHORT) | (lengths >= len(run) - 1))
-        ended = sums[np.minimum(lengths - 1, len(run))] == self._without_last
-        ended &= (lengths - 1 <= len(run)) & (lengths - 1 >= SHORT) & ~whole
-        fits = [(self._heard[at], int(lengths[at])) for at in np.flatnonzero(whole)]
-        fits += [(self._heard[at], int(lengths[at]) - 1) for at in np.flatnonzero(ended)]
+        counts: dict[Heard, int] = {}
+        for key in _digests(run, self._ends[: bisect_right(self._ends, len(run))]):
+            for each in self._by_start.get(key, ()):  # the whole output comes after its beginning
+                is_whole = each.length == key[0]
+                if key[0] >= SHORT or (is_whole and key[0] >= len(run) - 1):
+                    counts[each] = key[0]
         if len(run) >= LONG:
-            fits += [
-                (self._heard[at], len(run))
-                for at in self._longer(run.tobytes())
-                if lengths[at] > len(run) + 1
-            ]
-        return fits
+            longer = (self._heard[at] for at in self._longer(run.tobytes()))
+            counts |= {each: len(run) for each in longer if each.length > len(run) + 1}
+        return list(counts.items())
 
     def _longer(self, run: bytes) -> list[int]:
         found = []
@@ -440,19 +430,16 @@ class _Stamping:
 
     def _look_up(self, index: Index, row: Tokens, mask: Tokens | None, versions: Tokens) -> bool:
         """Finds the sampled tokens of a row; returns whether the version of every trained token is known."""
-        stretches = []
         for completions in _by_start(_believable(index.beginnings(row), mask, len(row)), mask):
             for heard in completions:
                 self._place(heard, versions[heard.start :])
-            begin, end, longest = completions[0].start, completions[0].end, completions[-1].end
             # the rest of a longer completion, or what came after a shorter one
-            versions[end:longest] = VERSIONS_DISAGREE
-            stretches.append((begin, longest))
-        gaps = _gaps(stretches, len(row))
-        if all(_is_masked(mask, begin, end) for begin, end in gaps):
-            return all(bool((versions[begin:end] >= 0).all()) for begin, end in stretches)
+            versions[completions[0].end : completions[-1].end] = VERSIONS_DISAGREE
         trained = _trained(mask, len(row))
-        for begin, end in _runs(trained & (versions == _OPEN)):
+        runs = _runs(trained & (versions == _OPEN))
+        if not runs:
+            return bool((versions[versions != _OPEN] >= 0).all())
+        for begin, end in runs:
             self._search(index, row[begin:end], versions[begin:end])
         return bool((versions[trained] >= 0).all())
 
@@ -605,16 +592,6 @@ def _fills_a_run(mask: Tokens | None, begin: int, end: int) -> bool:
         and not (mask[begin:end] == _MASKED).any()
         and (end == len(mask) or mask[end] == _MASKED)
     )
-
-
-def _gaps(stretches: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Returns the parts of [0, length) in no stretch."""
-    gaps, reached = [], 0
-    for begin, end in sorted(stretches):
-        if begin > reached:
-            gaps.append((reached, begin))
-        reached = max(reached, end)
-    return [*gaps, (reached, length)] if reached < length else gaps
 
 
 def _runs(where: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

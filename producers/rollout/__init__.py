@@ -20,10 +20,13 @@ from shmbridge.producers.rollout.program import (
     add_rollout_flags,
     add_runner_flags,
     add_server_flags,
+    exit_code,
     leave,
     orderly_sigterm,
     rollout_of,
+    run_rollout,
     runner_settings,
+    setting,
 )
 from shmbridge.producers.rollout.runner import NothingCame, Rollout, Runner, RunOptions, Task
 from shmbridge.producers.rollout.sampling import (
@@ -77,12 +80,15 @@ __all__ = [
     "add_rollout_flags",
     "add_runner_flags",
     "add_server_flags",
+    "exit_code",
     "group_of",
     "known_versions",
     "leave",
     "orderly_sigterm",
     "require_values",
     "rollout_of",
+    "run_rollout",
     "runner_settings",
+    "setting",
     "survivors",
 ]

@@ -292,9 +292,6 @@ class SkyRLPlay:
         self._threads = CallThreads(threads, "skyrl-gym")
         self._played: WeakKeyDictionary[Episode, _Played] = WeakKeyDictionary()
 
-    def close(self) -> None:
-        """Does nothing: a thread ends with its calls. For programs that were written before that."""
-
     async def __call__(self, episode: Episode, task: SkyRLTask) -> None:
         """Plays an episode to its end and gives it its score; its environment is closed, however it ends.
 

@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from shmbridge import ShmBridgeError
 from shmbridge.errors import BadArgument
-from shmbridge.extras import is_of, refuse_missing
 from shmbridge.parser import Parser, bridge_name, whole
 from shmbridge.producers.rollout import (
-    EXIT_CODE,
-    NothingCame,
-    TooManyFailures,
     add_runner_flags,
     add_server_flags,
+    exit_code,
     leave,
-    orderly_sigterm,
+    run_rollout,
     runner_settings,
+    setting,
 )
 from shmbridge.producers.verifiers.rollout import VerifiersRollout
-from shmbridge.program import refuse, run_program
+from shmbridge.program import run_program
 
 _EXAMPLES = """\
 examples:
@@ -52,11 +48,6 @@ not start, or was refused.
 """
 
 _PROGRAM = "shmbridge.producers.verifiers"
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the flags; exits the process on an error."""
-    return parser().parse_args(argv)
 
 
 def parser(prog: str = "python -m shmbridge.producers.verifiers") -> Parser:
@@ -110,45 +101,25 @@ def settings(words: Sequence[str], config: dict[str, Any]) -> dict[str, Any]:
     Raises BadArgument: a word is something else.
     """
     for word in words:
-        key, equals, said = word.partition("=")
+        key, value = setting(word)
         *path, last = key.split(".")
-        if not equals or not last:
-            raise BadArgument(f"{word!r} is no KEY=VALUE", hint="such as taskset.split=test")
+        if not last:
+            raise BadArgument(f"{word!r} names no setting", hint="such as taskset.split=test")
         inner = config
         for part in path:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
                 raise BadArgument(f"{word!r}: {part} has a value already", hint="name each setting once")
-        inner[last] = _value(said)
+        inner[last] = value
     return config
-
-
-def _value(said: str) -> Any:
-    """A number, true, false, null, or whatever JSON it is; else the text itself."""
-    try:
-        return json.loads(said)
-    except ValueError:
-        return said
 
 
 def main(argv: list[str] | None = None) -> int:
     """Plays environments until the bridge drains, or as long as the flags say; returns the exit code."""
-    options = parse(argv)
+    options = parser().parse_args(argv)
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs each episode
-    with orderly_sigterm() as stopped:
-        try:
-            return asyncio.run(_run(options))
-        except KeyboardInterrupt:
-            return EXIT_CODE if stopped.by_sigterm else 130
-        except (TooManyFailures, NothingCame) as error:
-            return _refuse(error, 1)
-        except ModuleNotFoundError as missing:
-            if not is_of(missing, "verifiers"):
-                return _refuse(missing, 2)
-            refuse_missing(_PROGRAM, missing, "verifiers")
-            return 2
-        except (ShmBridgeError, ValueError, TypeError, AttributeError, OSError) as error:
-            return _refuse(error, 2)  # verifiers says so of wrong settings and of modules without a taskset
+    # AttributeError: what verifiers raises for a module without a taskset
+    return run_rollout(_PROGRAM, "verifiers", lambda: asyncio.run(_run(options)), (AttributeError,))
 
 
 async def _run(options: argparse.Namespace) -> int:
@@ -187,13 +158,7 @@ async def _run(options: argparse.Namespace) -> int:
             for each in works:
                 with suppress(asyncio.CancelledError, Exception):
                     await each
-    print(rollout.summary(), flush=True)
-    return int(rollout.groups_put == 0 and rollout.losses.groups.total() > 0)
-
-
-def _refuse(error: Exception, code: int) -> int:
-    refuse(_PROGRAM, error, "see --help")
-    return code
+    return exit_code(rollout)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def test_command_plays_an_atropos_environment_until_it_is_told_to_end(
     ("arguments", "says"),
     [
         (["--env", "nope"], "gem has no environment 'nope'"),
-        (["--env", "rg:leg_counting", "--env-arg", "size"], "is not NAME=VALUE"),
+        (["--env", "rg:leg_counting", "--env-arg", "size"], "is not KEY=VALUE"),
         (["--env", "atropos", "--env-arg", "environment=nowhere.py:X"], "there is no file nowhere.py"),
         (["--env", "test:Echo", "--import", "no_such_module"], "no_such_module"),
     ],

@@ -137,7 +137,7 @@ def test_a_call_that_never_returns_does_not_keep_it(start: Start, tmp_path: Path
         (["--env", "chess"], {}, "no environment 'chess' is registered"),
         (["--import", "no_such_module"], {}, "no_such_module cannot be imported"),
         (["--thought-tags", "x", "x"], {}, "a trace needs two different tags"),
-        (["--env-config", "bonus"], {}, "--env-config bonus is no KEY=VALUE"),
+        (["--env-config", "bonus"], {}, "'bonus' is not KEY=VALUE"),
         (["--env-python", "/no/python"], {}, "/no/python cannot be run"),
         (["--group-size", "0"], {}, "group_size=0"),
         ([], {"tokenizer": "./no-tokenizer"}, "no-tokenizer"),
