@@ -65,13 +65,13 @@ GROUPS: dict[str, dict[str, Entry]] = {
         "env": Entry(
             "an environment of Atropos or verifiers, unedited",
             "shmbridge.producers.atropos",
-            "shmbridge.producers.atropos.__main__",
+            "shmbridge.producers.atropos.options",
             ("atropos",),
             instead={
                 "--verifiers": Entry(
                     "an environment of verifiers, unedited",
                     "shmbridge.producers.verifiers",
-                    "shmbridge.producers.verifiers.__main__",
+                    "shmbridge.producers.verifiers.options",
                     ("verifiers",),
                 )
             },

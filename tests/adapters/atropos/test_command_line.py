@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shmbridge.producers.atropos.__main__ import parse
+from shmbridge.producers.atropos.options import parse
 
 
 @pytest.mark.parametrize(

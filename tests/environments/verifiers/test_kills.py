@@ -1,5 +1,5 @@
-"""kill -9 of the environment, of the inference server, and of the learner, in one run: no task is lost, none is
-trained twice unmarked.
+"""kill -9 of the environment, of the inference server, and of the learner, in one run: no task is lost, none
+is trained twice unmarked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shmbridge import ConsumerEmpty
 
 pytestmark = pytest.mark.timeout(300)
 
-TASKS, GROUP, STEPS = 18, 4, 8
+TASKS, GROUP, STEPS, SAVED = 14, 2, 6, 3
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -38,9 +38,9 @@ def killed(process: subprocess.Popen[str]) -> None:
 def test_environment_server_and_learner_are_killed(
     bridge: str, tiny: Path, serve: Callable[..., Any], program: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The environment goes on behind the tasks that are over, and its episodes wait for the next server on the
-    same port. The learner is killed between two checkpoints: the resumed model has every group once, but for
-    those that still wait. Each step trains two groups, and each is named in samples.jsonl.
+    """The environment goes on behind the tasks that are over, and its episodes wait for the next server on
+    the same port. The learner is killed between two checkpoints: the resumed model has every group once, but
+    for those that still wait. Each step trains two groups, and each is named in samples.jsonl.
     """
     run, position = tmp_path / "run", tmp_path / "position"
 
@@ -52,7 +52,7 @@ def test_environment_server_and_learner_are_killed(
         return int(json.loads(position.read_text())["next"]) if position.exists() else 0
 
     learns = [
-        *("--bridge", bridge, "--model", tiny, "--run-dir", run, "--steps", STEPS, "--save-every", 4),
+        *("--bridge", bridge, "--model", tiny, "--run-dir", run, "--steps", STEPS, "--save-every", SAVED),
         *("--groups", 2, "--group-size", GROUP, "--sample-every", 1, "--threads", 1, "--max-token-len", 64),
     ]
     url, server = serve()
@@ -67,14 +67,14 @@ def test_environment_server_and_learner_are_killed(
     until(lambda: over() >= 3, environment)
     killed(environment)
     environment = program("shmbridge", "env", *plays)
-    until(lambda: over() >= 8, environment)
+    until(lambda: over() >= 2 * SAVED, environment)
     killed(server)
     serve(int(url.rsplit(":", 1)[1]))
+    until(lambda: len(lines("metrics.jsonl")) > SAVED, learner)
+    killed(learner)
     assert environment.wait(90) == 0
     assert "lost: none" in environment.stdout.read()
 
-    until(lambda: len(lines("metrics.jsonl")) > 4, learner)
-    killed(learner)
     first, before = lines("samples.jsonl"), len(lines("metrics.jsonl"))
     saved = max(int(each.name.split("-")[1]) for each in (run / "checkpoints").glob("step-*"))
     in_checkpoint = [each["group_id"] for each in first if each["step"] <= saved]
