@@ -57,7 +57,7 @@ def attach(
     Raises:
         ImportError: atroposlib is missing or broken.
         RuntimeError: a class, or this instance, is attached already.
-        TypeError: `env` is no environment.
+        TypeError: `env` is not an environment.
         BadBridgeName, BadConfig, ValueError: an argument is not what it should be.
     """
     options = LinkOptions(

@@ -56,7 +56,7 @@ def _check(script: Path) -> int:
         return _refuse("atroposlib is not installed", install("atropos"))
     said = checked(script)
     text = json.dumps(asdict(said), indent=2) if logs_json() else str(said)
-    print(text, file=sys.__stdout__, flush=True)  # it is no log
+    print(text, file=sys.__stdout__, flush=True)  # not a log line
     return 0 if said.attached.can else 1
 
 
@@ -73,7 +73,7 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
             tickets=options.tickets,
             rewards=options.rewards,
         )
-        _mend_chat_templates(changes)
+        _fix_chat_templates(changes)
     except ModuleNotFoundError as missing:
         if not is_of(missing, "atropos"):
             raise
@@ -123,14 +123,14 @@ def _cure(script: Path) -> str:
     return f'end it with: if __name__ == "__main__": {classes[-1]}.cli()'
 
 
-def _mend_chat_templates(changes: Changes) -> None:
+def _fix_chat_templates(changes: Changes) -> None:
     """Patches every tokenizer, also those that environments make themselves: this process runs one script
     only.
     """
     from transformers import PreTrainedTokenizerBase
 
-    mended = with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
-    changes.replace(PreTrainedTokenizerBase, "apply_chat_template", mended)
+    fixed = with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
+    changes.replace(PreTrainedTokenizerBase, "apply_chat_template", fixed)
 
 
 def _run_as_main(script: Path, arguments: list[str]) -> None:

@@ -408,7 +408,7 @@ class EnvLane:
             self.fatal = GroupsRefused(
                 f"environment {self._env_name}: {self._in_a_row} groups in a row were refused for one "
                 f"reason, the last: {details or kind}",
-                hint="mend the environment; --stop-after-refusals 0 lets it run on",
+                hint="fix the environment; --stop-after-refusals 0 lets it run on",
             )
             log.error("%s", self.fatal)
 

@@ -64,7 +64,7 @@ class AtroposGemEnv(gem.Env):
         group_size: so many environments that are reset with one seed in this process are siblings, whose
             answers the environment scores as one group; 1: each episode is a group.
         left_out: what an answer is worth that the environment leaves out of its group; None: EnvFailed.
-        judge: who answers a judge's completions, fields of atroposlib's `APIServerConfig`; None: nobody, they
+        judge: who answers a judge's completions, fields of atroposlib's `APIServerConfig`; None: they
             are NotSuspendable.
         judge_calls: coroutine methods whose completions are a judge's; None: `score`, and those with "judge"
             in their name, and an answer that is quoted in another conversation is NotSuspendable; (): all are

@@ -118,7 +118,7 @@ class AskingServer:
         model_name: as the environment may look it up in `server.servers[0].config`.
         outside: told of a completion that is asked for outside of any episode.
         tool_parser: name of vLLM's parser of tool calls for managed servers.
-        judge: who answers what a judge is asked; None: nobody.
+        judge: answers a judge's completions; None: they are refused.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class ProcessRandom:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Within the block others may draw, nobody seeds."""
+        """Within the block others may draw, and none may seed."""
         turn = self._turn(self._to_draw, self._drawing, lambda: not self._alone and not self._to_seed)
         try:
             yield
@@ -60,7 +60,7 @@ class ProcessRandom:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block nobody else draws; after it, draws go on as if it had not been."""
+        """Within the block no other environment draws; after it the random state is as before."""
         turn = self._turn(self._to_seed, self._alone, lambda: not self._alone and not self._drawing)
         before, before_numpy = random.getstate(), np.random.get_state()
         try:

@@ -128,7 +128,7 @@ def environment_class(environment: Any) -> type[Any]:
             added to the end of `sys.path`, for what lies beside it.
 
     Raises:
-        BadArgument: there is no such class, or it is no environment.
+        BadArgument: there is no such class, or it is not an environment.
         Exception: whatever importing the module raises.
     """
     found = _named(environment) if isinstance(environment, str) else environment
@@ -197,14 +197,14 @@ def _of_file(path: Path) -> ModuleType:
 class Runtime:
     """An environment object, which any number of episodes use at once, as Atropos' own workers do.
 
-    Made and used by `AtroposGemEnv`, from any thread. Its thread ends when nobody has the runtime any more.
+    Made and used by `AtroposGemEnv`, from any thread. Its thread ends with the last reference to it.
 
     Args:
         kind: the environment's class.
         config: its config, ready.
         server_configs: as its class gives them; no server is asked.
         items: of its items, the first so many are taken, in turn; None: all, once.
-        judge: who answers what a judge is asked; None: nobody.
+        judge: answers a judge's completions; None: they are refused.
         judge_calls: methods in which a judge is asked; None: those that look like it.
     """
 
@@ -246,7 +246,7 @@ class Runtime:
     def is_stuck(self) -> bool:
         """Returns whether the environment, once set up, blocks its thread. Blocks for seconds at most.
 
-        Nobody is given a stuck runtime any more. A process of its own ends: its main thread cannot go on.
+        A stuck runtime is not shared again. A process of its own ends: its main thread cannot continue.
         """
         if not self._is_set_up:
             return False
@@ -375,7 +375,7 @@ def runtime_of(
 
 
 def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
-    """Ends the runtime if nobody else uses it. Blocks until its thread has ended, or `timeout_s` seconds."""
+    """Ends the runtime if it has no other user. Blocks until its thread has ended, or `timeout_s` seconds."""
     with _sharing:
         runtime.users.discard(user)
         if runtime.users:
@@ -387,7 +387,7 @@ def leave(runtime: Runtime, user: object, timeout_s: float) -> None:
 
 
 def _formed(of: weakref.ref[Runtime], group: SuspendedGroup) -> None:
-    """Nobody can join this group any more. A group does not keep its runtime alive."""
+    """The group takes no more siblings. It does not keep its runtime alive."""
     runtime, group.when_over = of(), None
     if runtime is not None and runtime._forming.get(group.seed) is group:
         del runtime._forming[group.seed]

@@ -62,7 +62,7 @@ def rows_of(
             sure, rest = _told_apart(part, len(rows) >= len(siblings), siblings, worth)
             found |= sure
             unsure |= rest
-    free = len(rows) - len(found)  # as long as a row may be anybody's, nobody is left out
+    free = len(rows) - len(found)  # while a row is unassigned, no sibling counts as left out
     return [found[at] if at in found else _unsure(free, len(rows)) for at in range(len(siblings))]
 
 
@@ -154,7 +154,7 @@ def _told_apart(
     rest = pairs
     while True:
         sure: Pairs = set()
-        if len(rows) <= len(ats):  # a row is somebody's
+        if len(rows) <= len(ats):  # each row has an owner
             sure = _only(rest)
         if not sure and none_left_out and len(ats) <= len(rows):
             sure = {(at, row) for row, at in _only({(row, at) for at, row in rest})}
@@ -175,7 +175,7 @@ def _told_apart(
 
 
 def _only(pairs: Pairs) -> Pairs:
-    """Returns the pairs whose second is no other's, where the first has no other such second."""
+    """Returns the pairs whose second occurs once, where the first has one such second."""
     times = Counter(second for _, second in pairs)
     single = [pair for pair in pairs if times[pair[1]] == 1]
     firsts = Counter(first for first, _ in single)

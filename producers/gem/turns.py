@@ -70,7 +70,7 @@ class Turn:
 
     Attributes:
         new_messages: the messages since then; those of the answer itself are left out.
-        rewritten: the request is no continuation of that conversation: its messages are then all new.
+        rewritten: the request does not continue that conversation: all its messages are new.
     """
 
     new_messages: list[Message]
@@ -158,7 +158,7 @@ def without_thoughts(answer: str) -> str:
 
 
 def quotes(request: Request, before: Request | None, answer: str) -> bool:
-    """Returns whether a request shows an answer as somebody else's words, in another conversation.
+    """Returns whether another conversation quotes an answer, under a role other than the assistant's.
 
     So a judge is asked, and a model that gets a summary.
     """
@@ -292,23 +292,23 @@ Outcome: TypeAlias = Request | Ended
 
 
 class Mailbox:
-    """What happens in an event loop, for one waiting thread at a time. For the event loop's thread."""
+    """Outcomes of an episode, for one waiting thread at a time. For the event loop's thread only."""
 
     def __init__(self) -> None:
         self._reader: Future[Outcome] | None = None
         self._unread: Outcome | BaseException | None = None
 
     def expect(self, reader: Future[Outcome]) -> None:
-        """Gives what comes next to `reader`."""
+        """Sets the reader of the next outcome."""
         self._reader = reader
 
     def take_unread(self) -> Outcome | BaseException | None:
-        """Returns what came while nobody waited, or None."""
+        """Returns the outcome that arrived without a reader, or None."""
         unread, self._unread = self._unread, None
         return unread
 
     def put(self, outcome: Outcome | BaseException) -> None:
-        """Gives this to the one who waits, or keeps it: the last stays."""
+        """Hands an outcome to the reader, or keeps the last one until there is a reader."""
         reader, self._reader = self._reader, None
         if reader is None or not reader.set_running_or_notify_cancel():
             self._unread = outcome
@@ -493,7 +493,7 @@ class SuspendedEpisode:
     What happens is handed to the reader that the caller gave last: a `Request`, `Ended`, or an exception.
 
     Attributes:
-        joined: somebody plays it.
+        joined: it is played.
         left: it was ended before the others.
         request: the one that was asked last.
         answers: all so far.
@@ -576,7 +576,7 @@ class SuspendedEpisode:
         return waiting
 
     def stop_waiting(self, waiting: asyncio.Future[Answer]) -> None:
-        """Nobody waits for this answer any more."""
+        """Forgets a completion that the environment no longer awaits."""
         if self._waiting is waiting:
             self._waiting = None
 
@@ -590,7 +590,7 @@ class SuspendedEpisode:
             waiting.set_result(self._nothing[-1])
 
     def successor(self) -> SuspendedEpisode:
-        """Returns the same place for somebody else."""
+        """Returns an episode in the same place, for another player."""
         other = SuspendedEpisode(self.group)
         other.request, other._waiting = self.request, self._waiting
         if self.request is not None:
@@ -598,7 +598,7 @@ class SuspendedEpisode:
         return other
 
     def _gone(self, unread: Outcome | BaseException | None) -> None:
-        """Says that nobody waits for the answer any more."""
+        """Reports that the environment stopped waiting for the answer."""
         error: BaseException = NotSuspendable(
             "the environment stopped waiting for this answer: it bounds the time of a completion",
             hint="answer faster, or give the environment more time",
@@ -672,7 +672,7 @@ class ReplayedEpisode:
         self.replays = 0
 
     def lacking(self) -> str:
-        """Nobody: it is played alone."""
+        """Returns "": it has no siblings."""
         return ""
 
     def begin(self, reader: Future[Outcome]) -> None:

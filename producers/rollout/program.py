@@ -104,6 +104,7 @@ def run_rollout(
         What `run` returns; 1: groups failed, too many in a row, or none came; 2: it could not start, or was
         refused; 143 after SIGTERM, 130 after Ctrl-C.
     """
+    refused: tuple[type[Exception], ...] = (ShmBridgeError, ValueError, TypeError, OSError, *mistakes)
     with orderly_sigterm() as stopped:
         try:
             return run()
@@ -117,7 +118,7 @@ def run_rollout(
                 refuse_missing(program, missing, extra)
             else:
                 refuse(program, missing, "install it")
-        except (ShmBridgeError, ValueError, TypeError, OSError, *mistakes) as error:
+        except refused as error:
             refuse(program, error, "see --help")
     return 2
 

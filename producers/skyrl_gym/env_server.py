@@ -214,7 +214,7 @@ class Episodes:
         return {"episode": number, "messages": messages}
 
     def step(self, asked: Json) -> Json:
-        """Gives the environment an answer; its metadata, which nobody carries, may be no JSON."""
+        """Gives the environment an answer; its metadata is left out: it may not be JSON."""
         said = dict(self._running[asked["episode"]].step(asked["action"]))
         said.pop("metadata", None)
         return said
@@ -248,7 +248,7 @@ def main() -> None:
     if options.parent is not None:
         end_with(options.parent)
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd()  # as with `python -m`; the folder of this script is no place for imports
+        sys.path[0] = os.getcwd()  # as with `python -m`; not the folder of this script
     for name in ("skyrl_gym", *options.modules):
         importlib.import_module(name)
     serve(Episodes(options.repo_id, options.split), options.port, options.ready_fd, BOUNDS)

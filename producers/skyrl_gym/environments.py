@@ -25,7 +25,7 @@ _LOOK_S = 0.2  # between two looks at the environment's process
 
 
 class BadTask(ShmBridgeError, ValueError):
-    """A data set cannot be read, or a row of it is no task in SkyRL's format."""
+    """A data set cannot be read, or one of its rows is not a task in SkyRL's format."""
 
     code = "SB512"
 
@@ -54,7 +54,7 @@ class Step:
 
 
 def step_in(output: Any) -> Step:
-    """Returns the step in what `step` returned. Raises ValueError if that is no step."""
+    """Returns the step in what `step` returned. Raises ValueError if it is not a step."""
     if not isinstance(output, Mapping) or not {"observations", "reward", "done"} <= set(output):
         raise ValueError(f"step returned {_short(output)}, not observations, reward and done")
     try:

@@ -65,7 +65,7 @@ class SkyRLTasks:
         """Returns the tasks of a file, a folder, or a data set's name; see `rows_of`. Blocks.
 
         Raises:
-            BadTask: it cannot be read, or a row is no task.
+            BadTask: it cannot be read, or a row is not a task.
         """
         try:
             rows = rows_of(source, split)

@@ -365,7 +365,9 @@ class VerifiersRollout(Runner[Run]):
             for name in run.heard:
                 with suppress(KeyError):
                     del self._door.heard[name]
-        if not episode.ok and episode.errors:  # an environment's own hook: nobody knows what rewards lack
+        if (
+            not episode.ok and episode.errors
+        ):  # an environment's own hook failed: its rewards may be incomplete
             raise _failure(episode, f"episode {run.repetition_id} of task {run.instance_id!r}")
         failed = [trace for trace in episode.traces if not trace.ok]
         run.traces = [trace for trace in episode.traces if trace.ok and trace.agent.trainable]
