@@ -17,7 +17,7 @@ LONG = {
     "producers/atropos/check.py": "what a script's text says of it, and the process that imports it",
     "producers/atropos/control_link.py": "all that an environment asks of its consumer shares one state",
     "producers/atropos/lane.py": "a group from the environment's fields to its record in a lane",
-    "producers/atropos/patches.py": "the methods of BaseEnv that are replaced, and what answers in their place",
+    "producers/atropos/patches.py": "the replaced methods of BaseEnv, and what answers in their place",
     "producers/atropos/versions.py": "responses, their index and the lookup of a row are one search",
     "producers/gem/atropos_env.py": "one environment: its arguments, its episode and its docstrings",
     "producers/gem/game.py": "the environments of a group, from their seeds to their scores",
