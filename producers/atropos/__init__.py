@@ -9,8 +9,7 @@ inference servers' responses are recorded, too.
 
 `attach` is for programs that make their environments themselves; __main__.py is the command line. patches.py
 replaces methods of BaseEnv, control_link.py connects one environment to the bridge, lane.py puts its groups,
-with the rewards of rewarded.py.
-response_hooks.py records responses, and version_stamps.py matches them with groups.
+with their rewards. versions.py records responses, and matches them with groups.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from shmbridge.config import check_bridge_name, parse_size
-from shmbridge.producers.atropos.lane import LinkOptions, OnFull
+from shmbridge.producers.atropos.lane import LinkOptions, OnFull, Rewards, checked_rewards
 from shmbridge.producers.atropos.patches import Attachments, Departure
-from shmbridge.producers.atropos.rewarded import Rewards, checked_rewards
 
 _attachments: Attachments | None = None
 
@@ -59,7 +57,7 @@ def attach(
     Raises:
         ImportError: atroposlib is missing or broken.
         RuntimeError: a class, or this instance, is attached already.
-        TypeError: `env` is no environment.
+        TypeError: `env` is not an environment.
         BadBridgeName, BadConfig, ValueError: an argument is not what it should be.
     """
     options = LinkOptions(

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from shmbridge import ShmBridgeError
-from shmbridge.cli.base import install, is_of, refuse, refuse_missing, run_program
-from shmbridge.cli.log import logs_json
-from shmbridge.producers.atropos import attach, detach, upstream_workarounds
-from shmbridge.producers.atropos.attribute_swaps import Changes
+from shmbridge.extras import install, is_of, refuse_missing
+from shmbridge.log_format import logs_json
+from shmbridge.producers.atropos import attach, detach
 from shmbridge.producers.atropos.check import checked
 from shmbridge.producers.atropos.options import parse
-from shmbridge.producers.rollout.stop import EXIT_CODE, orderly_sigterm
+from shmbridge.producers.atropos.upstream import Changes, hint_for, with_plain_tokens
+from shmbridge.producers.rollout import EXIT_CODE, orderly_sigterm
+from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.atropos"
 
@@ -55,7 +56,7 @@ def _check(script: Path) -> int:
         return _refuse("atroposlib is not installed", install("atropos"))
     said = checked(script)
     text = json.dumps(asdict(said), indent=2) if logs_json() else str(said)
-    print(text, file=sys.__stdout__, flush=True)  # it is no log
+    print(text, file=sys.__stdout__, flush=True)  # not a log line
     return 0 if said.attached.can else 1
 
 
@@ -72,7 +73,7 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
             tickets=options.tickets,
             rewards=options.rewards,
         )
-        _mend_chat_templates(changes)
+        _fix_chat_templates(changes)
     except ModuleNotFoundError as missing:
         if not is_of(missing, "atropos"):
             raise
@@ -87,7 +88,7 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
     except ShmBridgeError as error:
         return _refuse(error, "")
     except Exception as error:
-        if not (hint := upstream_workarounds.hint_for(error)):
+        if not (hint := hint_for(error)):
             raise
         traceback.print_exc()
         refuse(_PROGRAM, "the environment's script has ended with the error above", hint)
@@ -122,14 +123,14 @@ def _cure(script: Path) -> str:
     return f'end it with: if __name__ == "__main__": {classes[-1]}.cli()'
 
 
-def _mend_chat_templates(changes: Changes) -> None:
+def _fix_chat_templates(changes: Changes) -> None:
     """Patches every tokenizer, also those that environments make themselves: this process runs one script
     only.
     """
     from transformers import PreTrainedTokenizerBase
 
-    mended = upstream_workarounds.with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
-    changes.replace(PreTrainedTokenizerBase, "apply_chat_template", mended)
+    fixed = with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
+    changes.replace(PreTrainedTokenizerBase, "apply_chat_template", fixed)
 
 
 def _run_as_main(script: Path, arguments: list[str]) -> None:

@@ -8,33 +8,97 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType, SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
-from shmbridge.producers.atropos import upstream_workarounds
-from shmbridge.producers.atropos.attribute_swaps import Changes
-from shmbridge.producers.atropos.control_link import EnvLink
-from shmbridge.producers.atropos.evaluations import logged, measured
+from shmbridge.producers.atropos.control_link import EnvLink, logged, measured
 from shmbridge.producers.atropos.lane import LinkOptions
-from shmbridge.producers.atropos.response_hooks import listening, put_on_hooks
-from shmbridge.producers.atropos.session import RolloutSession
+from shmbridge.producers.atropos.upstream import Changes, PlainTokens, with_its_own_url
+from shmbridge.producers.atropos.versions import listening, put_on_hooks
 
 log = logging.getLogger(__name__)
-
 # Groups that wait for room in the lane get this long when an environment ends by itself, and when it is
 # stopped.
 FLUSH_S = 30.0
 FLUSH_WHEN_STOPPED_S = 2.0
-
 _Method: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
-
 # The environment for which BaseEnv opens a session: BaseEnv does not tell the session.
 _asking: ContextVar[EnvLink | None] = ContextVar("link_of_the_asking_environment", default=None)
+_closing: set[asyncio.Future[Any]] = set()
+
+
+class RolloutSession:
+    """`async with RolloutSession(link) as session, session.get(url) as response: await response.json()`."""
+
+    def __init__(self, link: EnvLink) -> None:
+        self._link = link
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        pass
+
+    def get(self, url: str, *, json: Any = None) -> _Response:
+        """Asks one of the routes; the request is sent when the response is entered."""
+        link = self._link
+        routes: dict[str, Callable[[], Awaitable[Mapping[str, Any]]]] = {
+            "wandb_info": link.wandb_info,
+            "register-env": lambda: link.register(json or {}),
+            "info": link.info,
+            "status-env": link.status,
+            "scored_data": lambda: _sent(link, [json]),
+            "scored_data_list": lambda: _sent(link, json),
+        }
+        route = url.rpartition("/")[2]
+        if route not in routes:
+            raise LookupError(
+                f"BaseEnv asks for {url}, which a bridge does not answer; it answers {sorted(routes)}"
+            )
+        return _Response(routes[route])
+
+    post = get  # routes differ by name, not by method
+
+
+async def _sent(link: EnvLink, groups: Any) -> Mapping[str, Any]:
+    await link.send(groups)
+    return {"status": "received"}
+
+
+class _Response:
+    """As much of `aiohttp.ClientResponse` as BaseEnv uses; always a success: the link's answer says what to
+    do.
+    """
+
+    status = 200
+
+    def __init__(self, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        self._ask = ask
+        self._answer: Mapping[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        self._answer = await self._ask()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        pass
+
+    def raise_for_status(self) -> None:
+        """Nothing to raise."""
+
+    async def json(self) -> Mapping[str, Any]:
+        """Returns the answer."""
+        return self._answer
+
+    async def text(self) -> str:
+        """Returns the answer as BaseEnv logs it."""
+        return json.dumps(self._answer)
 
 
 class Departure:
@@ -195,7 +259,7 @@ class Attachments:
             if self.attached_class is None or not isinstance(env, self.attached_class):
                 original(env, *args, **kwargs)
                 return
-            bound = upstream_workarounds.with_its_own_url(original, (env, *args), kwargs)
+            bound = with_its_own_url(original, (env, *args), kwargs)
             original(*bound.args, **bound.kwargs)
             _give_plain_tokens(env)
 
@@ -277,9 +341,6 @@ class Attachments:
         return env_manager
 
 
-_closing: set[asyncio.Future[Any]] = set()
-
-
 def _kept(task: Any) -> Any:
     """Keeps a task alive: the loop itself keeps only weak references."""
     _closing.add(task)
@@ -320,11 +381,9 @@ def _give_plain_tokens(env: Any, changes: Changes | None = None) -> None:
     """Patches the environment's own tokenizer, as long as it lives or until the changes are undone."""
     tokenizer = getattr(env, "tokenizer", None)
     if hasattr(tokenizer, "apply_chat_template") and not isinstance(
-        vars(tokenizer).get("apply_chat_template"), upstream_workarounds.PlainTokens
+        vars(tokenizer).get("apply_chat_template"), PlainTokens
     ):
-        (changes or Changes()).replace(
-            tokenizer, "apply_chat_template", upstream_workarounds.PlainTokens(tokenizer)
-        )
+        (changes or Changes()).replace(tokenizer, "apply_chat_template", PlainTokens(tokenizer))
 
 
 def _session(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shmbridge.producers.gem.action import Action
-from shmbridge.producers.gem.errors import EnvFailed, GroupNotAlike, NotSuspendable
-from shmbridge.producers.gem.game import GemGame
-from shmbridge.producers.gem.registration import register
+from shmbridge.producers.gem.game import GemGame, register
+from shmbridge.producers.gem.turns import Action, EnvFailed, GroupNotAlike, NotSuspendable
 
 if TYPE_CHECKING:
     from shmbridge.producers.gem.atropos_env import AtroposGemEnv

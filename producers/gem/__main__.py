@@ -5,23 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import json
 from itertools import islice
-from typing import Any
 
-from shmbridge import ShmBridgeError
-from shmbridge.cli.base import Parser, refuse, run_program
-from shmbridge.producers.gem.game import GemGame
-from shmbridge.producers.gem.registration import NAME, register
-from shmbridge.producers.rollout import (
-    EXIT_CODE,
-    NothingCame,
-    TooManyFailures,
-    add_rollout_flags,
-    leave,
-    orderly_sigterm,
-    rollout_of,
-)
+from shmbridge.parser import Parser
+from shmbridge.producers.gem.game import NAME, GemGame, register
+from shmbridge.producers.rollout import add_rollout_flags, exit_code, leave, rollout_of, run_rollout, setting
+from shmbridge.program import run_program
 
 _PROGRAM = "shmbridge.producers.gem"
 EXAMPLES = """\
@@ -44,18 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     all; 2 if it could not start or was refused; 143 after SIGTERM, 130 after Ctrl-C.
     """
     options = _parser().parse_args(argv)
-    with orderly_sigterm() as stopped:
-        try:
-            return _play(options)
-        except ShmBridgeError as error:
-            code = 1 if isinstance(error, (TooManyFailures, NothingCame)) else 2
-            return _refuse(error, "see --help", code)
-        except ModuleNotFoundError as missing:
-            return _refuse(missing, "install it; gem itself: pip install 'shmbridge[gem]'")
-        except (ValueError, TypeError, OSError) as wrong:
-            return _refuse(wrong, "see --help")
-        except KeyboardInterrupt:
-            return EXIT_CODE if stopped.by_sigterm else 130
+    return run_rollout(_PROGRAM, "gem", lambda: _play(options))
 
 
 def _play(options: argparse.Namespace) -> int:
@@ -65,7 +43,7 @@ def _play(options: argparse.Namespace) -> int:
         register()
     game = GemGame(
         options.env,
-        env_args=dict(map(_argument, options.env_arg)),
+        env_args=dict(map(setting, options.env_arg)),
         group_size=options.group_size,
         seed=options.seed,
         alike=options.alike,
@@ -83,9 +61,8 @@ def _play(options: argparse.Namespace) -> int:
 
 async def _run(options: argparse.Namespace, game: GemGame) -> int:
     async with rollout_of(options, game.name) as rollout:
-        put = await rollout.run(islice(game.tasks(), options.max_groups), game.play)
-        print(rollout.summary())
-        return int(put == 0 and rollout.losses.groups.total() > 0)
+        await rollout.run(islice(game.tasks(), options.max_groups), game.play)
+        return exit_code(rollout)
 
 
 def _parser() -> Parser:
@@ -114,21 +91,6 @@ def _parser() -> Parser:
     )
     add("--threads", type=int, default=32, metavar="N", help="environments that run at once [32]")
     return parser
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ValueError(f"--env-arg {text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def _refuse(message: Exception, hint: str, code: int = 2) -> int:
-    refuse(_PROGRAM, message, hint)
-    return code
 
 
 if __name__ == "__main__":

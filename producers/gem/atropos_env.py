@@ -16,16 +16,26 @@ from gem.utils.constants import TERMINAL_STATE
 
 from shmbridge.errors import BadArgument, Closed
 from shmbridge.producers import rewards
-from shmbridge.producers.gem.action import Action, Answer, answer_of
-from shmbridge.producers.gem.environment_class import environment_class
-from shmbridge.producers.gem.errors import EnvFailed, GroupNotAlike, NotSuspendable
-from shmbridge.producers.gem.mailbox import Ended, Outcome
 from shmbridge.producers.gem.own_process import RemoteAtropos, why_own_process
-from shmbridge.producers.gem.replayed import ReplayedEpisode
-from shmbridge.producers.gem.request import Request, quotes, turn_of
-from shmbridge.producers.gem.runtime import BLOCKS, Runtime, leave, runtime_of
-from shmbridge.producers.gem.suspended import Said, SuspendedEpisode, SuspendedGroup
-from shmbridge.producers.gem.trajectory import RewardBridge, RewardOf, Rules, Score, collect
+from shmbridge.producers.gem.runtime import BLOCKS, Runtime, environment_class, leave, runtime_of
+from shmbridge.producers.gem.scores import RewardBridge, RewardOf, Rules, Score, collect
+from shmbridge.producers.gem.turns import (
+    Action,
+    Answer,
+    Ended,
+    EnvFailed,
+    GroupNotAlike,
+    NotSuspendable,
+    Outcome,
+    ReplayedEpisode,
+    Request,
+    Said,
+    SuspendedEpisode,
+    SuspendedGroup,
+    answer_of,
+    quotes,
+    turn_of,
+)
 
 _ENDS_S = 5.0  # for the thread of an environment to end in close()
 
@@ -54,7 +64,7 @@ class AtroposGemEnv(gem.Env):
         group_size: so many environments that are reset with one seed in this process are siblings, whose
             answers the environment scores as one group; 1: each episode is a group.
         left_out: what an answer is worth that the environment leaves out of its group; None: EnvFailed.
-        judge: who answers a judge's completions, fields of atroposlib's `APIServerConfig`; None: nobody, they
+        judge: who answers a judge's completions, fields of atroposlib's `APIServerConfig`; None: they
             are NotSuspendable.
         judge_calls: coroutine methods whose completions are a judge's; None: `score`, and those with "judge"
             in their name, and an answer that is quoted in another conversation is NotSuspendable; (): all are

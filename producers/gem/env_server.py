@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import ClassVar
 
-from shmbridge.producers.env_process.server import BOUNDS, Json, add_server_flags, end_with, serve
-from shmbridge.producers.gem.action import Action
+from shmbridge.producers.env_server import BOUNDS, Json, add_server_flags, end_with, serve
 from shmbridge.producers.gem.atropos_env import AtroposGemEnv
-from shmbridge.producers.gem.environment_class import environment_class
-from shmbridge.producers.gem.event_loop import MAIN
+from shmbridge.producers.gem.runtime import MAIN, environment_class
+from shmbridge.producers.gem.turns import Action
 
 
 class Envs:

@@ -5,18 +5,199 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
+
+import numpy as np
 
 from shmbridge.errors import BadArgument
-from shmbridge.producers.gem.action import Action, FinishReason
-from shmbridge.producers.gem.alike import Alike, Begun, begin_alike, close, contained, turn_to_draw
-from shmbridge.producers.gem.errors import EnvFailed
-from shmbridge.producers.gem.process_random import PROCESS_RANDOM
+from shmbridge.producers.gem.turns import Action, EnvFailed, FinishReason, GroupNotAlike
 from shmbridge.producers.rollout import CallThreads, ContextFull, Episode, Message, Task
+
+NAME = "atropos"
+
+Alike = Literal["auto", "spawn", "reset"]
+T = TypeVar("T")
+_HINT = "its row is left out; fix the environment"
+
+
+def register(name: str = NAME) -> None:
+    """Registers `AtroposGemEnv` with gem; again does nothing. Blocks while gem is imported."""
+    import gem
+    from gem.envs.registration import ENV_REGISTRY
+
+    if name not in ENV_REGISTRY:
+        gem.register(name, "shmbridge.producers.gem.atropos_env:AtroposGemEnv")
+
+
+class ProcessRandom:
+    """Lets environments draw side by side, or one alone that seeds. Any thread; calls wait for their turn."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Turns, each with its thread: those that wait and those that have begun.
+        self._to_draw: dict[object, int] = {}
+        self._to_seed: dict[object, int] = {}
+        self._drawing: dict[object, int] = {}
+        self._alone: dict[object, int] = {}  # one at most
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Within the block others may draw, and none may seed."""
+        turn = self._turn(self._to_draw, self._drawing, lambda: not self._alone and not self._to_seed)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._drawing.pop(turn, None)
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block no other environment draws; after it the random state is as before."""
+        turn = self._turn(self._to_seed, self._alone, lambda: not self._alone and not self._drawing)
+        before, before_numpy = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            with self._changed:
+                if self._alone.pop(turn, None) is not None:
+                    random.setstate(before)
+                    np.random.set_state(before_numpy)
+                self._changed.notify_all()
+
+    def give_up(self, thread: int) -> None:
+        """Ends the turns of a thread whose call takes too long; one that waits raises there."""
+        with self._changed:
+            for turns in (self._to_draw, self._to_seed, self._drawing, self._alone):
+                for turn in [turn for turn, owner in turns.items() if owner == thread]:
+                    del turns[turn]
+            self._changed.notify_all()
+
+    def _turn(self, waiting: dict[object, int], begun: dict[object, int], may: Callable[[], bool]) -> object:
+        turn = object()
+        with self._changed:
+            waiting[turn] = threading.get_ident()
+            try:
+                self._changed.wait_for(lambda: turn not in waiting or may())
+                if turn not in waiting:
+                    raise TimeoutError("its episode ended before its turn to draw at random")
+                begun[turn] = waiting[turn]
+            finally:
+                waiting.pop(turn, None)
+        return turn
+
+
+PROCESS_RANDOM = ProcessRandom()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An environment at the beginning of an episode."""
+
+    env: Any
+    observation: Any
+    info: dict[str, Any]
+
+
+def begin_alike(
+    make: Callable[[], Any],
+    size: int,
+    seed: int,
+    how: Alike = "auto",
+    allow_unequal: bool = False,
+    like: Begun | None = None,
+) -> list[Begun]:
+    """Returns `size` environments that begin alike. Blocks while they are made and reset; any thread.
+
+    Args:
+        make: returns an environment that may be reset.
+        seed: of `reset`.
+        how: "spawn": the first is reset, the others are `spawn(same_state=True)` of it; "reset": each is
+            reset with the seed; "auto": spawned if the environment can.
+        allow_unequal: take environments whose first observations differ.
+        like: one that began before, with the same seed; None: these are the first of the group.
+
+    Raises:
+        GroupNotAlike: the first observations differ.
+        EnvFailed: `reset` returned something else.
+        Exception: what the environment raises; those begun so far are closed.
+    """
+    begun: list[Begun] = []
+    try:
+        begun.append(_reset(make(), seed))
+        while True:
+            first, other = (like or begun[0]).observation, begun[-1].observation
+            if first != other and not allow_unequal:
+                raise GroupNotAlike(
+                    f"seed {seed} begins with {first!r:.300}, and with {other!r:.300}",
+                    hint="the environment must begin alike for the same seed, or have spawn(same_state=True)",
+                )
+            if len(begun) == size:
+                return begun
+            begun.append(_another(make, begun[0], seed, how))
+    except BaseException:
+        for each in begun:
+            close(each.env)
+        raise
+
+
+def contained(name: str, call: Callable[[], T]) -> T:
+    """Returns what a call of an environment gives; makes an EnvFailed of what an event loop would not
+    survive: SystemExit, StopIteration and the like.
+    """
+    try:
+        return call()
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise EnvFailed(f"{name} of the environment ended with {error!r}", hint=_HINT) from error
+
+
+@contextmanager
+def turn_to_draw(env: Any, seeds: bool = False) -> Iterator[None]:
+    """Within the block the environment may draw from the process's random numbers, or seed them."""
+    if not getattr(type(env), "uses_process_random", True):
+        turn: Any = nullcontext()
+    else:
+        turn = PROCESS_RANDOM.alone() if seeds else PROCESS_RANDOM.shared()
+    with turn:
+        yield
+
+
+def close(env: Any) -> None:
+    """Closes an environment that can be closed; what it raises then is lost."""
+    with suppress(Exception):
+        getattr(env, "close", lambda: None)()
+
+
+def _reset(env: Any, seed: int) -> Begun:
+    try:
+        with turn_to_draw(env, seeds=True):
+            said = env.reset(seed=seed)
+        if not isinstance(said, (tuple, list)) or len(said) != 2:
+            raise EnvFailed(f"reset returned {said!r:.120}, not an observation and a dict", hint=_HINT)
+        return Begun(env, said[0], said[1] or {})
+    except BaseException:
+        close(env)
+        raise
+
+
+def _another(make: Callable[[], Any], first: Begun, seed: int, how: Alike) -> Begun:
+    if how != "reset":
+        try:
+            with turn_to_draw(first.env, seeds=True):
+                return Begun(first.env.spawn(same_state=True), first.observation, dict(first.info))
+        except NotImplementedError:
+            if how == "spawn":
+                raise
+    return _reset(make(), seed)
 
 
 class GemGame:

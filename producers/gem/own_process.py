@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from shmbridge.errors import BadArgument, Closed
-from shmbridge.producers.atropos.script import wants_main_thread
+from shmbridge.producers.atropos.check import wants_main_thread
 from shmbridge.producers.env_process import Connection, EnvServerProcess
-from shmbridge.producers.gem.action import Action
-from shmbridge.producers.gem.environment_class import file_of
-from shmbridge.producers.gem.errors import EnvFailed, GroupNotAlike, NotSuspendable
+from shmbridge.producers.gem.runtime import file_of
+from shmbridge.producers.gem.turns import Action, EnvFailed, GroupNotAlike, NotSuspendable
 
 _ERRORS = {each.__name__: each for each in (BadArgument, Closed, EnvFailed, GroupNotAlike, NotSuspendable)}
 _READY_S = 600.0  # an environment's imports may take long

@@ -23,7 +23,7 @@ from openenv.core.harness.capture.validate_llm import list_models, validate_llm
 from shmbridge.httpd.door import Bounds, Headers
 from shmbridge.httpd.server import LoopServer
 from shmbridge.producers.rollout import NoTokens, ServerFailed
-from shmbridge.producers.rollout.responses import Span, completions_in
+from shmbridge.producers.rollout.sampling import Span, completions_in
 
 # A request's body is held until it is answered: the next waits for room as long as an answer may take.
 _BOUNDS = Bounds(body_bytes=64 << 20, bodies_bytes=256 << 20, room_s=600.0)

@@ -1,31 +1,34 @@
 """Rollouts of plain Python environments: episodes sample from a token server and go into a lane as groups.
 
-`runner.py` runs them, `rollout.py` samples them; `episode.py` is one trajectory;
-`http_server.py` asks servers as `apis.py` says.
+`runner.py` plays groups, `survivors.py` one group; `episode.py` is one trajectory. `servers.py` asks
+inference servers in the forms of `sampling.py`. `program.py` has what command lines share.
 """
 
-from shmbridge.producers.rollout.call_threads import CallThreads
-from shmbridge.producers.rollout.chat_format import ChatFormat
-from shmbridge.producers.rollout.chat_server import ChatServer
 from shmbridge.producers.rollout.episode import (
+    ChatFormat,
     ContextFull,
     Episode,
     EpisodeUnfinished,
+    TokenText,
     abort_waits_s,
+    group_of,
     known_versions,
     require_values,
 )
-from shmbridge.producers.rollout.group import group_of
-from shmbridge.producers.rollout.http_server import HttpServer
-from shmbridge.producers.rollout.options import (
+from shmbridge.producers.rollout.program import (
+    EXIT_CODE,
     add_rollout_flags,
     add_runner_flags,
     add_server_flags,
+    exit_code,
+    leave,
+    orderly_sigterm,
     rollout_of,
+    run_rollout,
     runner_settings,
+    setting,
 )
-from shmbridge.producers.rollout.rollout import Rollout
-from shmbridge.producers.rollout.runner import NothingCame, Runner, RunOptions, Task
+from shmbridge.producers.rollout.runner import NothingCame, Rollout, Runner, RunOptions, Task
 from shmbridge.producers.rollout.sampling import (
     Message,
     NoTokens,
@@ -34,8 +37,9 @@ from shmbridge.producers.rollout.sampling import (
     Sampling,
     ServerFailed,
 )
-from shmbridge.producers.rollout.stop import EXIT_CODE, leave, orderly_sigterm
+from shmbridge.producers.rollout.servers import ChatServer, HttpServer
 from shmbridge.producers.rollout.survivors import (
+    CallThreads,
     EpisodesLost,
     Incomplete,
     Late,
@@ -44,7 +48,6 @@ from shmbridge.producers.rollout.survivors import (
     TooManyFailures,
     survivors,
 )
-from shmbridge.producers.rollout.token_text import TokenText
 
 __all__ = [
     "EXIT_CODE",
@@ -77,12 +80,15 @@ __all__ = [
     "add_rollout_flags",
     "add_runner_flags",
     "add_server_flags",
+    "exit_code",
     "group_of",
     "known_versions",
     "leave",
     "orderly_sigterm",
     "require_values",
     "rollout_of",
+    "run_rollout",
     "runner_settings",
+    "setting",
     "survivors",
 ]

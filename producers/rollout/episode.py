@@ -1,6 +1,6 @@
 """One trajectory on its way: `Episode` collects tokens, masks, log-probabilities, versions and rewards.
 
-Used by `rollout.py` and by the producers of environment frameworks; `group.py` makes columns of it.
+`group_of` makes the columns of a group. Used by `Rollout` and by the producers of environment frameworks.
 """
 
 from __future__ import annotations
@@ -10,15 +10,173 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from shmbridge import ShmBridgeError
 from shmbridge.errors import BadArgument
-from shmbridge.producers.rollout.chat_format import ChatFormat
 from shmbridge.producers.rollout.sampling import FinishReason, Message, Sampled, SampleServer, Sampling
 from shmbridge.producers.rollout.survivors import Played
+from shmbridge.schema import FINISH_REASONS
 
+_INCOMPLETE = "\ufffd"  # what decoders write for a part of a character
+
+_ANSWER = "shmbridge-answer"  # stands for the last answer where a template is asked what follows it
 _A_MESSAGE = 'give [{"role": "user", "content": "..."}]'
+
+
+class TokenText:
+    """Decodes the ids of one tokenizer. Any thread; it remembers the text of each id it has met.
+
+    Args:
+        tokenizer: has `decode(ids, skip_special_tokens=, clean_up_tokenization_spaces=)`, as those of
+            transformers do.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._anchor: int | None = None
+        self._after: dict[tuple[int, int, bool], str] = {}  # what a token adds after an anchor
+
+    def text(self, tokens: Sequence[int], *, special: bool = True) -> str:
+        """Returns the text of tokens, that of special ones included if `special`. Never blocks."""
+        decoded: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return decoded
+
+    def pieces(self, tokens: Sequence[int], *, special: bool = True) -> list[str]:
+        """Returns what each token adds to `text` of the same arguments; joined, they are that text.
+
+        The bytes of a character may be spread over tokens: the last of these adds it, the others add "".
+        Never blocks.
+        """
+        if not tokens:
+            return []
+        whole, pieces = self.text(tokens, special=special), self._in_windows(tokens, special)
+        # what a token adds may depend on more than the window: then by decoding from the start, which is slow
+        return pieces if "".join(pieces) == whole else list(self._from_the_start(tokens, special, whole))
+
+    def ends(self, tokens: Sequence[int], *, special: bool = True) -> list[int]:
+        """Returns how many characters `text` of the same arguments has after each token. Never blocks."""
+        return list(accumulate(map(len, self.pieces(tokens, special=special))))
+
+    def _in_windows(self, tokens: Sequence[int], special: bool) -> list[str]:
+        """Decodes as few tokens together as make whole characters, each time after an ordinary token: some
+        tokenizers drop a space at the beginning.
+        """
+        pieces: list[str] = []
+        begin, anchor = 0, self._anchor_in(tokens)
+        for at in range(len(tokens)):
+            window = tokens[begin : at + 1]
+            added = self._added(anchor, window, special) if begin else self.text(window, special=special)
+            if at + 1 == len(tokens) or (added and not added.endswith(_INCOMPLETE)):
+                pieces.append(added)
+                begin = at + 1
+            else:
+                pieces.append("")
+        return pieces
+
+    def _anchor_in(self, tokens: Sequence[int]) -> int:
+        if self._anchor is None:
+            self._anchor = next((each for each in tokens if self._is_ordinary(each)), None)
+        return tokens[0] if self._anchor is None else self._anchor
+
+    def _added(self, anchor: int, window: Sequence[int], special: bool) -> str:
+        """What tokens add after the anchor."""
+        key = anchor, window[0], special
+        if len(window) == 1 and key in self._after:
+            return self._after[key]
+        added = self.text([anchor, *window], special=special)[len(self.text([anchor], special=special)) :]
+        return self._after.setdefault(key, added) if len(window) == 1 else added
+
+    def _is_ordinary(self, token: int) -> bool:
+        text = self.text([token], special=False)
+        return bool(text.strip()) and _INCOMPLETE not in text
+
+    def _from_the_start(self, tokens: Sequence[int], special: bool, whole: str) -> Iterator[str]:
+        reached = 0
+        for count in range(1, len(tokens) + 1):
+            text = self.text(tokens[:count], special=special)
+            end = max(reached, len(text)) if whole.startswith(text) else reached
+            yield whole[reached:end]
+            reached = end
+
+
+class ChatFormat:
+    """Messages as the token ids that a model expects, by its tokenizer's chat template.
+
+    Without a template, the texts of messages follow each other as they are. For one thread at a time.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or the name or folder of one.
+        template: another chat template than the tokenizer's.
+        options: arguments of the template, such as `{"enable_thinking": False}`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, template: str | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.tokenizer, self.token_text = tokenizer, TokenText(tokenizer)
+        self._template = template or getattr(tokenizer, "chat_template", None)
+        self._options = options or {}
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Returns the token ids of a conversation up to where the model is to answer. Never blocks."""
+        if self._template is None:
+            return list(self.tokenizer.encode(_joined(messages)))
+        return self._encoded(self._rendered(messages))
+
+    def following(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Returns the token ids between a sampled answer and the next one: the end of the answer's turn where
+        it was not sampled, then `messages`, then the beginning of the next turn. Never blocks.
+
+        The template renders a stand-in for the answer, so that it cannot change what was sampled: some
+        templates cut the reasoning out of earlier answers.
+        """
+        if self._template is None:
+            return self._encoded(_joined(messages))
+        mark = _ANSWER
+        while any(mark in str(message.get("content")) for message in messages):
+            mark += "-"
+        stand_in = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        tail = self._encoded(self._rendered([*stand_in, *messages]).split(mark)[-1])
+        return tail[1:] if tail and sampled and tail[0] == sampled[-1] else tail
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of sampled tokens, without special ones. Never blocks."""
+        return self.token_text.text(token_ids, special=False)
+
+    def answer(self, text: str, *, ends: bool = True) -> list[int]:
+        """Returns token ids for an answer that is known as text only: a guess. With the end token, unless the
+        answer was cut: `ends=False`.
+        """
+        end = self.tokenizer.eos_token_id if ends else None
+        return [*self._encoded(text), *([] if end is None else [end])]
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                chat_template=self._template,
+                **self._options,
+            )
+        )
+
+    def _encoded(self, text: str) -> list[int]:
+        # A template writes the special tokens itself.
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)
 
 
 class ContextFull(ShmBridgeError, ValueError):
@@ -268,3 +426,53 @@ def known_versions(played: Iterable[Played], began: int, now: int) -> tuple[int,
     if len(known) < len(sampled):
         known += [began, now]
     return min(known), max(known)
+
+
+def group_of(episodes: Sequence[Episode], env_metrics: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the columns of a group, a row for each episode, as `Producer.put` takes them. Never blocks.
+
+    Log-probabilities are a column only if every row has them. Optional columns are left out where no row has
+    a value. `env_metrics`, any JSON, arrives at the consumer in `record.json("extra")` and in
+    `to_scored_data()`.
+
+    Raises:
+        EpisodeUnfinished: an episode without an answer or without a finite score.
+    """
+    for episode in episodes:
+        episode.require_finished()
+    group: dict[str, Any] = {
+        "tokens": [episode.tokens for episode in episodes],
+        "loss_mask": [episode.mask for episode in episodes],
+        "prompt_length": [episode.prompt_length for episode in episodes],
+        "score": [episode.score for episode in episodes],
+        "token_versions": [episode.versions for episode in episodes],
+        "temperature": [episode.sampling.temperature for episode in episodes],
+        "finish_reason": [FINISH_REASONS.index(episode.finish_reason) for episode in episodes],
+        "turn_ends": [episode.turn_ends for episode in episodes],
+        "messages": [list(episode.messages) for episode in episodes],
+        "instance_id": [episode.instance_id for episode in episodes],
+        "repetition_id": [episode.repetition_id for episode in episodes],
+    }
+    if all(episode.logprobs is not None for episode in episodes):
+        group["inference_logprobs"] = [episode.logprobs for episode in episodes]
+    if any(episode.step_rewards for episode in episodes):
+        group["step_rewards"] = [episode.step_rewards for episode in episodes]
+        group["step_ends"] = [episode.step_ends for episode in episodes]
+    if any(episode.trace_spans for episode in episodes):
+        group["trace_spans"] = [episode.trace_spans for episode in episodes]
+    if any(episode.components for episode in episodes):
+        group["reward_components"] = [episode.components for episode in episodes]
+    if extra := _extra(episodes, env_metrics):
+        group["extra"] = extra
+    return group
+
+
+def _extra(episodes: Sequence[Episode], env_metrics: dict[str, Any] | None) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if env_metrics:
+        extra["env_metrics"] = env_metrics
+    if not all(episode.exact for episode in episodes):
+        extra["retokenised"] = [row for row, episode in enumerate(episodes) if not episode.exact]
+    if any(episode.extra for episode in episodes):
+        extra["rows"] = [episode.extra for episode in episodes]
+    return extra

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,13 +17,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
+from typing import IO, Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack
 
 from shmbridge import Producer, ShmBridgeError
-from shmbridge.errors import BridgeDraining
-from shmbridge.producers.rollout.episode import known_versions
-from shmbridge.producers.rollout.position import Position
-from shmbridge.producers.rollout.sampling import Message
+from shmbridge.errors import BadArgument, BridgeDraining
+from shmbridge.producers.rollout.episode import ChatFormat, Episode, group_of, known_versions
+from shmbridge.producers.rollout.sampling import Message, SampleServer, Sampling
+from shmbridge.producers.rollout.servers import ChatServer, HttpServer
 from shmbridge.producers.rollout.survivors import (
     Late,
     Limits,
@@ -31,16 +33,151 @@ from shmbridge.producers.rollout.survivors import (
     is_cancelled,
     survivors,
 )
+from shmbridge.segments import receipts
 
 log = logging.getLogger(__name__)
+
+_FORMAT = 1
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Played)
 Group = Mapping[str, Any]
 Stage = Callable[[Group], Awaitable[Group]]
-
 _LOOK_S = 0.25  # between two looks at the policy version and at the time
 DEFAULT_LIMITS = Limits()
+Play = Callable[[Episode, T], Awaitable[None]]
+
+
+class Position:
+    """The numbers of the tasks that are over. For one thread; make it before the producer, which removes
+    lanes of earlier ones that are delivered.
+
+    Args:
+        file: written whole after each change, and locked until `close`; made if it is not there. None:
+            nothing is kept.
+
+    Raises:
+        BadArgument: the file holds something else or cannot be written, or another process has it.
+    """
+
+    def __init__(self, file: str | Path | None) -> None:
+        self._file = None if file is None else Path(file)
+        self._lock: IO[str] | None = None
+        self._next = 0  # all below are over
+        self._beyond: set[int] = set()  # over, too
+        self._note: tuple[int, int] | None = None  # number, sequence: about to be committed
+        self._lane: tuple[str, str] | None = None  # bridge and id of the producer that commits
+        if self._file is None:
+            return
+        try:
+            self._lock = _locked(self._file)
+            if self._file.exists():
+                self._load(self._file)
+            self._write()
+        except OSError as error:
+            raise BadArgument(f"{file} cannot be written: {error}", hint="give another file") from None
+
+    def _load(self, file: Path) -> None:
+        try:
+            found = json.loads(file.read_bytes())
+            if found["format"] != _FORMAT:
+                raise ValueError
+            self._next, self._beyond = int(found["next"]), set(map(int, found["beyond"]))
+            if found["committing"] is not None:
+                number, sequence = map(int, found["committing"])
+                self._note = number, sequence
+            if found["producer"] is not None:
+                bridge, producer_id = map(str, found["producer"])
+                self._lane = bridge, producer_id
+        except (ValueError, KeyError, TypeError):
+            raise BadArgument(
+                f"{file} does not hold the position of a rollout in format {_FORMAT}",
+                hint="give another file, or remove this one to begin with the first task",
+            ) from None
+        if self._lane is None:
+            return
+        records = receipts.committed_here(*self._lane)
+        if records is None and self._note is not None and self._note[1] > 0:
+            log.warning(
+                "task %d is played again, and may be there already: its lane was removed", self._note[0]
+            )
+        self.settle(records or 0)
+
+    def __contains__(self, number: int) -> bool:
+        return number < self._next or number in self._beyond
+
+    @property
+    def tasks_over(self) -> int:
+        """Tasks that are over."""
+        return self._next + len(self._beyond)
+
+    def begin(self, producer: Producer) -> None:
+        """Notes which producer commits from now on. Blocks for the file."""
+        if self._file is not None:
+            producer.leave_receipt()
+            self._lane = producer.bridge, producer.producer_id
+            self._write()
+
+    def committing(self, number: int, sequence: int) -> None:
+        """Notes that the group of a task is about to be committed as a record. Blocks for the file."""
+        self._note = number, sequence
+        self._write()
+
+    def settle(self, records: int) -> None:
+        """Resolves a note that is left, by the records that its lane has in all, once the producer has ended.
+
+        Blocks for the file.
+        """
+        if self._note is not None:
+            number, sequence = self._note
+            self._note = None
+            if sequence < records:
+                self.over(number)
+        if self._lane is not None:
+            receipts.forget(*self._lane)
+
+    def over(self, number: int) -> None:
+        """Notes that a task is over. Blocks for the file."""
+        if self._file is None:
+            return
+        if self._note is not None and self._note[0] == number:
+            self._note = None
+        self._beyond.add(number)
+        while self._next in self._beyond:
+            self._beyond.remove(self._next)
+            self._next += 1
+        self._write()
+
+    def close(self) -> None:
+        """Lets another process have the file."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        new = self._file.with_name(self._file.name + ".new")
+        words = {
+            "next": self._next,
+            "beyond": sorted(self._beyond),
+            "committing": self._note,
+            "producer": self._lane,
+        }
+        new.write_text(json.dumps({"format": _FORMAT, **words}))
+        new.replace(self._file)
+
+
+def _locked(file: Path) -> IO[str]:
+    """The lock file beside the file, locked until it is closed or the process ends."""
+    lock = file.with_name(file.name + ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise BadArgument(
+            f"another process keeps its position in {file}", hint="give each environment a file of its own"
+        ) from None
+    return lock
 
 
 class NothingCame(ShmBridgeError, TimeoutError):
@@ -406,3 +543,70 @@ async def _numbered(
             if number not in over:
                 yield number, task
             number += 1
+
+
+class Rollout(Runner[Episode]):
+    """Plays the tasks of one environment against one inference server and puts the groups into one lane.
+
+    For one event loop; an async context manager, which closes the lane and the connections. Only the
+    constructor blocks, to reserve the lane's memory.
+
+    Args:
+        bridge: name of the bridge.
+        server: address of the inference server, or an object with `sample`.
+        chat: the model's tokenizer: a folder, a name, a tokenizer, or a `ChatFormat`.
+        sampling: how answers are sampled.
+        context: most tokens of a row.
+        api: what the server speaks; "auto" asks it.
+        allow_retokenise: use a chat server that gives no token ids: rows are marked `retokenised`, and have
+            no log-probabilities.
+        env_metrics: makes JSON of a group's episodes, which goes with it: see `group_of`.
+        how: env_name, group_size, concurrency, limits and all else that a `Runner` takes.
+    """
+
+    def __init__(
+        self,
+        bridge: str,
+        server: str | SampleServer,
+        chat: Any,
+        *,
+        sampling: Sampling | None = None,
+        context: int | None = None,
+        api: str = "auto",
+        model: str | None = None,
+        allow_retokenise: bool = False,
+        env_metrics: Callable[[Sequence[Episode]], dict[str, Any]] | None = None,
+        **how: Unpack[RunOptions],
+    ) -> None:
+        self.chat = chat if isinstance(chat, ChatFormat) else ChatFormat(chat)
+        if not isinstance(server, str):
+            self.server = server
+        elif allow_retokenise:
+            self.server = ChatServer(server, self.chat, model=model)
+        else:
+            self.server = HttpServer(server, api=api, model=model)
+        self.sampling = sampling or Sampling()
+        self._context, self._env_metrics = context, env_metrics
+        super().__init__(bridge, **how)
+
+    async def close(self) -> None:
+        """Leaves the bridge, with what is committed in the lane, and closes the connections."""
+        await super().close()
+        if isinstance(self.server, (HttpServer, ChatServer)):
+            await self.server.close()
+
+    def begin(self, task: Task[Any], instance_id: str, repetition_id: int) -> Episode:
+        """Returns an episode that begins with the task's messages. Never blocks."""
+        return Episode(
+            self.server,
+            self.chat,
+            task.messages,
+            self.sampling,
+            context=self._context,
+            instance_id=instance_id,
+            repetition_id=repetition_id,
+        )
+
+    def columns(self, episodes: Sequence[Episode]) -> Mapping[str, Any]:
+        """Returns the columns of a group, a row for each episode. Never blocks."""
+        return group_of(episodes, self._env_metrics(episodes) if self._env_metrics else None)

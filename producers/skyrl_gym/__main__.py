@@ -8,29 +8,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from shmbridge import ShmBridgeError
-from shmbridge.cli.base import Parser, refuse, run_program
+from shmbridge.parser import Parser
 from shmbridge.producers.rollout import (
-    EXIT_CODE,
-    NothingCame,
     Task,
-    TooManyFailures,
     add_rollout_flags,
+    exit_code,
     leave,
-    orderly_sigterm,
     rollout_of,
+    run_rollout,
+    setting,
 )
-from shmbridge.producers.skyrl_gym.env_process import EnvProcess, server_command
-from shmbridge.producers.skyrl_gym.errors import BadTask
-from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
-from shmbridge.producers.skyrl_gym.play import Make, SkyRLPlay
-from shmbridge.producers.skyrl_gym.tasks import SkyRLTask, SkyRLTasks
-from shmbridge.producers.skyrl_gym.traces import THINK, TagPair
+from shmbridge.producers.skyrl_gym.environments import EnvProcess, check_registered, made_here, server_command
+from shmbridge.producers.skyrl_gym.play import THINK, Make, SkyRLPlay, SkyRLTask, SkyRLTasks, TagPair
+from shmbridge.program import run_program
 
 _PROGRAM = "shmbridge.producers.skyrl_gym"
 EXAMPLES = """\
@@ -55,20 +49,12 @@ Exit code 1: groups failed, too many in a row or all. 2: it could not start, or 
 def main(argv: list[str] | None = None) -> int:
     """Runs environments until the bridge drains, or as long as the flags say; returns the exit code."""
     options = _parser().parse_args(argv)
-    with orderly_sigterm() as stopped:
-        try:
-            return asyncio.run(_run(options))
-        except KeyboardInterrupt:
-            return EXIT_CODE if stopped.by_sigterm else 130
-        except (TooManyFailures, NothingCame) as error:
-            return _refuse(error, 1)
-        except (ShmBridgeError, ValueError, OSError) as error:  # OSError: of the tokenizer's files
-            return _refuse(error, 2)
+    return run_rollout(_PROGRAM, "skyrl-gym", lambda: asyncio.run(_run(options)))
 
 
 async def _run(options: argparse.Namespace) -> int:
     tags = [TagPair(start, end) for start, end in options.thought_tags] or [THINK]
-    env_config = _env_config(options.env_config)
+    env_config = dict(map(setting, options.env_config))
     with ExitStack() as stack:
         if options.env_python:
             command = server_command(options.repo_id, python=options.env_python, split=options.split)
@@ -93,12 +79,10 @@ async def _run(options: argparse.Namespace) -> int:
             max_turns=options.max_turns,
             threads=options.env_threads,
         )
-        stack.callback(play.close)
         source = tasks.repeated(epochs=options.epochs, seed=options.shuffle)
         async with rollout_of(options, options.env or "skyrl_gym", env_metrics=play.env_metrics) as rollout:
-            put = await rollout.run(_read_apart(itertools.islice(source, options.max_groups)), play)
-        print(rollout.summary(), flush=True)
-        return int(put == 0 and rollout.losses.groups.total() > 0)
+            await rollout.run(_read_apart(itertools.islice(source, options.max_groups)), play)
+        return exit_code(rollout)
 
 
 async def _read_apart(tasks: Iterator[Task[SkyRLTask]]) -> AsyncIterator[Task[SkyRLTask]]:
@@ -137,27 +121,6 @@ def _parser() -> Parser:
         help="run the environments in a process of this interpreter [in this one]",
     )
     return parser
-
-
-def _env_config(words: list[str]) -> dict[str, Any]:
-    if not words:
-        return {}
-    if wrong := [word for word in words if "=" not in word]:
-        raise BadTask(f"--env-config {wrong[0]} is no KEY=VALUE", hint="see --help")
-    return {key: _value(said) for key, _, said in (word.partition("=") for word in words)}
-
-
-def _value(said: str) -> Any:
-    """A number, true, false, null, or whatever JSON it is; else the text itself."""
-    try:
-        return json.loads(said)
-    except ValueError:
-        return said
-
-
-def _refuse(error: Exception, code: int) -> int:
-    refuse(_PROGRAM, error, "see --help")
-    return code
 
 
 if __name__ == "__main__":

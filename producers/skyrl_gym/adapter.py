@@ -1,6 +1,5 @@
 """SkyRL-Gym as an Atropos environment: `SkyRLAdapter`, for runs whose environments are all of Atropos.
 
-    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
 
     if __name__ == "__main__":
         SkyRLAdapter.cli()
@@ -15,32 +14,129 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from pydantic import Field
 
+from shmbridge.producers.atropos.lane import OWN_COLUMNS
 from shmbridge.producers.rollout import (
     ChatFormat,
     Episode,
     Incomplete,
     Limits,
     Losses,
+    Message,
+    NoTokens,
+    Sampled,
     Sampling,
+    ServerFailed,
     Task,
     TooManyFailures,
+    group_of,
     survivors,
 )
-from shmbridge.producers.skyrl_gym.atropos_group import scored_group
-from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
-from shmbridge.producers.skyrl_gym.env_process import EnvProcess, server_command
-from shmbridge.producers.skyrl_gym.local_env import check_registered, made_here
-from shmbridge.producers.skyrl_gym.play import SkyRLPlay
-from shmbridge.producers.skyrl_gym.tasks import SkyRLTask, SkyRLTasks
-from shmbridge.producers.skyrl_gym.traces import TagPair
+from shmbridge.producers.skyrl_gym.environments import EnvProcess, check_registered, made_here, server_command
+from shmbridge.producers.skyrl_gym.play import SkyRLPlay, SkyRLTask, SkyRLTasks, TagPair
+from shmbridge.schema import ATROPOS_NO_LOGPROB
+
+_MASKED = -100  # of `masks`
+
+# What Atropos has no field for: its own rollout server drops them. On a bridge they are columns, rewards of
+# steps with --step-rewards, as those of every environment.
+_STEPS = ("step_rewards", "step_ends")
+_BESIDE = ("trace_spans", "instance_id", "repetition_id", "turn_ends", "finish_reason")
 
 log = logging.getLogger(__name__)
+
+
+def scored_group(episodes: Sequence[Episode], env_metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns a ScoredDataGroup of finished episodes, with `env_metrics` and rewards of steps. Never blocks.
+
+    Raises:
+        EpisodeUnfinished: an episode has no answer, or no score.
+    """
+    columns = group_of(episodes)
+    group: dict[str, Any] = {
+        "tokens": columns["tokens"],
+        "masks": [
+            [token if sampled else _MASKED for token, sampled in zip(each.tokens, each.mask, strict=True)]
+            for each in episodes
+        ],
+        "scores": columns["score"],
+        "messages": [[dict(message) for message in row] for row in columns["messages"]],
+        "generation_params": {"temperature": episodes[0].sampling.temperature},
+        "env_metrics": env_metrics,
+        **{name: columns[name] for name in (*_STEPS, *_BESIDE) if name in columns},
+        OWN_COLUMNS: list(_BESIDE),
+    }
+    if "inference_logprobs" in columns:
+        group["inference_logprobs"] = [
+            [
+                logprob if sampled and not math.isnan(logprob) else ATROPOS_NO_LOGPROB
+                for logprob, sampled in zip(each.logprobs or (), each.mask, strict=True)
+            ]
+            for each in episodes
+        ]
+    return group
+
+
+class AtroposServer:
+    """What `Episode` samples from, over the `server` of an Atropos environment.
+
+    For one event loop; any number of tasks ask at once. Policy versions are not known here: the producer that
+    runs the environment stamps them.
+
+    Args:
+        manager: an atroposlib ServerManager; its servers must be of the type "vllm" or "sglang".
+        split: "train" or "eval": which of the servers' queues.
+    """
+
+    def __init__(self, manager: Any, split: str = "train") -> None:
+        self._manager, self._split = manager, split
+
+    async def sample(
+        self, prompt: Sequence[int], sampling: Sampling, messages: Sequence[Message] = ()
+    ) -> Sampled:
+        """Returns one completion of `prompt`, with the log-probability of each token.
+
+        Raises:
+            NoTokens: the server is of a type without token ids, or sampled after another prompt.
+            ServerFailed: it refused, or did not answer; Atropos asks three times.
+        """
+        try:
+            answered = await self._manager.tokens_and_logprobs_completion(
+                input_ids=list(prompt), n=1, split=self._split, **sampling.fields()
+            )
+        except Exception as error:  # of tenacity, aiohttp, or the server class
+            cause = _last(error)
+            if isinstance(cause, NotImplementedError):
+                raise NoTokens(f"{cause}", hint='serve with server_type "vllm" or "sglang"') from error
+            raise ServerFailed(f"Atropos' server: {cause!r}", hint="see the server's log") from error
+        said, tokens, logprobs, reasons = answered
+        if list(said) != list(prompt):
+            raise NoTokens(
+                f"the server sampled after {len(said)} tokens, not after the {len(prompt)} it was given",
+                hint="a tokenizer that begins a text twice? Give its chat template one beginning",
+            )
+        if _reason(reasons[0]) == "error":
+            raise ServerFailed("the server ended the answer with an error", hint="see the server's log")
+        return Sampled(list(tokens[0]), list(logprobs[0]), [-1] * len(tokens[0]), _reason(reasons[0]))
+
+
+def _last(error: BaseException) -> BaseException:
+    """What Atropos' retries ended with."""
+    attempt = getattr(error, "last_attempt", None)
+    cause = attempt.exception() if attempt is not None else None
+    return cause if cause is not None else error
+
+
+def _reason(said: Any) -> Any:
+    """A finish reason; SGLang's is an object with its type."""
+    name = said.get("type") if isinstance(said, dict) else said
+    return name if name in ("stop", "length", "abort", "error") else "stop"
 
 
 class SkyRLConfig(BaseEnvConfig):

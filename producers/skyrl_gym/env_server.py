@@ -25,8 +25,8 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import json
 import os
-import runpy
 import sys
 import threading
 from collections.abc import Mapping
@@ -34,16 +34,20 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+__all__ = ["BOUNDS", "SECRET", "Episodes", "main"]
+Row = dict[str, Any]
+KINDS = (".parquet", ".jsonl", ".json")
+
 
 def _front_door() -> None:
     """Loads shmbridge's HTTP server by its files, which need the standard library alone."""
     here = Path(__file__).resolve().parents[2]  # the installed package, or the checkout
     httpd = next(each for each in (here / "httpd", here / "shmbridge" / "httpd") if each.is_dir())
-    shared = Path(__file__).resolve().parents[1] / "env_process"
+    shared = Path(__file__).resolve().parents[1]
     for room, folder, name in (
         ("httpd", httpd, "door"),
         ("httpd", httpd, "threads"),
-        ("producers.env_process", shared, "server"),
+        ("producers", shared, "env_server"),
     ):
         spec = importlib.util.spec_from_file_location(f"shmbridge.{room}.{name}", folder / f"{name}.py")
         assert spec is not None
@@ -56,9 +60,104 @@ if __name__ == "__main__" and not TYPE_CHECKING:
     _front_door()
 
 from shmbridge.httpd.door import Refused  # noqa: E402
-from shmbridge.producers.env_process.server import BOUNDS, SECRET, Json, add_server_flags, end_with, serve  # noqa: E402
+from shmbridge.producers.env_server import BOUNDS, SECRET, Json, add_server_flags, end_with, serve  # noqa: E402
 
-__all__ = ["BOUNDS", "SECRET", "Episodes", "main"]
+
+def rows_of(source: str, split: str = "train") -> list[Row]:
+    """Returns the rows of a data set, all in memory. Blocks for the disk, or for the download.
+
+    Args:
+        source: a parquet, json or jsonl file; a folder of these, or one that `datasets` has saved; else a
+            data set's name, with its split if it is another: "name:validation".
+        split: the part that is wanted. Of a folder: files whose names begin with it, if there are any.
+
+    Raises:
+        ValueError: it cannot be read, has no rows, or no such split; the message says which.
+        ImportError: pyarrow or datasets is needed, and is not installed.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        rows = _saved(path, split) if _is_saved(path) else _folder(path, split)
+    elif path.is_file():
+        rows = _file(path)
+    elif path.suffix in KINDS or source.startswith(("/", ".", "~")):
+        raise ValueError(f"there is no file or folder {source}")
+    else:
+        rows = _named(source, split)
+    if not rows:
+        raise ValueError(f"{source} has no rows")
+    return rows
+
+
+def _folder(path: Path, split: str) -> list[Row]:
+    files = sorted(each for each in path.rglob("*") if each.suffix in KINDS and each.is_file())
+    files = [each for each in files if not any(part.startswith(".") for part in each.relative_to(path).parts)]
+    chosen = [each for each in files if each.name.startswith(split)] or files
+    if not chosen:
+        raise ValueError(f"the folder {path} has no file of {', '.join(KINDS)}")
+    return [row for each in chosen for row in _file(each)]
+
+
+def _file(path: Path) -> list[Row]:
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            rows: list[Row] = pq.read_table(path).to_pylist()
+        except pa.ArrowException as error:
+            raise ValueError(f"{path}: {error}") from None
+        return rows
+    if path.suffix not in KINDS:
+        raise ValueError(f"{path} is none of {', '.join(KINDS)}")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        decoded: list[Row] = _decoded(text, str(path), list)
+        return decoded
+    lines = enumerate(text.splitlines(), 1)
+    return [_decoded(line, f"{path}, line {number}", dict) for number, line in lines if line.strip()]
+
+
+def _decoded(text: str, where: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: a {type(value).__name__}, where a {kind.__name__} is wanted")
+    return value
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _saved(path: Path, split: str) -> list[Row]:
+    import datasets
+
+    return _split(datasets.load_from_disk(str(path)), str(path), split)
+
+
+def _named(source: str, split: str) -> list[Row]:
+    import datasets
+
+    name, _, said = source.partition(":")
+    try:
+        loaded = datasets.load_dataset(name)
+    except Exception as error:  # of datasets, of the hub's client, of the network
+        raise ValueError(
+            f"{name} is no file or folder here, and no data set that could be loaded: {error}"
+        ) from error
+    return _split(loaded, name, said or split)
+
+
+def _split(loaded: Any, name: str, split: str) -> list[Row]:
+    if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
+        if split not in loaded:
+            raise ValueError(f"{name} has no split {split!r}: it has {', '.join(loaded)}")
+        loaded = loaded[split]
+    rows: list[Row] = loaded.to_list()
+    return rows
 
 
 class Episodes:
@@ -81,9 +180,7 @@ class Episodes:
 
     @functools.cached_property
     def _rows(self) -> list[Json]:
-        reader = runpy.run_path(str(Path(__file__).with_name("rows.py")))
-        rows: list[Json] = reader["rows_of"](self._repo_id, self._split)
-        return rows
+        return rows_of(self._repo_id, self._split)
 
     def rows(self, asked: Json) -> Json:
         """Returns how many rows there are."""
@@ -117,7 +214,7 @@ class Episodes:
         return {"episode": number, "messages": messages}
 
     def step(self, asked: Json) -> Json:
-        """Gives the environment an answer; its metadata, which nobody carries, may be no JSON."""
+        """Gives the environment an answer; its metadata is left out: it may not be JSON."""
         said = dict(self._running[asked["episode"]].step(asked["action"]))
         said.pop("metadata", None)
         return said
@@ -151,7 +248,7 @@ def main() -> None:
     if options.parent is not None:
         end_with(options.parent)
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd()  # as with `python -m`; the folder of this script is no place for imports
+        sys.path[0] = os.getcwd()  # as with `python -m`; not the folder of this script
     for name in ("skyrl_gym", *options.modules):
         importlib.import_module(name)
     serve(Episodes(options.repo_id, options.split), options.port, options.ready_fd, BOUNDS)

@@ -11,18 +11,10 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from shmbridge import ShmBridgeError
-from shmbridge.cli.base import is_of, refuse, refuse_missing, run_program
-from shmbridge.producers.rollout import (
-    EXIT_CODE,
-    NothingCame,
-    TooManyFailures,
-    leave,
-    orderly_sigterm,
-    runner_settings,
-)
+from shmbridge.producers.rollout import exit_code, leave, run_rollout, runner_settings
 from shmbridge.producers.verifiers.options import config_of, parse, settings
 from shmbridge.producers.verifiers.rollout import VerifiersRollout
+from shmbridge.program import run_program
 
 _PROGRAM = "shmbridge.producers.verifiers"
 
@@ -31,20 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     """Plays environments until the bridge drains, or as long as the flags say; returns the exit code."""
     options = parse(argv)
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs each episode
-    with orderly_sigterm() as stopped:
-        try:
-            return asyncio.run(_run(options))
-        except KeyboardInterrupt:
-            return EXIT_CODE if stopped.by_sigterm else 130
-        except (TooManyFailures, NothingCame) as error:
-            return _refuse(error, 1)
-        except ModuleNotFoundError as missing:
-            if not is_of(missing, "verifiers"):
-                return _refuse(missing, 2)
-            refuse_missing(_PROGRAM, missing, "verifiers")
-            return 2
-        except (ShmBridgeError, ValueError, TypeError, AttributeError, OSError) as error:
-            return _refuse(error, 2)  # verifiers says so of wrong settings and of modules without a taskset
+    # AttributeError: what verifiers raises for a module without a taskset
+    return run_rollout(_PROGRAM, "verifiers", lambda: asyncio.run(_run(options)), (AttributeError,))
 
 
 async def _run(options: argparse.Namespace) -> int:
@@ -83,13 +63,7 @@ async def _run(options: argparse.Namespace) -> int:
             for each in works:
                 with suppress(asyncio.CancelledError, Exception):
                     await each
-    print(rollout.summary(), flush=True)
-    return int(rollout.groups_put == 0 and rollout.losses.groups.total() > 0)
-
-
-def _refuse(error: Exception, code: int) -> int:
-    refuse(_PROGRAM, error, "see --help")
-    return code
+    return exit_code(rollout)
 
 
 if __name__ == "__main__":

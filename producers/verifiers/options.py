@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from shmbridge.cli.base import Parser, bridge_name, whole
 from shmbridge.errors import BadArgument
-from shmbridge.producers.rollout import add_runner_flags, add_server_flags
+from shmbridge.parser import Parser, bridge_name, whole
+from shmbridge.producers.rollout import add_runner_flags, add_server_flags, setting
 
 _EXAMPLES = """\
 examples:
@@ -89,22 +89,14 @@ def settings(words: Sequence[str], config: dict[str, Any]) -> dict[str, Any]:
     Raises BadArgument: a word is something else.
     """
     for word in words:
-        key, equals, said = word.partition("=")
+        key, value = setting(word)
         *path, last = key.split(".")
-        if not equals or not last:
-            raise BadArgument(f"{word!r} is no KEY=VALUE", hint="such as taskset.split=test")
+        if not last:
+            raise BadArgument(f"{word!r} names no setting", hint="such as taskset.split=test")
         inner = config
         for part in path:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
                 raise BadArgument(f"{word!r}: {part} has a value already", hint="name each setting once")
-        inner[last] = _value(said)
+        inner[last] = value
     return config
-
-
-def _value(said: str) -> Any:
-    """A number, true, false, null, or whatever JSON it is; else the text itself."""
-    try:
-        return json.loads(said)
-    except ValueError:
-        return said

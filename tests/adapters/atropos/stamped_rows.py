@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.producers.atropos.response_index import Ledger
-from shmbridge.producers.atropos.version_stamps import Stamp
-from shmbridge.producers.rollout.responses import completions_in
+from shmbridge.producers.atropos.versions import Ledger, Stamp
+from shmbridge.producers.rollout.sampling import completions_in
 
 BEGAN, NOW = 40, 90
 PROMPT = [7, 8, 9]

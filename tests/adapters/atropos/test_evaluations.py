@@ -18,7 +18,7 @@ pytest.importorskip("atroposlib")
 
 from shmbridge.producers import atropos
 from shmbridge.producers.atropos import control_link
-from shmbridge.producers.atropos.evaluations import Evaluations
+from shmbridge.producers.atropos.control_link import Evaluations
 
 RUN = shmbridge.Run(batch_size=8, max_token_len=4096, num_steps=1000)
 

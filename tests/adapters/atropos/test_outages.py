@@ -28,7 +28,7 @@ pytest.importorskip("atroposlib")
 from shmbridge.producers import atropos
 from shmbridge.producers.atropos import control_link
 from shmbridge.producers.atropos.lane import EnvLane, GroupsRefused, LinkOptions
-from shmbridge.producers.atropos.version_stamps import Stamp
+from shmbridge.producers.atropos.versions import Stamp
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
 ENVS = Path(__file__).parent / "envs"

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from shmbridge.errors import BadConfig
 from shmbridge.producers import atropos
-from shmbridge.producers.atropos.fields import carried
+from shmbridge.producers.atropos.lane import carried
 from shmbridge.producers.rewards import FunctionScorer, SplitByTurn, StepRewards, StepRow
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)

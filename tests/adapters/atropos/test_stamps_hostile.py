@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stamped_rows import BEGAN, LONG, NOW, PROMPT, bounds, column, group, ledger_of, under
 
-from shmbridge.producers.atropos import response_index
-from shmbridge.producers.atropos.version_stamps import NOT_TAKEN, UNCLEAR, stamp
-from shmbridge.producers.rollout.responses import completions_in
+from shmbridge.producers.atropos import versions
+from shmbridge.producers.atropos.versions import NOT_TAKEN, UNCLEAR, stamp
+from shmbridge.producers.rollout.sampling import completions_in
 
 
 def chat(
@@ -168,8 +168,8 @@ def test_rows_made_of_texts_cut_and_ended_by_the_environment(data: st.DataObject
     if not rows:
         return
     stamped = stamp(group(*rows), ledger_of(*heard), 0, version)
-    for versions, real in zip(column(stamped) if stamped.column else [], truth, strict=bool(stamped.column)):
-        assert set(versions) <= {-1, real}
+    for stamps, real in zip(column(stamped) if stamped.column else [], truth, strict=bool(stamped.column)):
+        assert set(stamps) <= {-1, real}
     assert stamped.oldest <= min(truth) <= max(truth) <= stamped.newest
 
 
@@ -183,15 +183,15 @@ def test_answers_that_begin_alike_are_not_compared_one_by_one(monkeypatch: pytes
     """
     looked = 0
 
-    class Counted(response_index.Heard):
+    class Counted(versions.Heard):
         @property
         def length(self) -> int:
             nonlocal looked
             looked += 1
             return super().length
 
-    monkeypatch.setattr(response_index, "Heard", Counted)
-    chance, heard, parts, turns = random.Random(1), response_index.Ledger(), [], 200
+    monkeypatch.setattr(versions, "Heard", Counted)
+    chance, heard, parts, turns = random.Random(1), versions.Ledger(), [], 200
     for turn in range(turns):
         output = [*range(20), *(chance.randrange(1000) for _ in range(30))]
         heard.note(completions_in(under([chance.randrange(1000)], output, turn)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge.producers.atropos.fields import WIRE, carried
+from shmbridge.producers.atropos.lane import WIRE, carried
 
 GROUP = {
     "tokens": [[1, 2, 3, 4, 5, 6], [1, 2, 3]],

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shmbridge.producers import atropos
 from shmbridge.producers.atropos import __main__ as command_line
-from shmbridge.producers.atropos import upstream_workarounds
+from shmbridge.producers.atropos import upstream
 
 CHAT = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
 
@@ -138,9 +138,7 @@ def test_a_lone_server_config_on_a_cluster_is_left_to_upstream(
         pass
 
     def servers(**more: Any) -> Any:
-        return upstream_workarounds.with_its_own_url(begin, (None, None, lone), more).arguments[
-            "server_configs"
-        ]
+        return upstream.with_its_own_url(begin, (None, None, lone), more).arguments["server_configs"]
 
     assert servers() == [lone]
     assert servers(slurm=True) is servers(testing=True) is lone
@@ -198,7 +196,7 @@ def test_other_errors_are_the_scripts_own(
 
 
 def test_hints_are_given_for_what_is_known() -> None:
-    assert "transformers<5" in upstream_workarounds.hint_for(
+    assert "transformers<5" in upstream.hint_for(
         TypeError("Object of type BatchEncoding is not JSON serializable")
     )
-    assert upstream_workarounds.hint_for(ValueError("x")) == ""
+    assert upstream.hint_for(ValueError("x")) == ""

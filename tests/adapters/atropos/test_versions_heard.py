@@ -30,7 +30,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 from shmbridge.producers import atropos
-from shmbridge.producers.atropos import response_hooks
+from shmbridge.producers.atropos import versions
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -460,7 +460,7 @@ async def test_workers_beside_each_other_hear_their_own(
     records = [await consumer.get_async(timeout_s=5) for _ in workers]
     for record in records:
         as_it_was(record, server)
-    assert response_hooks.heard() is None
+    assert versions.heard() is None
 
 
 async def test_a_cancelled_worker_leaves_nothing_behind(
@@ -534,7 +534,7 @@ async def test_health_checks_are_not_heard(
     ever.
     """
     noted = []
-    monkeypatch.setattr(response_hooks.Ledger, "note", lambda ledger, answers: noted.extend(answers))
+    monkeypatch.setattr(versions.Ledger, "note", lambda ledger, answers: noted.extend(answers))
     env = await make_env(Chat, server_type="openai", health_check=True)
     await work_on(env, 1)
     await until(lambda: len(server.asked) > 5)
@@ -694,34 +694,6 @@ async def test_sglang_bounds_the_newest(make_env: Any, consumer: Any, server: St
     )
 
 
-@pytest.mark.parametrize(("env_class", "server_type"), [(Together, "vllm"), (Chat, "openai")])
-async def test_a_server_that_says_nothing_leaves_the_record_as_it_was(
-    make_env: Any, consumer: Any, server: StandIn, env_class: Any, server_type: str
-) -> None:
-    server.says = False
-    env = await make_env(env_class, server_type=server_type)
-    record = await record_of(env, consumer)
-    assert "token_versions" not in record
-    assert "token_versions" not in record.to_scored_data()
-    assert span(record) == (PUBLISHED, PUBLISHED)
-
-
-async def test_contradictions_are_counted_and_said_once(
-    make_env: Any,
-    consumer: Any,
-    server: StandIn,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setitem(globals(), "spans", lambda versions: [{"version": "3", "start": 0, "end": 99}])
-    env = await make_env(Together)
-    for _ in range(2):
-        record = await record_of(env, consumer)
-        assert "token_versions" not in record
-        assert span(record) == (PUBLISHED, PUBLISHED)
-    assert caplog.text.count("some tokens go without their version") == 1
-
-
 # --- what the environment says itself, what the learner does of it ------------------------------------------
 
 
@@ -741,18 +713,6 @@ async def test_the_environments_own_versions_win_and_come_back(
     back = record.to_scored_data()
     assert back["token_versions"] == [[9] * len(row) for row in back["tokens"]]
     assert record.json("extra") == {"seed": 1, "token_versions": back["token_versions"]}
-
-
-async def test_own_versions_that_are_none_stay_what_they_were(
-    make_env: Any, consumer: Any, server: StandIn
-) -> None:
-    class Mistaken(Together):
-        def group(self, nodes: list[Any]) -> dict[str, Any]:
-            return super().group(nodes) | {"token_versions": "newest"}
-
-    record = await record_of(await make_env(Mistaken), consumer)
-    as_it_was(record, server)
-    assert record.to_scored_data()["token_versions"] == "newest"
 
 
 async def test_the_cut_goes_by_the_oldest_that_sampled(make_env: Any, consumer: Any, server: StandIn) -> None:

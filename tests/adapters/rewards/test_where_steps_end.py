@@ -19,7 +19,7 @@ from shmbridge.producers.rewards import (
     StepRow,
     split_by_blank_line,
 )
-from shmbridge.producers.rewards.group_rows import token_rows, trained_spans
+from shmbridge.producers.rewards.steps import token_rows, trained_spans
 from shmbridge.producers.rollout import TokenText
 
 KINDS = ["characters", "bytes", "metaspace"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shmbridge.consumers.vllm.middleware import BODY_LIMIT, ShmBridge
-from shmbridge.producers.rollout.responses import completions_in
+from shmbridge.producers.rollout.sampling import completions_in
 from shmbridge.weights import WeightsWriter
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from vllm.outputs import CompletionOutput
 
-from shmbridge.producers.rollout.responses import completions_in
+from shmbridge.producers.rollout.sampling import completions_in
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import shmbridge
-from shmbridge.producers.rollout.responses import completions_in
+from shmbridge.producers.rollout.sampling import completions_in
 from shmbridge.weights import WeightsWriter
 
 ROOT = Path(__file__).parents[3]

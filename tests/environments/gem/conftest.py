@@ -42,7 +42,7 @@ def policy_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def envs() -> ModuleType:
     """envs/atropos_envs.py, the same module that "path.py:Class" names."""
-    from shmbridge.producers.gem.environment_class import environment_class
+    from shmbridge.producers.gem.runtime import environment_class
 
     return sys.modules[environment_class(f"{ENVS / 'atropos_envs.py'}:ChatEnv").__module__]
 

@@ -12,8 +12,7 @@ import pytest
 
 from shmbridge.errors import BadArgument
 from shmbridge.producers.gem import AtroposGemEnv, GemGame, GroupNotAlike
-from shmbridge.producers.gem.alike import begin_alike
-from shmbridge.producers.gem.process_random import ProcessRandom
+from shmbridge.producers.gem.game import ProcessRandom, begin_alike
 from shmbridge.producers.rollout import Limits, Rollout, TooManyFailures
 from tests.environments.byte_tokenizer import byte_tokenizer
 

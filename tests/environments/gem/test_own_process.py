@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shmbridge.errors import BadArgument, Closed
-from shmbridge.producers.atropos.script import wants_main_thread
+from shmbridge.producers.atropos.check import wants_main_thread
 from shmbridge.producers.env_process import EnvProcessEnded
 from shmbridge.producers.gem import Action, AtroposGemEnv, EnvFailed
 from shmbridge.testing import wait_until
@@ -73,26 +73,24 @@ def test_siblings_and_errors_in_another_process(make_alarm, held_process):
 
 @pytest.mark.timeout(300)
 def test_a_process_that_ends_costs_its_episodes_and_is_started_again(policy_tokenizer):
-    """Killed, then with its main thread blocked, then closed; what the environment forked ends with it."""
+    """Its main thread blocks, then it is killed; what the environment forked ends with it."""
     with AtroposGemEnv(f"{ENVS / 'alarm_env.py'}:PoolEnv", tokenizer=policy_tokenizer, timeout_s=5.0) as env:
-        killed, forked, shown = begun(env)
+        blocked, forked, shown = begun(env)
         assert shown.endswith(" 1")
-        pid, _, shown = begun(env)
-        assert (pid, shown[-2:]) == (killed, " 2")
+        pid, forked, shown = begun(env)
+        assert (pid, shown[-2:]) == (blocked, " 2")
+        with pytest.raises(EnvProcessEnded, match="the environment blocks the main thread"):
+            env.step(action("block"))
+        wait_until(lambda: not any_alive(forked), timeout_s=20)
+        killed, forked, shown = begun(env)
+        assert killed != blocked
+        assert shown.endswith(" 1"), "its items begin again"
+        assert env.step(action(shown))[1] == 1.0
+        env.reset()
         os.kill(killed, signal.SIGKILL)
         with pytest.raises(EnvProcessEnded, match="exit status -9"):
             env.step("1")
         wait_until(lambda: not any_alive(forked), timeout_s=20)
-        blocked, forked, shown = begun(env)
-        assert blocked != killed
-        assert shown.endswith(" 1"), "its items begin again"
-        with pytest.raises(EnvProcessEnded, match="the environment blocks the main thread"):
-            env.step(action("block"))
-        wait_until(lambda: not any_alive(forked), timeout_s=20)
-        pid, forked, shown = begun(env)
-        assert pid not in (killed, blocked)
-        assert env.step(action(shown))[1] == 1.0
-    wait_until(lambda: not any_alive(forked), timeout_s=20)
 
 
 def begun(env):

@@ -11,11 +11,10 @@ from random import Random
 import pytest
 
 from shmbridge.errors import BadArgument
-from shmbridge.producers.atropos.upstream_workarounds import PlainTokens
+from shmbridge.producers.atropos.upstream import PlainTokens
 from shmbridge.producers.gem import Action, EnvFailed, NotSuspendable
-from shmbridge.producers.gem.action import Answer, Spoken
-from shmbridge.producers.gem.own_rows import rows_of
-from shmbridge.producers.gem.request import Request
+from shmbridge.producers.gem.scores import rows_of
+from shmbridge.producers.gem.turns import Answer, Request, Spoken
 from shmbridge.testing import wait_until
 from tests.environments.byte_tokenizer import byte_tokenizer
 

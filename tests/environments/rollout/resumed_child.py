@@ -12,7 +12,7 @@ import signal
 import sys
 
 from shmbridge.producers.rollout import Rollout, Sampled, Task
-from shmbridge.producers.rollout.position import Position
+from shmbridge.producers.rollout.runner import Position
 from tests.environments.byte_tokenizer import byte_tokenizer
 
 

@@ -195,7 +195,7 @@ async def test_http_server_says_once_that_a_server_is_away(caplog):
 
 async def test_http_server_names_the_time_of_a_connection(monkeypatch):
     """A socket that accepts nobody, behind which further connections wait for ever."""
-    monkeypatch.setattr("shmbridge.producers.rollout.http_server._CONNECT_S", 0.2)
+    monkeypatch.setattr("shmbridge.producers.rollout.servers._CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
         for _ in range(4):
             waiting = stack.enter_context(socket.socket())

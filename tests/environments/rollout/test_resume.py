@@ -16,7 +16,7 @@ import pytest
 
 from shmbridge import ConsumerEmpty, list_bridges
 from shmbridge.errors import BadArgument
-from shmbridge.producers.rollout.position import Position
+from shmbridge.producers.rollout.runner import Position
 
 ROOT = Path(__file__).parents[3]
 TASKS = 100

@@ -2,7 +2,6 @@
 
 import asyncio
 import linecache
-import logging
 import random
 import sys
 
@@ -239,13 +238,6 @@ async def test_nothing_came_ends_a_run_only_if_asked_to(bridge):
 def test_limits_are_checked(wrong):
     with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
         Limits(**wrong)
-
-
-async def test_deadlines_are_said_at_the_start(bridge, caplog):
-    with caplog.at_level(logging.INFO):
-        async with rollout_on(bridge):
-            pass
-    assert "an episode has 1800 s, a group 3600 s" in caplog.text
 
 
 async def test_a_rollout_without_a_position_runs_again_from_the_first_task(bridge, make_consumer):

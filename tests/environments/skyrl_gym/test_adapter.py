@@ -196,25 +196,11 @@ def check(record: Any, group: dict[str, Any], row: int, noted: list[dict[str, An
     assert (record["token_versions"][row] >= 0).tolist() == trained  # stamped from the server's responses
 
 
-def test_its_command_names_the_data_set(tiny: Path, data: str) -> None:
-    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter, SkyRLConfig
-
-    config, servers = SkyRLAdapter.config_init()
-    assert (config.skyrl_repo_id, config.enable_process_rewards) == ("NovaSky-AI/Sky-AIME-5K", True)
-    assert (config.thought_start_tag, config.thought_end_tag) == ("<think>", "</think>")
-    assert (SkyRLAdapter.name, SkyRLAdapter.env_config_cls) == ("skyrl", SkyRLConfig)
-    settings = config.model_dump() | {"tokenizer_name": str(tiny), "skyrl_repo_id": data, "use_wandb": False}
-    servers[0].tokenizer_name = str(tiny)
-    env = SkyRLAdapter(SkyRLConfig(**settings), servers)
-    command = env.get_server_command()
-    assert command[command.index("--repo_id") + 1] == data
-
-
 async def test_only_errors_end_it(tiny: Path, tmp_path: Path) -> None:
     """By an error of get_next_item: under `serve` it ends the adapter with exit code 2, as the test above."""
     from shmbridge.producers.rollout import EpisodesLost, TooManyFailures
     from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter
-    from shmbridge.producers.skyrl_gym.errors import EnvironmentFailed
+    from shmbridge.producers.skyrl_gym.environments import EnvironmentFailed
 
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(task(breaks_at=1)) + "\n")
@@ -267,26 +253,12 @@ async def test_a_group_that_lost_episodes_is_sent_by_baseenv(tiny: Path, tmp_pat
     assert env.losses.episodes == {"ConnectionError": 1}
 
 
-def test_a_subclass_has_its_own_config() -> None:
-    from shmbridge.producers.skyrl_gym.adapter import SkyRLAdapter, SkyRLConfig
-
-    class OwnConfig(SkyRLConfig):
-        difficulty: int = 3
-
-    class OwnAdapter(SkyRLAdapter):
-        env_config_cls = OwnConfig
-
-    config, _ = OwnAdapter.config_init()
-    assert isinstance(config, OwnConfig)
-    assert (config.difficulty, config.steps_per_eval) == (3, 0)
-
-
 async def test_a_server_without_token_ids_is_refused() -> None:
     from atroposlib.envs.base import APIServerConfig
     from atroposlib.envs.server_handling.server_manager import APIServer, ServerManager
 
     from shmbridge.producers.rollout import NoTokens, Sampling
-    from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
+    from shmbridge.producers.skyrl_gym.adapter import AtroposServer
 
     config = APIServerConfig(
         model_name="m", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False
@@ -298,7 +270,7 @@ async def test_a_server_without_token_ids_is_refused() -> None:
 
 async def test_an_answer_that_ended_with_an_error_is_refused() -> None:
     from shmbridge.producers.rollout import Sampling, ServerFailed
-    from shmbridge.producers.skyrl_gym.atropos_server import AtroposServer
+    from shmbridge.producers.skyrl_gym.adapter import AtroposServer
 
     class Manager:
         async def tokens_and_logprobs_completion(self, **asked: Any) -> Any:

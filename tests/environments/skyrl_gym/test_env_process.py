@@ -86,7 +86,6 @@ async def test_the_same_episodes_as_here_until_it_is_closed(
         bridge, server, pieces, group_size=8, env_metrics=play.env_metrics, lane_bytes="1M"
     ) as rollout:
         assert await rollout.run(tasks.repeated(epochs=1), play) == 2
-    play.close()
     for _ in range(2):
         with consumer.get(5) as record:
             assert [row.tolist() for row in record["step_rewards"]] == [pytest.approx([1.2, 1.2])] * 8
@@ -114,7 +113,6 @@ async def test_an_error_there_is_an_error_here(bridge: str, shared: EnvProcess, 
                 await rollout.group(SkyRLTasks([row])[0], play)
             assert isinstance(lost.value.__cause__, EnvironmentFailed)
             assert re.search(said, str(lost.value.__cause__))
-    play.close()
 
 
 async def test_what_is_no_json_is_the_environments_error(
@@ -125,7 +123,6 @@ async def test_what_is_no_json_is_the_environments_error(
         tasks = SkyRLTasks([task(odd_metrics=True)])
         assert await rollout.run(tasks.repeated(epochs=1), play) == 0
         assert rollout.failed == {"EnvironmentFailed": 1}
-    play.close()
     shared.check()
 
 
@@ -161,7 +158,6 @@ async def test_its_end_is_noticed_with_the_end_of_its_log(
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(EpisodesLost) as lost:
             await rollout.group(SkyRLTasks([task()])[0], play)
-    play.close()
     error = lost.value.__cause__
     assert isinstance(error, EnvProcessEnded)
     assert error.code == "SB514"
@@ -201,7 +197,6 @@ async def test_one_killed_in_mid_episode_is_started_again(
         await killing
         assert isinstance(lost.value.__cause__, EnvProcessEnded)
         assert await rollout.run(others, play) == 3
-    play.close()
     assert failed_s < 0.5
     assert process.pid != pid
     assert fetched[1]["uid"] == "1"

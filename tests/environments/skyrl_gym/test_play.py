@@ -22,7 +22,7 @@ from skyrl_scripted import Scripted
 import shmbridge
 from shmbridge.producers.rollout import CallThreads, Limits, Rollout, TooManyFailures
 from shmbridge.producers.skyrl_gym import SkyRLPlay, SkyRLTasks, TagPair
-from shmbridge.producers.skyrl_gym.held_env import HeldEnv
+from shmbridge.producers.skyrl_gym.environments import HeldEnv
 from shmbridge.testing import wait_until
 
 GSM8K = {
@@ -56,7 +56,6 @@ async def run(
     options = {"group_size": 2, "lane_bytes": "1M", "concurrency": 4} | options
     async with Rollout(bridge, server, server.tokenizer, env_metrics=play.env_metrics, **options) as rollout:
         await rollout.run(SkyRLTasks(rows).repeated(epochs=1), play)
-    play.close()
     return rollout
 
 
@@ -237,7 +236,6 @@ async def test_an_environment_that_fails_is_no_row(
         tasks = SkyRLTasks(rows)
         assert await rollout.run([tasks[0], tasks[1]], play) == 2
         assert rollout.losses.episodes == {"EnvironmentFailed": 1}
-    play.close()
     assert re.search(said, caplog.text)
     assert "SB513" in caplog.text
     until = time.monotonic() + 5

@@ -11,7 +11,7 @@ from skyrl_scripted import Scripted
 
 from shmbridge.producers.rollout import ChatFormat, Episode
 from shmbridge.producers.skyrl_gym import THINK, TagPair, Trace, traces_of
-from shmbridge.producers.skyrl_gym.traces import places_in
+from shmbridge.producers.skyrl_gym.play import places_in
 
 NOTE = TagPair("[note]", "[/note]")
 

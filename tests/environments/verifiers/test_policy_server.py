@@ -141,7 +141,7 @@ def check(traces: list[Any], rows: list[dict[str, Any]], models: Models) -> set[
     return versions
 
 
-@pytest.mark.parametrize("groups", [24, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("groups", [8, pytest.param(200, marks=pytest.mark.long)])
 async def test_a_taskset_of_ones_own(followed: Followed, groups: int) -> None:
     traces, rows = await played(followed, larger(tasks=9), groups, group_size=4, sampling={"max_tokens": 6})
     assert len(check(traces, rows, followed.models)) > 1
@@ -149,7 +149,7 @@ async def test_a_taskset_of_ones_own(followed: Followed, groups: int) -> None:
     assert {row["about"]["metrics"]["letters"] for row in rows}
 
 
-@pytest.mark.parametrize("groups", [24, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("groups", [8, pytest.param(200, marks=pytest.mark.long)])
 async def test_a_textarena_game(followed: Followed, groups: int) -> None:
     """Its engine and verifiers' environment around it, with a game that needs no list of words."""
     player = {**HERE_ALONE, "harness": {"id": "larger_digit"}, "max_turns": 2}
@@ -159,7 +159,7 @@ async def test_a_textarena_game(followed: Followed, groups: int) -> None:
     assert len(rows) >= groups * 2
 
 
-@pytest.mark.parametrize("groups", [24, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("groups", [8, pytest.param(200, marks=pytest.mark.long)])
 async def test_an_openenv_server(followed: Followed, program: Start, groups: int) -> None:
     server = program("openenv_digits")
     address = await asyncio.to_thread(server.stdout.readline)

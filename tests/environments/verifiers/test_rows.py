@@ -17,8 +17,7 @@ import shmbridge
 from shmbridge.producers.rollout import HttpServer, Limits
 from shmbridge.producers.verifiers import EpisodeFailed, NoTokenRoute, VerifiersRollout
 from shmbridge.producers.verifiers.door import GENERATE, Door, Heard, key_of
-from shmbridge.producers.verifiers.rollout import _schema
-from shmbridge.producers.verifiers.rows import Run, group_of
+from shmbridge.producers.verifiers.rollout import Run, _schema, group_of
 from tests.environments.verifiers.conftest import HERE_ALONE, ROOT
 
 PLAYER = {**HERE_ALONE, "harness": {"id": "pairs"}}

@@ -46,8 +46,8 @@ ORDER = {
     """,
     "producers": """
         __init__
-        env_process nemo_gym replay rollout
-        rewards
+        env_server nemo_gym replay rollout
+        env_process rewards
         atropos
         gem openenv skyrl_gym verifiers
     """,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from live_server import PROMPT, REPORTS_SPANS, logprobs_of, needs_spans, spans, until
 
-from shmbridge.producers.rollout.responses import completions_in
+from shmbridge.producers.rollout.sampling import completions_in
 
 pytestmark = pytest.mark.timeout(420)
 

@@ -1,9 +1,4 @@
-"""Workarounds for upstream bugs: chat templates of transformers 5, a single server config, scripts that are
-broken as shipped.
-
-Used by
-`shmbridge.producers.atropos.patches` and the command line.
-"""
+"""Changes to Atropos and transformers: attributes replaced for a while, workarounds for bugs of theirs."""
 
 from __future__ import annotations
 
@@ -13,8 +8,52 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
+
+_INHERITED = object()
 
 log = logging.getLogger(__name__)
+_HINTS = {
+    "teacher_server_configs": (
+        "broken as shipped with Atropos 0.4.0: its __init__ has to take teacher_server_configs and pass it on"
+    ),
+    "OpenaiConfig": (
+        "broken as shipped with Atropos 0.4.0, where OpenaiConfig is called APIServerConfig: put that name "
+        "into the script"
+    ),
+    "tokenize_for_trainer_dpo": (
+        "broken as shipped with Atropos 0.4.0, which has no tokenize_for_trainer_dpo any more: use Atropos "
+        "0.3"
+    ),
+    "Taxi-v3": "gymnasium 1.3 has Taxi-v4 instead: pip install 'gymnasium<1.3'",
+    "BatchEncoding": (
+        "apply_chat_template of transformers 5 returns a dict: pass return_dict=False there, or pip install "
+        "'transformers<5'"
+    ),
+}
+
+
+class Changes:
+    """Attributes that were replaced, and their earlier values. Keeps no owner alive."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[ref[Any], str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Sets `owner.name`, whether it is its own or inherited."""
+        self._before.append((ref(owner), name, vars(owner).get(name, _INHERITED)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Puts everything back, the last first."""
+        while self._before:
+            alive, name, value = self._before.pop()
+            if (owner := alive()) is None:
+                continue
+            if value is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 # --- chat templates ---------------------------------------------------------------------------------------
@@ -75,25 +114,6 @@ def with_its_own_url(
 
 
 # --- scripts that end before they begin -------------------------------------------------------------------
-
-_HINTS = {
-    "teacher_server_configs": (
-        "broken as shipped with Atropos 0.4.0: its __init__ has to take teacher_server_configs and pass it on"
-    ),
-    "OpenaiConfig": (
-        "broken as shipped with Atropos 0.4.0, where OpenaiConfig is called APIServerConfig: put that name "
-        "into the script"
-    ),
-    "tokenize_for_trainer_dpo": (
-        "broken as shipped with Atropos 0.4.0, which has no tokenize_for_trainer_dpo any more: use Atropos "
-        "0.3"
-    ),
-    "Taxi-v3": "gymnasium 1.3 has Taxi-v4 instead: pip install 'gymnasium<1.3'",
-    "BatchEncoding": (
-        "apply_chat_template of transformers 5 returns a dict: pass return_dict=False there, or pip install "
-        "'transformers<5'"
-    ),
-}
 
 
 def hint_for(error: BaseException) -> str:

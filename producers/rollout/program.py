@@ -1,15 +1,143 @@
-"""The flags that command lines of rollouts share, and the `Rollout` they make."""
+"""What the command lines of rollouts share: their flags, how SIGTERM stops them, and how they end."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
 
-from shmbridge.cli.base import Parser, bridge_name, size
-from shmbridge.producers.rollout.apis import APIS
-from shmbridge.producers.rollout.rollout import Rollout
-from shmbridge.producers.rollout.sampling import Sampling
-from shmbridge.producers.rollout.survivors import Limits
+from shmbridge import ShmBridgeError
+from shmbridge.errors import BadArgument
+from shmbridge.extras import is_of, refuse_missing
+from shmbridge.parser import Parser, bridge_name, size
+from shmbridge.producers.rollout.runner import NothingCame, Rollout, Runner
+from shmbridge.producers.rollout.sampling import APIS, Sampling
+from shmbridge.producers.rollout.survivors import Limits, TooManyFailures
+from shmbridge.program import refuse
+
+EXIT_CODE = 128 + signal.SIGTERM
+
+_GRACE_S = 3.0
+
+
+class Stopped:
+    """Whether SIGTERM was received."""
+
+    def __init__(self) -> None:
+        self.by_sigterm = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Does what SIGINT would do: asyncio cancels the main task, which flushes and sends a goodbye;
+        without asyncio, raises KeyboardInterrupt.
+        """
+        self.by_sigterm = True
+        as_if_interrupted = signal.getsignal(signal.SIGINT)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        if callable(as_if_interrupted):
+            as_if_interrupted(signal.SIGINT, frame)
+        else:  # SIGINT is ignored, as in a background job of a shell
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def orderly_sigterm() -> Iterator[Stopped]:
+    """Within the block SIGTERM interrupts as Ctrl-C does; a script's own handler takes its place.
+
+    In other threads it does nothing.
+    """
+    stopped = Stopped()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    before = signal.signal(signal.SIGTERM, stopped)
+    try:
+        yield stopped
+    finally:
+        if signal.getsignal(signal.SIGTERM) is stopped:
+            signal.signal(signal.SIGTERM, before)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process. Python would wait for its threads, and so for a call of an environment that never
+    returns: here they have three seconds.
+    """
+    give_up = time.monotonic() + _GRACE_S
+    while (running := _threads()) and time.monotonic() < give_up:
+        running[0].join(give_up - time.monotonic())
+    if not running:
+        sys.exit(code)
+    print(f"{len(running)} calls of environments did not return within {_GRACE_S:g} s", file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _threads() -> list[threading.Thread]:
+    """The threads that Python would wait for."""
+    others = (each for each in threading.enumerate() if each is not threading.main_thread())
+    return [each for each in others if not each.daemon]
+
+
+def run_rollout(
+    program: str, extra: str, run: Callable[[], int], mistakes: tuple[type[Exception], ...] = ()
+) -> int:
+    """Runs a rollout until it ends, fails or is told to end; returns its exit code. Main thread.
+
+    Args:
+        program: its name in errors.
+        extra: shmbridge's, which has the packages that it needs.
+        run: plays; returns the exit code.
+        mistakes: errors besides the usual ones that are the user's: exit code 2 without a traceback.
+
+    Returns:
+        What `run` returns; 1: groups failed, too many in a row, or none came; 2: it could not start, or was
+        refused; 143 after SIGTERM, 130 after Ctrl-C.
+    """
+    refused: tuple[type[Exception], ...] = (ShmBridgeError, ValueError, TypeError, OSError, *mistakes)
+    with orderly_sigterm() as stopped:
+        try:
+            return run()
+        except KeyboardInterrupt:
+            return EXIT_CODE if stopped.by_sigterm else 130
+        except (TooManyFailures, NothingCame) as error:
+            refuse(program, error, "see --help")
+            return 1
+        except ModuleNotFoundError as missing:
+            if is_of(missing, extra):
+                refuse_missing(program, missing, extra)
+            else:
+                refuse(program, missing, "install it")
+        except refused as error:
+            refuse(program, error, "see --help")
+    return 2
+
+
+def exit_code(rollout: Runner[Any]) -> int:
+    """Prints what was put and lost; returns 1 if groups were lost and none was put, else 0."""
+    print(rollout.summary(), flush=True)
+    return int(rollout.groups_put == 0 and rollout.losses.groups.total() > 0)
+
+
+def setting(word: str) -> tuple[str, Any]:
+    """Returns key and value of KEY=VALUE; a value that is not JSON is text. Raises BadArgument."""
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise BadArgument(f"{word!r} is not KEY=VALUE", hint="see --help")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
 
 
 def add_rollout_flags(parser: Parser) -> None:
