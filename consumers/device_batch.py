@@ -25,8 +25,7 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.batch import Layout
-from shmbridge.consumers.pinned.driver import cuda_driver
-from shmbridge.consumers.pinned.lanes import PinnedLanes
+from shmbridge.consumers.pinned import PinnedLanes, cuda_driver
 from shmbridge.record.groups import Group
 from shmbridge.record.leases import lane_columns
 from shmbridge.schema import Kind

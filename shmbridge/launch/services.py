@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmbridge.config import parse_size
+from shmbridge.consumers import policy_server
 from shmbridge.consumers.learner.config import flags as learner_flags
-from shmbridge.consumers.policy_server_parts import options
 from shmbridge.errors import BadConfig
 from shmbridge.launch.config import (
     Atropos,
@@ -85,7 +85,8 @@ def _server(config: Config, server: PolicyServer | Vllm, port: int) -> Service:
 
 def _policy_server(config: Config, server: PolicyServer, port: int) -> list[str]:
     own = {"bridge": config.bridge, "model": server.model, "host": server.host, "port": port}
-    argv = _checked_flags("policy_server.options", own, server.options, options.parser("shmbridge serve"))
+    parser = policy_server.parser("shmbridge serve")
+    argv = _checked_flags("policy_server.options", own, server.options, parser)
     return [sys.executable, "-m", "shmbridge.consumers.policy_server", *argv]
 
 

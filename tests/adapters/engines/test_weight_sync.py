@@ -22,7 +22,7 @@ import torch
 
 import shmbridge
 from shmbridge.consumers.engines.engine import HALF_LOADED, EngineFailed
-from shmbridge.consumers.engines.vllm_http import VllmHttp
+from shmbridge.consumers.engines.vllm import VllmHttp
 from shmbridge.consumers.weight_sync import WeightSync
 from shmbridge.weights import WeightsReader
 
@@ -204,7 +204,7 @@ def test_an_interrupted_load_leaves_samples_of_no_version(bridge, serving, vllm,
     with WeightSync(bridge, serving(vllm)) as sync:
         sync.push(model)
         with monkeypatch.context() as patch:
-            patch.setattr("shmbridge.consumers.engines.vllm_http._Routes.load", interrupted)
+            patch.setattr("shmbridge.consumers.engines.vllm._Routes.load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sync.push(model)
         assert (vllm.version, vllm.paused) == ("unknown", False)
@@ -525,7 +525,7 @@ def test_a_server_that_refused_a_version_for_good_is_not_waited_for(bridge, serv
 def test_a_follower_that_is_slow_to_say_so_is_not_taken_for_one_to_push_to(
     bridge, serving, vllm, model, monkeypatch
 ):
-    looking = "shmbridge.consumers.engines.autodetect._TIMEOUT_S"
+    looking = "shmbridge.consumers.engines.fleet._TIMEOUT_S"
     monkeypatch.setattr(looking, 0.2)
     given_up = threading.Event()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from gateway_clients import RUN, GatewayProcess
 
-from shmbridge.consumers.gateway.decode import read_post
+from shmbridge.consumers.gateway.bodies import read_post
 from shmbridge.httpd.door import Refused
 
 ENV = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": 4}

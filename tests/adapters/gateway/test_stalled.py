@@ -16,9 +16,8 @@ import pytest
 import requests
 from gateway_clients import GatewayProcess, RawClient
 
-from shmbridge.consumers.gateway.access import IN_MEMORY, Front, Refusals
-from shmbridge.consumers.gateway.delivery import ProvingConnection
-from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.limits import IN_MEMORY, Front, GatewayOptions, Refusals
+from shmbridge.consumers.gateway.posts import ProvingConnection
 from shmbridge.httpd.door import Bounds
 from shmbridge.httpd.gate import HeldBytes
 

@@ -24,10 +24,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
-from shmbridge.consumers.policy_server import PolicyServer
-from shmbridge.consumers.policy_server_parts.api import PolicyApi
-from shmbridge.consumers.policy_server_parts.engine import PolicyEngine
-from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row
+from shmbridge.consumers.policy_server.api import PolicyApi
+from shmbridge.consumers.policy_server.engine import PolicyEngine
+from shmbridge.consumers.policy_server.sampler import PolicyModel, Row
+from shmbridge.consumers.policy_server.server import PolicyServer
 from shmbridge.weights import WeightsWriter
 from tests.adapters.served import Client, served
 

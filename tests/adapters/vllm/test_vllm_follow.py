@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from shmbridge.consumers.learner.train.publishing import first_version
-from shmbridge.consumers.vllm.follow import Follower
-from shmbridge.consumers.vllm.follow_settings import follow_settings
+from shmbridge.consumers.vllm.follow import Follower, follow_settings
 from shmbridge.errors import BadBridgeName, BadConfig, NotReady, WeightsMismatch
 from shmbridge.weights import WeightsReader, WeightsWriter
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shmbridge.consumers.vllm.atropos_generate import BadRequest, answer, question
+from shmbridge.consumers.vllm.middleware import BadRequest, answer, question
 
 MODELS = ["policy"]
 

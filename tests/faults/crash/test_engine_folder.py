@@ -21,7 +21,7 @@ from shmbridge.segments.engine_folders import EngineFolder
 
 WRITER = """
 import sys, numpy as np
-from shmbridge.consumers.engines.safetensors_folder import SafetensorsFolder
+from shmbridge.consumers.engines.sglang import SafetensorsFolder
 from shmbridge.weights import WeightsWriter
 
 with WeightsWriter(sys.argv[1]) as writer:

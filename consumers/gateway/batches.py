@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 
 from shmbridge import Consumer, ConsumerTaken, Run, ShmBridgeError, list_bridges
-from shmbridge.consumers.gateway.encode import encoded_batch, served
-from shmbridge.consumers.gateway.hub import open_hub
-from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.saved_state import StateFile
+from shmbridge.consumers.gateway.bodies import encoded_batch, served
+from shmbridge.consumers.gateway.environments import StateFile
+from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.record.groups import Group
 from shmbridge.segments.discard_reasons import Discard
 
@@ -295,3 +294,17 @@ class Taker:
         consumer = self.consumer
         bridge = {} if consumer is None else consumer.stats()
         return own | {f"bridge_{key}": value for key, value in bridge.items()}
+
+
+def open_hub(options: GatewayOptions, run: Run | None, **more: Any) -> Consumer:
+    """Returns the hub of the gateway's bridge; `more` goes to Consumer. Raises as Consumer and Recorder."""
+    if options.record is None:
+        return Consumer(options.bridge, run, lanes=options.lanes, **more)
+    from shmbridge.archive.recorder import Recorder
+
+    tap = Recorder(options.record)
+    try:
+        return Consumer(options.bridge, run, lanes=options.lanes, tap=tap, **more)
+    except BaseException:
+        tap.close()
+        raise
