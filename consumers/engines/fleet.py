@@ -64,7 +64,6 @@ def _said_version(url: str) -> dict[str, Any]:
     )
 
 
-_REQUEST_TIMEOUT_S = 10.0
 # (route, key in its response, kind), in the order of requests. Self-updating servers first: they must not
 # be pushed to, even if they could be. /health last: SGLang generates a token for it, and hangs while paused.
 _KINDS: tuple[tuple[str, str, Callable[[str], Engine]], ...] = (

@@ -29,7 +29,7 @@ from shmbridge.consumers.engines.engine import (
     ask,
     version_of,
 )
-from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
+from shmbridge.consumers.engines.pause_guard import Call, PauseGuard
 from shmbridge.errors import WeightsMismatch
 from shmbridge.segments.engine_folders import EngineFolder, remove_dead
 from shmbridge.weights import WeightsReader

@@ -1,8 +1,8 @@
-"""The calls that load a version into vLLM, and their order, for each transport: HTTP, `LLM`, `AsyncLLM`.
+"""vLLM, driven by its own calls over HTTP, in this process, or in an event loop. Imports no vLLM.
 
-The worker reads the version from the weights segment within `update_weights`, all or nothing; `start` and
-`finish` move no data. So requests see either set of weights, and a pusher's death in between leaves a
-consistent model.
+The worker reads the version from the weights segment within `update_weights`, all or nothing;
+`start_weight_update` and `finish_weight_update` move no data. So requests see either set of weights, and a
+pusher's death in between leaves a consistent model.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from shmbridge.consumers.engines.engine import (
     UNKNOWN,
@@ -27,61 +28,11 @@ from shmbridge.consumers.engines.engine import (
     doubt_hint,
     version_of,
 )
-from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
+from shmbridge.consumers.engines.pause_guard import Call, PauseGuard
 
-
-class VllmCalls(Protocol):
-    """vLLM's calls. Each blocks and raises EngineFailed."""
-
-    def pause(self, mode: Pause) -> None:
-        """Stops sampling."""
-
-    def start(self) -> None:
-        """Begins an update; refused while one is active."""
-
-    def load(self, update_info: dict[str, Any]) -> None:
-        """Makes every worker load the weights."""
-
-    def finish(self, version: str | None) -> None:
-        """Ends the update; later samples are of this version."""
-
-    def engines(self) -> int:
-        """Returns the number of data-parallel engines; each loads separately."""
-
-    def stamp(self, version: str) -> None:
-        """Stamps later samples with this version, whatever the weights are."""
-
-    def reset_cache(self) -> bool:
-        """Drops all cached keys and values, also of requests in flight; returns whether it did."""
-
-    def resume(self) -> None:
-        """Resumes sampling."""
-
-
-def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
-    """Loads a version into vLLM; sampling resumes in any case. Blocks.
-
-    Kept requests are recomputed from their tokens: they continue exactly as under the new weights alone, and
-    no cached prefix is of older weights.
-
-    Raises:
-        EngineFailed: it keeps its earlier version; or, if the message says so, it has new weights and an old
-            cache, or its weights are uncertain and samples are stamped with an unknown version.
-    """
-    try:
-        calls.pause(update.pause)
-        begin_update(calls.start, lambda: calls.finish(None))
-        _load(calls, update)
-        if not calls.reset_cache():
-            raise EngineFailed(
-                f"{address} has version {update.version}, and its prefix cache is still that of an earlier "
-                "one",
-                hint="pause with wait or abort: something holds its blocks",
-            )
-    except BaseException as error:
-        _resume_after(calls, error)
-        raise
-    calls.resume()
+_TIMEOUT_S = 60.0  # of calls other than updates
+_SLEEP_TIMEOUT_S = 300.0
+_NOT_THERE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "shmbridge"}\''
 
 
 def begin_update(start: Callable[[], object], finish: Callable[[], object]) -> None:
@@ -95,84 +46,170 @@ def begin_update(start: Callable[[], object], finish: Callable[[], object]) -> N
         start()
 
 
-def _load(calls: VllmCalls, update: Update) -> None:
-    """Loads and stamps; if the weights are uncertain after a failure, stamps samples as unknown."""
-    taken = False
-    try:
-        calls.load({"bridge": update.bridge, "version": update.version})
-        taken = True
-        calls.finish(str(update.version))
-    except BaseException as error:  # also a signal's exception: the engine continues its running call
-        if isinstance(error, EngineFailed) and not error.reached:
-            raise
+class _Vllm(Engine):
+    """A vLLM of any transport: the calls that load a version, and their order."""
+
+    @abstractmethod
+    def call(self, name: str, *given: Any, timeout_s: float) -> Any:
+        """Makes a call of vLLM's `LLM`, by its name, and returns the result. Blocks; raises EngineFailed."""
+
+    @abstractmethod
+    def engines(self) -> int:
+        """Returns the number of data-parallel engines; each loads separately."""
+
+    def update(self, update: Update) -> None:
+        """Loads the version; sampling resumes in any case. Blocks.
+
+        Kept requests are recomputed from their tokens: they continue exactly as under the new weights alone,
+        and no cached prefix is of older weights.
+
+        Raises:
+            EngineFailed: it keeps its earlier version; or, if the message says so, it has new weights and an
+                old cache, or its weights are uncertain and samples are stamped with an unknown version.
+        """
+        until = time.monotonic() + update.timeout_s
+
+        def call(name: str, *given: Any) -> Any:
+            return self.call(name, *given, timeout_s=max(until - time.monotonic(), 0.1))
+
         try:
-            why = "it has taken it" if taken else doubt(error, calls.engines())
-            if why:
-                calls.stamp(UNKNOWN)
-                calls.reset_cache()
-            said = why and doubt_hint(why)
+            call("pause_generation", update.pause)
+            begin_update(lambda: call("start_weight_update"), lambda: call("finish_weight_update", None))
+            self._load(update, call)
+            if not call("reset_prefix_cache", True):
+                raise EngineFailed(
+                    f"{self.address} has version {update.version}, and its prefix cache is still that of an "
+                    "earlier one",
+                    hint="pause with wait or abort: something holds its blocks",
+                )
+        except BaseException as error:
+            self._resume_after(error)
+            raise
+        self.call("resume_generation", timeout_s=_TIMEOUT_S)
+
+    def _load(self, update: Update, call: Callable[..., Any]) -> None:
+        """Loads and stamps; if the weights are uncertain after a failure, stamps samples as unknown."""
+        loaded = False
+        try:
+            call("update_weights", {"update_info": {"bridge": update.bridge, "version": update.version}})
+            loaded = True
+            call("finish_weight_update", str(update.version))
+        except BaseException as error:  # also a signal's exception: the engine continues its running call
+            if isinstance(error, EngineFailed) and not error.reached:
+                raise
+            try:
+                why = "it has taken it" if loaded else doubt(error, self.engines())
+                if why:
+                    self.call("update_weight_version", UNKNOWN, timeout_s=_TIMEOUT_S)
+                    call("reset_prefix_cache", True)
+                note = why and doubt_hint(why)
+            except EngineFailed as also:
+                note = f"the version of its samples is unknown: {also.message}"
+            if note and isinstance(error, EngineFailed):
+                raise EngineFailed(error.message, hint="; ".join(filter(None, (note, error.hint)))) from error
+            if note:
+                error.add_note(note)
+            raise
+
+    def _resume_after(self, error: BaseException) -> None:
+        """Resumes sampling after a failure, or adds to the error that it could not."""
+        if isinstance(error, EngineFailed) and not error.reached:
+            return
+        try:
+            self.call("resume_generation", timeout_s=_TIMEOUT_S)
         except EngineFailed as also:
-            said = f"the version of its samples is unknown: {also.message}"
-        if said and isinstance(error, EngineFailed):
-            raise EngineFailed(error.message, hint="; ".join(filter(None, (said, error.hint)))) from error
-        if said:
-            error.add_note(said)
-        raise
+            raise EngineFailed(
+                f"{error}; and it may still be paused: {also.message}", hint="see its log, or start it again"
+            ) from error
+
+    def _failed(self, name: str, error: Exception) -> EngineFailed:
+        return EngineFailed(f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log")
 
 
-def _resume_after(calls: VllmCalls, error: BaseException) -> None:
-    """Resumes sampling after a failure, or adds to the error that it could not."""
-    if isinstance(error, EngineFailed) and not error.reached:
-        return
-    try:
-        calls.resume()
-    except EngineFailed as also:
-        raise EngineFailed(
-            f"{error}; and it may still be paused: {also.message}", hint="see its log, or start it again"
-        ) from error
+class VllmHttp(_Vllm):
+    """A stock server, at a URL such as http://127.0.0.1:8000, with VLLM_SERVER_DEV_MODE=1.
 
-
-_TIMEOUT_S = 60.0  # of calls other than updates
-_SLEEP_TIMEOUT_S = 300.0
-_NOT_THERE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "shmbridge"}\''
-
-
-class VllmHttp(Engine):
-    """One server, at a URL such as http://127.0.0.1:8000."""
+    A server stays paused when its pusher dies, so a child process ends the update then.
+    """
 
     def __init__(self, url: str) -> None:
         self.address = url.rstrip("/")
         self._guard = PauseGuard(self.address)
         self._can_sleep: bool | None = None
 
-    def update(self, update: Update) -> None:
-        """Loads the version into the server, which samples on return. Blocks; raises EngineFailed."""
-        bring_to(
-            _Routes(self.address, self._guard, time.monotonic() + update.timeout_s), self.address, update
-        )
+    def call(self, name: str, *given: Any, timeout_s: float) -> Any:
+        """Asks the route of a call; tells the child what to repeat if this process dies."""
+        match name:
+            case "pause_generation":
+                with self._guard.pausing(_RESUME):
+                    return self._ask(_PAUSE, timeout_s, mode=given[0], clear_cache="false")
+            case "start_weight_update":
+                return self._ask("/start_weight_update", timeout_s)
+            case "update_weights":
+                # The server continues a call whose caller is gone. Loading twice is harmless, and loaded
+                # weights get their version.
+                load: Call = ("/update_weights", given[0])
+                self._guard.left(
+                    [load, _finish(str(given[0]["update_info"]["version"]))], [_RESET], [_RESUME]
+                )
+                return self._ask(load[0], timeout_s, load[1])
+            case "finish_weight_update":
+                finish = _finish(given[0])
+                if given[0] is not None:
+                    self._guard.left([finish], [_RESET], [_RESUME])
+                return self._ask(finish[0], timeout_s, finish[1])
+            case "update_weight_version":
+                return self._ask("/update_weight_version", timeout_s, {"new_version": given[0]})
+            case "reset_prefix_cache":
+                return self._ask(_RESET[0], timeout_s).get("success")
+            case _:
+                self._guard.left([_RESUME])
+                self._ask(_RESUME[0], timeout_s)
+                return self._guard.left()
+
+    def engines(self) -> int:
+        """Returns the number of data-parallel engines; each loads separately. Blocks."""
+        workers, of_each = (self._world_size(include_dp) for include_dp in ("true", "false"))
+        return workers // of_each
+
+    def _world_size(self, include_dp: str) -> int:
+        answer = self._ask("/get_world_size", _TIMEOUT_S, method="GET", include_dp=include_dp)
+        return int(answer["world_size"])
 
     def version(self) -> int | None:
         """Returns the version that the server stamps samples with. Blocks; raises EngineFailed."""
-        return version_of(_ask(self.address, "/weight_info", _TIMEOUT_S, method="GET").get("weight_version"))
+        return version_of(self._ask("/weight_info", _TIMEOUT_S, method="GET").get("weight_version"))
 
     def sleep(self, pause: Pause) -> bool:
         """Moves the server's weights to host memory, if it has --enable-sleep-mode. Blocks."""
         if self._can_sleep is None:
-            info = _ask(self.address, "/server_info", _TIMEOUT_S, method="GET", config_format="json")
+            info = self._ask("/server_info", _TIMEOUT_S, method="GET", config_format="json")
             config = info.get("vllm_config") or {}
             self._can_sleep = bool((config.get("model_config") or {}).get("enable_sleep_mode"))
         if self._can_sleep:
-            _ask(self.address, "/sleep", _SLEEP_TIMEOUT_S, level="1", mode=pause)
+            self._ask("/sleep", _SLEEP_TIMEOUT_S, level="1", mode=pause)
         return self._can_sleep
 
     def wake(self) -> None:
         """Wakes the server, also from another pusher's sleep; does nothing if it is awake. Blocks."""
-        if _ask(self.address, "/is_sleeping", _TIMEOUT_S, method="GET").get("is_sleeping"):
-            _ask(self.address, "/wake_up", _SLEEP_TIMEOUT_S)
+        if self._ask("/is_sleeping", _TIMEOUT_S, method="GET").get("is_sleeping"):
+            self._ask("/wake_up", _SLEEP_TIMEOUT_S)
 
     def close(self) -> None:
         """Ends the child process. Idempotent."""
         self._guard.close()
+
+    def _ask(
+        self, path: str, timeout_s: float, body: object = None, *, method: str = "POST", **query: str
+    ) -> dict[str, Any]:
+        try:
+            return ask(self.address, path, body, timeout_s=timeout_s, method=method, **query)
+        except EngineHttpError as refused:
+            if refused.no_route:  # but after a pause there was a server
+                raise EngineFailed(
+                    f"{self.address} has no route {path}", hint=_NOT_THERE, reached=path != _PAUSE
+                ) from None
+            raise
 
 
 _PAUSE = "/pause"
@@ -180,75 +217,14 @@ _RESET: Call = ("/reset_prefix_cache?reset_running_requests=true", None)
 _RESUME: Call = ("/resume", None)
 
 
-class _Routes:
-    """The calls of one update, within its deadline, and those to replay if this process dies."""
-
-    def __init__(self, url: str, guard: PauseGuard, until: float) -> None:
-        self._url, self._guard, self._until = url, guard, until
-
-    def pause(self, mode: Pause) -> None:
-        with self._guard.pausing(_RESUME):
-            self._ask(_PAUSE, mode=mode, clear_cache="false")
-
-    def start(self) -> None:
-        self._ask("/start_weight_update")
-
-    def load(self, update_info: dict[str, Any]) -> None:
-        body = {"update_info": update_info}
-        # The server continues a call whose caller is gone. Loading twice is harmless, and loaded weights get
-        # their version.
-        finish: Call = ("/finish_weight_update", {"weight_version": str(update_info["version"])})
-        self._guard.left([("/update_weights", body), finish], [_RESET], [_RESUME])
-        self._ask("/update_weights", body)
-
-    def finish(self, version: str | None) -> None:
-        if version is None:
-            self._ask("/finish_weight_update")
-            return
-        body = {"weight_version": version}
-        self._guard.left([("/finish_weight_update", body)], [_RESET], [_RESUME])
-        self._ask("/finish_weight_update", body)
-
-    def engines(self) -> int:
-        workers, of_each = (self._world_size(include_dp) for include_dp in ("true", "false"))
-        return workers // of_each
-
-    def _world_size(self, include_dp: str) -> int:
-        return int(
-            _ask(self._url, "/get_world_size", _TIMEOUT_S, method="GET", include_dp=include_dp)["world_size"]
-        )
-
-    def stamp(self, version: str) -> None:
-        # even after the update's deadline
-        _ask(self._url, "/update_weight_version", _TIMEOUT_S, {"new_version": version})
-
-    def reset_cache(self) -> bool:
-        return bool(self._ask(_RESET[0]).get("success"))
-
-    def resume(self) -> None:
-        self._guard.left([_RESUME])
-        _ask(self._url, _RESUME[0], _TIMEOUT_S)  # even after the update's deadline
-        self._guard.left()
-
-    def _ask(self, path: str, body: object = None, **query: str) -> dict[str, Any]:
-        return _ask(self._url, path, max(self._until - time.monotonic(), 0.1), body, **query)
+def _finish(version: str | None) -> Call:
+    return "/finish_weight_update", None if version is None else {"weight_version": version}
 
 
-def _ask(
-    url: str, path: str, timeout_s: float, body: object = None, *, method: str = "POST", **query: str
-) -> dict[str, Any]:
-    try:
-        return ask(url, path, body, timeout_s=timeout_s, method=method, **query)
-    except EngineHttpError as refused:
-        if refused.no_route:  # but after a pause there was a server
-            raise EngineFailed(
-                f"{url} has no route {path}", hint=_NOT_THERE, reached=path != _PAUSE
-            ) from None
-        raise
+class VllmOffline(_Vllm):
+    """An `LLM` in this process; call its methods in the thread that calls `generate`.
 
-
-class VllmOffline(Engine):
-    """One `LLM`; call its methods in the thread that calls `generate`.
+    It samples only during its calls, so it is never paused.
 
     Args:
         llm: made with `weight_transfer_config` of the backend "shmbridge".
@@ -260,9 +236,18 @@ class VllmOffline(Engine):
         self.address = f"the LLM of {llm.llm_engine.vllm_config.model_config.model}"
         self._llm = llm
 
-    def update(self, update: Update) -> None:
-        """Loads the version into the engine. Blocks; raises EngineFailed."""
-        bring_to(self, self.address, update)
+    def call(self, name: str, *given: Any, timeout_s: float) -> Any:
+        """Makes the call, without a limit of time."""
+        if name in ("pause_generation", "resume_generation"):
+            return None
+        try:
+            return getattr(self._llm, name)(*given)
+        except Exception as error:  # any error of a worker
+            raise self._failed(name, error) from error
+
+    def engines(self) -> int:
+        """Returns 1: an `LLM` is one engine."""
+        return 1
 
     def version(self) -> int | None:
         """Returns the version that samples are stamped with. Blocks."""
@@ -280,55 +265,10 @@ class VllmOffline(Engine):
         if self._llm.llm_engine.is_sleeping():
             self._llm.wake_up()
 
-    # The calls of `vllm_steps.py`:
 
-    def pause(self, mode: Pause) -> None:
-        """Does nothing: the engine does not sample between two calls."""
-
-    def resume(self) -> None:
-        """Does nothing."""
-
-    def start(self) -> None:
-        """Begins an update."""
-        self._called("start_weight_update")
-
-    def load(self, update_info: dict[str, Any]) -> None:
-        """Makes every worker load the weights."""
-        self._called("update_weights", {"update_info": update_info})
-
-    def finish(self, version: str | None) -> None:
-        """Ends the update."""
-        self._called("finish_weight_update", version)
-
-    def engines(self) -> int:
-        """Returns 1: an `LLM` is one engine."""
-        return 1
-
-    def stamp(self, version: str) -> None:
-        """Stamps later samples with this version."""
-        self._called("update_weight_version", version)
-
-    def reset_cache(self) -> bool:
-        """Drops cached keys and values."""
-        return bool(self._called("reset_prefix_cache", True))
-
-    def _called(self, name: str, *args: object) -> Any:
-        try:
-            return getattr(self._llm, name)(*args)
-        except Exception as error:  # any error of a worker
-            raise EngineFailed(
-                f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log"
-            ) from error
-
-
-Result = TypeVar("Result")
-
-_TIMEOUT_S = 60.0  # of calls other than updates
-_SLEEP_TIMEOUT_S = 300.0
-
-
-class VllmAsync(Engine):
-    """One `AsyncLLM`. Call its methods in any thread but that of its event loop, which they would block.
+class VllmAsync(_Vllm):
+    """An `AsyncLLM` in this process. Call its methods in any thread but that of its event loop, which they
+    would block.
 
     Args:
         llm: made with `weight_transfer_config` of the backend "shmbridge".
@@ -361,34 +301,18 @@ class VllmAsync(Engine):
                 hint="await push_async, or updated_async",
             )
 
-    def update(self, update: Update) -> None:
-        """Loads the version into the engine, which samples on return. Blocks; raises EngineFailed."""
-        bring_to(_AsyncCalls(self, time.monotonic() + update.timeout_s), self.address, update)
+    def call(self, name: str, *given: Any, timeout_s: float) -> Any:
+        """Runs a call in the engine's loop. Blocks; raises EngineFailed, NoAnswer after the timeout."""
+        arguments: list[Any] = [*given]
+        options: dict[str, Any] = {}
+        if name == "pause_generation":
+            arguments, options = [], {"mode": given[0], "clear_cache": False}
+        elif name == "update_weights":
+            from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    def version(self) -> int | None:
-        """Returns the version that samples are stamped with. Blocks; raises EngineFailed."""
-        return version_of(self.done(self.llm.get_weight_version(), _TIMEOUT_S))
-
-    def sleep(self, pause: Pause) -> bool:
-        """Moves weights to host memory and drops the cache, given `enable_sleep_mode`. Blocks."""
-        can_sleep = bool(self.llm.vllm_config.model_config.enable_sleep_mode)
-        if can_sleep:
-            self.done(self.llm.sleep(1, pause), _SLEEP_TIMEOUT_S)
-        return can_sleep
-
-    def wake(self) -> None:
-        """Wakes the engine. Blocks."""
-        if self.done(self.llm.is_sleeping(), _TIMEOUT_S):
-            self.done(self.llm.wake_up(), _SLEEP_TIMEOUT_S)
-
-    def done(self, call: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        """Runs a call in the engine's loop and returns its result. Blocks; raises EngineFailed."""
-        name = getattr(call, "__name__", "the call")
-        try:
-            self.require_callable()
-        except EngineFailed:
-            call.close()
-            raise
+            arguments = [WeightTransferUpdateRequest(**given[0])]
+        self.require_callable()
+        call: Coroutine[Any, Any, Any] = getattr(self.llm, name)(*arguments, **options)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result(timeout_s)
@@ -398,43 +322,24 @@ class VllmAsync(Engine):
                 f"{self.address}: {name} did not end in {timeout_s:.0f} s", hint="see its log"
             ) from None
         except Exception as error:  # any error of a worker
-            raise EngineFailed(
-                f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log"
-            ) from error
-
-
-class _AsyncCalls:
-    """The calls of one update, within its deadline."""
-
-    def __init__(self, engine: VllmAsync, until: float) -> None:
-        self._engine, self._llm, self._until = engine, engine.llm, until
-
-    def pause(self, mode: Pause) -> None:
-        self._done(self._llm.pause_generation(mode=mode, clear_cache=False))
-
-    def start(self) -> None:
-        self._done(self._llm.start_weight_update())
-
-    def load(self, update_info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        self._done(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
-
-    def finish(self, version: str | None) -> None:
-        self._done(self._llm.finish_weight_update(version))
+            raise self._failed(name, error) from error
 
     def engines(self) -> int:
-        return int(self._llm.vllm_config.parallel_config.data_parallel_size)
+        """Returns the number of data-parallel engines; each loads separately."""
+        return int(self.llm.vllm_config.parallel_config.data_parallel_size)
 
-    def stamp(self, version: str) -> None:
-        self._done(self._llm.update_weight_version(version))
+    def version(self) -> int | None:
+        """Returns the version that samples are stamped with. Blocks; raises EngineFailed."""
+        return version_of(self.call("get_weight_version", timeout_s=_TIMEOUT_S))
 
-    def reset_cache(self) -> bool:
-        return bool(self._done(self._llm.reset_prefix_cache(True)))
+    def sleep(self, pause: Pause) -> bool:
+        """Moves weights to host memory and drops the cache, given `enable_sleep_mode`. Blocks."""
+        can_sleep = bool(self.llm.vllm_config.model_config.enable_sleep_mode)
+        if can_sleep:
+            self.call("sleep", 1, pause, timeout_s=_SLEEP_TIMEOUT_S)
+        return can_sleep
 
-    def resume(self) -> None:
-        # even after the update's deadline
-        self._engine.done(self._llm.resume_generation(), _TIMEOUT_S)
-
-    def _done(self, call: Coroutine[Any, Any, Result]) -> Result:
-        return self._engine.done(call, max(self._until - time.monotonic(), 0.1))
+    def wake(self) -> None:
+        """Wakes the engine. Blocks."""
+        if self.call("is_sleeping", timeout_s=_TIMEOUT_S):
+            self.call("wake_up", timeout_s=_SLEEP_TIMEOUT_S)
