@@ -62,7 +62,6 @@ class Taker:
         }
 
     # -- who trains
-    # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Continues the run of an earlier gateway, if any; another process may be the hub by now."""
@@ -113,7 +112,6 @@ class Taker:
             self.consumer.poll(0)  # adopts lanes and takes no records
 
     # -- batches
-    # --------------------------------------------------------------------------------------------------------
 
     def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
         """Returns the batch to hand out, or None if there is none.
@@ -256,7 +254,6 @@ class Taker:
             return self._latest
 
     # -- the end
-    # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
         """Clears the run; discards, counts and returns the number of all groups not proven read."""

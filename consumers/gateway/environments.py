@@ -93,7 +93,6 @@ class RemoteEnvs:
         return len(self._table)
 
     # -- the hub
-    # --------------------------------------------------------------------------------------------------------
 
     async def ask(self, question: Request) -> Answer:
         """Returns the hub's response. Raises RequestRefused, and NoConsumer, at once after another."""
@@ -121,7 +120,6 @@ class RemoteEnvs:
         return answer if isinstance(answer, RunInfo) else None
 
     # -- environments
-    # --------------------------------------------------------------------------------------------------------
 
     async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
         """Returns the response to /register-env. Raises RequestRefused, Refused."""
@@ -302,7 +300,6 @@ class RemoteEnvs:
         return None
 
     # -- the end
-    # --------------------------------------------------------------------------------------------------------
 
     async def let_the_silent_go(self) -> None:
         """Frees weight and lane of silent environments; forgets them much later."""

@@ -250,9 +250,6 @@ class PostLedger:
                 return producer.producer_id, sequence if sequence is not None else -1
             first = False
 
-    # -- repeated posts
-    # --------------------------------------------------------------------------------------------------------
-
     def remember(self, post: Post) -> None:
         """Remembers a post whose response was lost, or that was put in part: the same body is this post."""
         post.posted.groups = []  # who puts them has them; only the digest is wanted from now on

@@ -303,7 +303,6 @@ class Follower:
             logger.warning("%s; generation goes on with version %s", trouble, self._version)
 
     # --- in the thread
-    # --------------------------------------------------------------------------------------------------------
 
     async def _in_thread(self, call: Callable[..., Result], *arguments: ExitStack) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)

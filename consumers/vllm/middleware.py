@@ -74,7 +74,6 @@ class ShmBridge:
             await self._app(scope, receive, send)
 
     # --- beginning and end
-    # --------------------------------------------------------------------------------------------------------
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_when_followed(message: Message) -> None:
@@ -120,7 +119,6 @@ class ShmBridge:
             )
 
     # --- requests
-    # --------------------------------------------------------------------------------------------------------
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._state is None:  # a server without a lifespan

@@ -48,7 +48,6 @@ class StrictTaker(Taker):
         self.counts |= {"left_out_total{train}": 0, "left_out_total{eval}": 0}
 
     # -- who trains
-    # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Becomes the hub, with what an earlier gateway knew. Raises ConsumerTaken."""
@@ -99,7 +98,6 @@ class StrictTaker(Taker):
         return self.upstream.queue.step - self.upstream.formed
 
     # -- batches
-    # --------------------------------------------------------------------------------------------------------
 
     def _form(self) -> list[Group] | None:
         self.take_all()
@@ -175,7 +173,6 @@ class StrictTaker(Taker):
         super()._release(groups)
 
     # -- environments
-    # --------------------------------------------------------------------------------------------------------
 
     def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
         """Returns the response to /register-env."""
@@ -223,7 +220,6 @@ class StrictTaker(Taker):
         return self.upstream.status()
 
     # -- the end
-    # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
         """As Taker's; does nothing before a registration or a post, as the original."""
@@ -274,7 +270,6 @@ class Upstream(Generic[T]):
     latest: T | None = None
 
     # -- the trainer
-    # --------------------------------------------------------------------------------------------------------
 
     def register(self, run: Run) -> bool:
         """Returns whether this registration takes effect."""
@@ -313,7 +308,6 @@ class Upstream(Generic[T]):
             self.queue, self.envs, self.formed = AtroposQueue(-1), [], 0
 
     # -- the environments
-    # --------------------------------------------------------------------------------------------------------
 
     def add_env(
         self, desired_name: str, max_token_length: int, weight: float, group_size: int, share: float | None

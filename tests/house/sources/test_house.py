@@ -14,6 +14,9 @@ MOST_LINES = {".py": 400, ".pyx": 600, ".pxi": 600}
 LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
     "consumers/feed.py": "taking, failing, releasing and saving share the steps that are out",
+    "consumers/gateway/environments.py": "what is saved of an environment and what it does are one table",
+    "consumers/policy_server/api.py": "bodies, what each field may be, and answers of one API",
+    "consumers/vllm/loading.py": "checking, staging and committing one load",
     "producers/rollout/runner.py": "a group from its ticket to its lane, whoever plays its episodes",
     "shmbridge/hub/former.py": "what forms batches, and what ends what it has formed",
     "shmbridge/hub/hub.py": "one owner: how its parts begin, are seen, and end, and who may be it",
