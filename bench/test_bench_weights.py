@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from shmbridge.consumers.vllm.worker import ShmBridgeInitInfo, ShmBridgeUpdateInfo
+from shmbridge.consumers.vllm.backend import ShmBridgeInitInfo, ShmBridgeUpdateInfo
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 SIZES = {

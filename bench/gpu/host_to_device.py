@@ -61,8 +61,7 @@ def _bridge_rows(device: str, copies: _Copies) -> None:
     """From lanes as they are, from registered lanes, and from a batch's own arrays, registered."""
     import shmbridge
     from shmbridge.bench.gpu.preflight import has_ofd_locks
-    from shmbridge.consumers.pinned.driver import CudaDriver
-    from shmbridge.consumers.pinned.lanes import PinnedLanes
+    from shmbridge.consumers.pinned import CudaDriver, PinnedLanes
 
     if not has_ofd_locks():
         copies.figures.add("lanes and batches: not measured, a bridge needs OFD locks")

@@ -48,7 +48,7 @@ def _sample(model: Path, options: Any, precision: str, temperature: float) -> li
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row, Sampling
+    from shmbridge.consumers.policy_server.sampler import PolicyModel, Row, Sampling
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     sampler = PolicyModel(

@@ -22,7 +22,7 @@ import torch
 
 import shmbridge
 from shmbridge.bench.gpu.part import Figures, arguments
-from shmbridge.consumers.pinned.weights import PinnedWeights
+from shmbridge.consumers.pinned import PinnedWeights
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 SIZES = {"smallest": (4 << 20, 16 << 20), "full": (1 << 30, 15 << 30)}

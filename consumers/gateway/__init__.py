@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.httpd.door import listen as listen
 
 log = logging.getLogger(__name__)
@@ -46,16 +46,23 @@ def _local(listener: socket.socket) -> bool:
 
 async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None]) -> None:
     from shmbridge.consumers.gateway.app import make_app
-    from shmbridge.consumers.gateway.delivery import ProvingConnection
-    from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
+    from shmbridge.consumers.gateway.gateway import Gateway
+    from shmbridge.consumers.gateway.posts import ProvingConnection
     from shmbridge.httpd.server import Server
 
-    mode = StrictMode(options) if options.compat == "strict" else DefaultMode(options)
-    app = make_app(mode)
+    gateway: Gateway
+    if options.compat == "strict":
+        from shmbridge.consumers.gateway.strict import StrictGateway, make_strict_app
+
+        strict = StrictGateway(options)
+        gateway, app = strict, make_strict_app(strict)
+    else:
+        gateway = Gateway(options)
+        app = make_app(gateway)
     try:
-        await mode.open()
+        await gateway.open()
         # posts that wait for room are answered first when serving ends
-        server = Server(app, options.bounds, ProvingConnection, ready=ready, ending=mode.end)
+        server = Server(app, options.bounds, ProvingConnection, ready=ready, ending=gateway.end)
         await server.serve([listener])
     finally:
-        await mode.close()
+        await gateway.close()

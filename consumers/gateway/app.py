@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
+import math
+import re
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any
@@ -15,24 +17,21 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import AfterValidator, BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
-from shmbridge.consumers.gateway import decode, exposition
-from shmbridge.consumers.gateway.access import Front, Refusals
-from shmbridge.consumers.gateway.batch_server import NotRegistered
-from shmbridge.consumers.gateway.decode import KEYS
-from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
-from shmbridge.consumers.gateway.strict_state import NoSuchThing
-from shmbridge.control.server import RequestRefused
-from shmbridge.errors import NoWeight
+from shmbridge.consumers.gateway.batches import NotRegistered
+from shmbridge.consumers.gateway.bodies import KEYS, read_post
+from shmbridge.consumers.gateway.gateway import Gateway
+from shmbridge.consumers.gateway.limits import Front, Refusals
+from shmbridge.control.client import RequestRefused
+from shmbridge.counters import COUNTERS
 from shmbridge.httpd.door import Refused
 from shmbridge.httpd.gate import HeldBytes, json_answer, outcome
 from shmbridge.metrics import LatencyWindow
-from shmbridge.watch.exporter import CONTENT_TYPE, Exporter
+from shmbridge.watch.prometheus import CONTENT_TYPE, Exporter, Sample
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +46,11 @@ _BARE_EXAMPLE = (
     "messages",
     "images",
 )
+_OF_BRIDGE = "bridge_"  # the consumer's counters in a gateway's, if it is the hub
+# Those that observers do not see; the names of all others of the consumer are theirs.
+_OWN = {
+    each.stats: each.prometheus for each in COUNTERS if each.stats and not each.words and each.per == "bridge"
+}
 _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 
 
@@ -88,22 +92,15 @@ class EnvIdentifier(BaseModel):
     env_id: _Count
 
 
-def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
+def make_app(
+    gateway: Gateway, refusals: Refusals | None = None, greeting: dict[str, str] | None = None
+) -> FastAPI:
     """Returns the application of one gateway, which must be open while it serves."""
-    options = mode.options
-    refusals, held, timing = Refusals(), HeldBytes(options.held_bytes), LatencyWindow()
-    strict = options.compat == "strict"
+    options, refusals = gateway.options, refusals or Refusals()
+    held, timing = HeldBytes(options.held_bytes), LatencyWindow()
     parsers = ThreadPoolExecutor(2, "shmbridge-gateway-parser")
     exporter, looks = Exporter(lambda: [options.bridge]), ThreadPoolExecutor(1, "shmbridge-gateway-metrics")
     app = FastAPI(title="shmbridge gateway", strict_content_type=False)
-    if strict:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=["*"],
-            allow_credentials=True,
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
     routes: dict[str, set[str]] = {}
     app.add_middleware(Front, options=options, refusals=refusals, held=held, routes=routes)
 
@@ -113,7 +110,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def not_taken(request: Request, wrong: HTTPException) -> Response:
-        if strict or wrong.status_code not in (404, 405):
+        if wrong.status_code not in (404, 405):
             return await http_exception_handler(request, wrong)
         said = _no_route(request.method, request.url.path, routes)
         return json_answer({"detail": said}, wrong.status_code, dict(wrong.headers or {}))
@@ -121,7 +118,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, wrong: RequestValidationError) -> Response:
         kind = request.headers.get("content-type", "application/json")
-        if not strict and "json" not in kind:
+        if "json" not in kind:
             said = f"the body came as {kind} -> send it with Content-Type: application/json"
             return refusals.answer(Refused(422, said, "malformed"))
         refusals.counts["malformed"] += 1
@@ -137,35 +134,29 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
 
     @app.get("/")
     async def root() -> Any:
-        return (
-            {"message": "AtroposLib API"}
-            if strict
-            else {"message": "shmbridge gateway", "bridge": options.bridge}
-        )
+        return greeting or {"message": "shmbridge gateway", "bridge": options.bridge}
 
     @app.post("/register")
     async def register(registration: Registration) -> Any:
-        await mode.register(Run(**registration.model_dump()))
+        await gateway.register(Run(**registration.model_dump()))
         return {"uuid": uuid.uuid4().int}
 
     @app.post("/register-env")
     async def register_env(wish: RegisterEnv) -> Any:
-        return await mode.register_env(wish.model_dump())
+        return await gateway.register_env(wish.model_dump())
 
     @app.post("/disconnect-env")
     async def disconnect_env(which: EnvIdentifier) -> Any:
-        return await mode.disconnect_env(which.env_id)
+        return await gateway.disconnect_env(which.env_id)
 
     @app.get("/wandb_info")
     async def wandb_info() -> Any:
-        run = await mode.run()
-        if run is None or (strict and run.batch_size == -1):
-            return {"group": None, "project": None}
-        return {"group": run.wandb_group, "project": run.wandb_project}
+        run = await gateway.run()
+        return {"group": run.wandb_group if run else None, "project": run.wandb_project if run else None}
 
     @app.get("/info")
     async def info() -> Any:
-        run = await mode.run()
+        run = await gateway.run()
         return {
             "batch_size": run.batch_size if run else -1,
             "max_token_len": run.max_token_len if run else -1,
@@ -173,24 +164,19 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
 
     @app.get("/status")
     async def status() -> Any:
-        return await mode.status()
+        return await gateway.status()
 
     @app.get("/status-env")
     async def status_env(which: EnvIdentifier) -> Any:
-        try:
-            return await mode.env_status(which.env_id)
-        except (IndexError, NoWeight):
-            return _failed()
+        return await gateway.env_status(which.env_id)
 
     @app.get("/batch")
     async def batch(request: Request) -> Response:
         gzip = "gzip" in request.headers.get("accept-encoding", "").lower()
         try:
-            found = await mode.batch(request.state.connection, gzip)
+            found = await gateway.batch(request.state.connection, gzip)
         except NotRegistered:
             return json_answer(_NOT_REGISTERED)
-        except NoSuchThing:
-            return _failed()
         if found is None:
             return json_answer({"batch": None})
         return Response(
@@ -199,7 +185,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
 
     @app.get("/latest_example")
     async def latest_example(request: Request) -> Response:
-        group = await mode.latest()
+        group = await gateway.latest()
         if group is None:
             return json_answer({name: [] for name in _BARE_EXAMPLE})
         full = (
@@ -212,7 +198,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
     async def take(request: Request, many: bool) -> list[int | None]:
         body = await request.body()
         loop = asyncio.get_running_loop()
-        read = partial(decode.read_post, many=many, extras=not strict)
+        read = partial(read_post, many=many, extras=gateway.taker.extras)
         posted = await loop.run_in_executor(parsers, outcome, read, body)
         if isinstance(posted, Refused):
             del body
@@ -220,7 +206,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
         items, failed = sum(len(group["tokens"]) for group in posted.groups), True
         try:
             waited_s = time.monotonic() - request.scope["arrived_s"]
-            outcomes = await mode.post(posted, request.state.connection, waited_s)
+            outcomes = await gateway.post(posted, request.state.connection, waited_s)
             failed = False
         finally:
             timing.add(time.monotonic() - request.scope["arrived_s"], items=items, failed=failed)
@@ -241,13 +227,13 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
 
     @app.get("/reset_data")
     async def reset_data() -> Response:
-        await mode.reset()
+        await gateway.reset()
         return PlainTextResponse("Reset successful")
 
     def counters() -> dict[str, float]:
         reasons = {f"refused_total{{{kind}}}": count for kind, count in sorted(refusals.counts.items())}
         counts = {**reasons, "refused_total": refusals.counts.total(), "held_bytes": held.held}
-        return {**mode.stats(), **counts, **timing.metrics()}
+        return {**gateway.stats(), **counts, **timing.metrics()}
 
     @app.get("/stats")
     async def stats() -> Response:
@@ -255,7 +241,7 @@ def make_app(mode: DefaultMode | StrictMode) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        own = exposition.samples(options.bridge, counters())
+        own = samples(options.bridge, counters())
         # in one thread: an exporter is for one at a time, and a look may take milliseconds
         text = await asyncio.get_running_loop().run_in_executor(looks, exporter.text, own)
         return Response(text, media_type=CONTENT_TYPE)
@@ -275,5 +261,21 @@ def _no_route(method: str, path: str, routes: Mapping[str, Collection[str]]) -> 
     return f"there is no route {path} -> {hint}"
 
 
-def _failed() -> Response:
-    return PlainTextResponse("Internal Server Error", 500)
+def samples(bridge: str, counters: Mapping[str, float]) -> Iterator[Sample]:
+    """Yields the gateway's counters, and those of its consumer that no observer sees. Never blocks.
+
+    Args:
+        bridge: its name.
+        counters: as in `/stats`; the part of a name in braces becomes the label `reason`. The sum over such
+            reasons is left out: Prometheus adds.
+    """
+    with_reasons = {key.partition("{")[0] for key in counters if "{" in key}
+    for key, value in counters.items():
+        name, _, reason = key.partition("{")
+        if not math.isfinite(value) or key in with_reasons:
+            continue
+        labels = [("bridge", bridge), *([("reason", reason.rstrip("}"))] if reason else [])]
+        if not key.startswith(_OF_BRIDGE):
+            yield Sample("shmbridge_gateway_" + re.sub(r"\W", "_", name), tuple(labels), value)
+        elif (known := _OWN.get(key.removeprefix(_OF_BRIDGE))) is not None:
+            yield Sample(known, tuple(labels), value)

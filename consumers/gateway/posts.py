@@ -7,7 +7,10 @@ same response, and nothing is put again. For one event loop.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import socket
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,12 +27,12 @@ from shmbridge import (
     ShmBridgeError,
     ShmTooSmall,
 )
-from shmbridge.consumers.gateway.decode import Posted
-from shmbridge.consumers.gateway.delivery import ProvingConnection
-from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.bodies import Posted
+from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
-from shmbridge.httpd.door import Refused
-from shmbridge.put import RecordPlanner, checked_stamp
+from shmbridge.httpd.door import Refused, limit_unread_answer
+from shmbridge.httpd.server import BoundedConnection
+from shmbridge.put.planner import RecordPlanner, checked_stamp
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +101,8 @@ class RemoteLane:
 
 @dataclass(eq=False, slots=True)
 class Post:
-    """One body being put: notified by `Carried`, with its progress into the lanes."""
+    """One body being put, with its progress into the lanes."""
 
-    ledger: PostLedger
     posted: Posted
     done: Places = field(default_factory=list)  # of the groups that are committed
     outcomes: Outcomes = field(default_factory=list)  # once all are
@@ -113,13 +115,6 @@ class Post:
         return work is None or (
             work.done() and (work.cancelled() or work.exception() is not None or work.result() is not None)
         )
-
-    def read(self) -> None:
-        """Does nothing: a post whose response was read is not sent again."""
-
-    def unread(self) -> None:
-        """Remembers the post: its response was lost, so the same body may come again."""
-        self.ledger.remember(self)
 
 
 class PostLedger:
@@ -167,7 +162,7 @@ class PostLedger:
         self.counts["posts_total"] += 1
         post = self._recall(posted.digest)
         if post is None:
-            post = Post(self, posted)
+            post = Post(posted)
         else:
             self.counts["posts_repeated_total"] += 1
         if post.failed:
@@ -178,7 +173,7 @@ class PostLedger:
             )
             self._under_way.add(post.work)
             post.work.add_done_callback(self._ended)
-        connection.carry(post)
+        connection.carry(lambda read: None if read else self.remember(post))
         assert post.work is not None
         refused = await asyncio.shield(post.work)
         if refused is None:
@@ -255,9 +250,6 @@ class PostLedger:
                 return producer.producer_id, sequence if sequence is not None else -1
             first = False
 
-    # -- repeated posts
-    # --------------------------------------------------------------------------------------------------------
-
     def remember(self, post: Post) -> None:
         """Remembers a post whose response was lost, or that was put in part: the same body is this post."""
         post.posted.groups = []  # who puts them has them; only the digest is wanted from now on
@@ -319,3 +311,89 @@ async def _opened(lane: RemoteLane, deadline: float) -> Producer:
             if time.monotonic() + _MEMORY_AGAIN_S > deadline:
                 raise
             await asyncio.sleep(_MEMORY_AGAIN_S)
+
+
+_SIOCOUTQ = 0x5411  # bytes of the send queue that the peer has not acknowledged
+_KEEPALIVE = (
+    (socket.SO_KEEPALIVE, 1, socket.SOL_SOCKET),
+    (socket.TCP_KEEPIDLE, 30, socket.IPPROTO_TCP),
+    (socket.TCP_KEEPINTVL, 10, socket.IPPROTO_TCP),
+    (socket.TCP_KEEPCNT, 3, socket.IPPROTO_TCP),
+)
+
+
+class ProvingConnection(BoundedConnection):
+    """One connection of the gateway; request handlers find it in their scope's state."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.app_state = {**self.app_state, "connection": self}
+        self.carried: list[Callable[[bool], None]] = []
+        self.gone = False  # the peer no longer reads responses; readable from any thread
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether a response on it lacks proof."""
+        return bool(self.carried)
+
+    def carry(self, delivered: Callable[[bool], None]) -> None:
+        """Registers what is called, once, with whether the current response was read (or False: unknown)."""
+        if self.gone:
+            delivered(False)
+        else:
+            self.carried.append(delivered)
+            limit_unread_answer(self.transport.get_extra_info("socket"), 0)
+
+    def next_request(self) -> None:
+        """Reports a new request, which proves that the previous response was read."""
+        if self.carried:
+            limit_unread_answer(self.transport.get_extra_info("socket"), self._bounds.body_pause_s)
+        self._settle(read=True)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Enables detection of peers that vanish without closing."""
+        peer = transport.get_extra_info("socket")
+        if peer.family in (socket.AF_INET, socket.AF_INET6):
+            for option, value, level in _KEEPALIVE:
+                peer.setsockopt(level, option, value)
+        super().connection_made(transport)
+
+    def eof_received(self) -> None:
+        """The peer has closed its side, in order."""
+        self.gone = True  # later responses are not read
+        self._settle(read=self._all_delivered())
+        super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Reports responses without proof as unread: the connection is gone."""
+        self.gone = True
+        self._settle(read=False)
+        super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Keeps an idle connection while a response on it lacks proof."""
+        if not self.carried:
+            super().timeout_keep_alive_handler()
+
+    def _settle(self, *, read: bool) -> None:
+        settled, self.carried = self.carried, []
+        for delivered in settled:
+            delivered(read)
+
+    def _all_delivered(self) -> bool:
+        """Returns whether the response is complete, written and acknowledged, without a reset."""
+        if (
+            self.link is None
+            or self.cycle is None
+            or not self.cycle.response_complete
+            or self.link.get_write_buffer_size()
+        ):
+            return False
+        peer = self.link.get_extra_info("socket")
+        try:
+            (unacknowledged,) = struct.unpack("i", fcntl.ioctl(peer.fileno(), _SIOCOUTQ, b"\0\0\0\0"))
+            return unacknowledged <= self.link.ended and not peer.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ERROR
+            )
+        except OSError:
+            return False

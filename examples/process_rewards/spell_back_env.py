@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
-from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
-from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row, Sampling
+from shmbridge.consumers.policy_server.engine import WeightsFollower
+from shmbridge.consumers.policy_server.sampler import PolicyModel, Row, Sampling
 from shmbridge.weights import WeightsReader
 
 LETTERS = "abcde"

@@ -51,7 +51,7 @@ GROUPS: dict[str, dict[str, Entry]] = {
         "serve": Entry(
             "an inference server that follows the learner",
             "shmbridge.consumers.policy_server",
-            "shmbridge.consumers.policy_server_parts.options",
+            "shmbridge.consumers.policy_server",
             ("learner",),
         ),
         "env": Entry(

@@ -89,7 +89,7 @@ def _gateway(arguments: argparse.Namespace) -> int:
     """Serves until a signal ends it; prints the address on standard output."""
     from shmbridge.archive.recorder import Recorder
     from shmbridge.consumers.gateway import serve
-    from shmbridge.consumers.gateway.options import GatewayOptions
+    from shmbridge.consumers.gateway.limits import GatewayOptions
     from shmbridge.httpd.door import listen
     from shmbridge.sizing import SMALLEST_LANE
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from shmbridge.consumers.policy_server import PolicyServer
+from shmbridge.consumers.policy_server.server import PolicyServer
 from shmbridge.httpd.server import Server
 
 

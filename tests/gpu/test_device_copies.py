@@ -16,9 +16,7 @@ torch = pytest.importorskip("torch")
 from shmbridge.consumers.device_batch import DeviceCopies  # noqa: E402
 from shmbridge.consumers.engines.published_tensors import as_tensor  # noqa: E402
 from shmbridge.consumers.learner.model import attention, forward  # noqa: E402
-from shmbridge.consumers.pinned.driver import CudaDriver  # noqa: E402
-from shmbridge.consumers.pinned.lanes import PinnedLanes  # noqa: E402
-from shmbridge.consumers.pinned.weights import PinnedWeights  # noqa: E402
+from shmbridge.consumers.pinned import CudaDriver, PinnedLanes, PinnedWeights  # noqa: E402
 from shmbridge.weights import WeightsReader, WeightsWriter  # noqa: E402
 
 DEVICE = os.environ.get("SHMBRIDGE_TEST_DEVICE", "cuda")

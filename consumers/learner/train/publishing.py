@@ -16,7 +16,7 @@ from shmbridge.consumers.learner.config.run_options import Dtype, WeightsConfig
 from shmbridge.consumers.learner.model.lora import adapted_names, published_parameters
 from shmbridge.consumers.learner.model.sharding import Index, own_part
 from shmbridge.consumers.learner.world import World
-from shmbridge.consumers.pinned.weights import PinnedWeights
+from shmbridge.consumers.pinned import PinnedWeights
 from shmbridge.weights import WeightsPart, WeightsWriter
 
 PublishWeights = Callable[[int], None]  # takes a version; returns once samplers can read the weights

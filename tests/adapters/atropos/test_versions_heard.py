@@ -573,11 +573,10 @@ async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
     """
     from transformers import AutoModelForCausalLM
 
-    from shmbridge.consumers.policy_server import PolicyServer
-    from shmbridge.consumers.policy_server_parts.api import PolicyApi
-    from shmbridge.consumers.policy_server_parts.engine import PolicyEngine
-    from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
-    from shmbridge.consumers.policy_server_parts.generation import PolicyModel
+    from shmbridge.consumers.policy_server.api import PolicyApi
+    from shmbridge.consumers.policy_server.engine import PolicyEngine, WeightsFollower
+    from shmbridge.consumers.policy_server.sampler import PolicyModel
+    from shmbridge.consumers.policy_server.server import PolicyServer
     from shmbridge.weights import WeightsReader, WeightsWriter
     from tests.adapters.served import served
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shmbridge.consumers.engines.autodetect import engine_at
 from shmbridge.consumers.engines.engine import EngineFailed, Update
-from shmbridge.consumers.engines.self_updating import Following
-from shmbridge.consumers.engines.sglang_http import SglangHttp
-from shmbridge.consumers.engines.vllm_http import VllmHttp
+from shmbridge.consumers.engines.fleet import Following, engine_at
+from shmbridge.consumers.engines.sglang import SglangHttp
+from shmbridge.consumers.engines.vllm import VllmHttp
 from shmbridge.consumers.weight_sync import WeightSync
 
 KINDS = {

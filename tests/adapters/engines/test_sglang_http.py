@@ -286,7 +286,7 @@ def test_generation_continues_whatever_interrupts_a_push(
     bridge, serving, sglang, tiny_model, monkeypatch, at, pause
 ):
     """As Ctrl-C in a notebook: the process lives on, so the watchdog child does nothing."""
-    import shmbridge.consumers.engines.sglang_http as module
+    import shmbridge.consumers.engines.sglang as module
 
     real = module.ask
 

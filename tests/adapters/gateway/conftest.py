@@ -17,7 +17,9 @@ pytest.importorskip("requests")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gateway_clients import GatewayProcess, UpstreamProcess
+from gateway_clients import GatewayProcess, SharedGateway, UpstreamProcess
+
+import shmbridge
 
 
 @pytest.fixture
@@ -49,6 +51,36 @@ def gateway(start_gateway: Callable[..., GatewayProcess]) -> GatewayProcess:
 @pytest.fixture
 def strict(start_gateway: Callable[..., GatewayProcess]) -> GatewayProcess:
     return start_gateway("--compat", "strict")
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, ...], SharedGateway]]:
+    """The gateways of a module, by their arguments."""
+    found: dict[tuple[str, ...], SharedGateway] = {}
+    yield found
+    for arguments, gateway in found.items():
+        if gateway.process.poll() is None:
+            gateway.end()
+        shmbridge.clean(arguments[1], dry_run=False)
+
+
+@pytest.fixture
+def shared_gateway(
+    gateways: dict[tuple[str, ...], SharedGateway], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., SharedGateway]:
+    """Returns a gateway with these arguments, whose bridge no other test of the module uses at the time."""
+
+    def shared(*arguments: str, lane_bytes: str = "1M") -> SharedGateway:
+        known = next((each for each in gateways if each[2:] == (*arguments, lane_bytes)), None)
+        if known is None:
+            name = f"t-shared-{os.getpid()}-{os.urandom(2).hex()}"
+            known = ("--bridge", name, *arguments, lane_bytes)
+            log = tmp_path_factory.mktemp("gateway") / "log"
+            gateways[known] = SharedGateway(log, "--bridge", name, "--lane-bytes", lane_bytes, *arguments)
+        gateways[known].begin()
+        return gateways[known]
+
+    return shared
 
 
 @pytest.fixture(scope="session")

@@ -210,6 +210,28 @@ class GatewayProcess(ServerProcess):
         self.start_process(self.address[1])
 
 
+class SharedGateway(GatewayProcess):
+    """A gateway for the tests of a module: each begins with nothing registered, and counts from 0."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._before: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Forgets the test before."""
+        if self.process.poll() is not None:
+            self.start_process(self.address[1])
+        assert self.get("/reset_data").status_code == 200
+        self._before = {key: value for key, value in super().stats().items() if not key.startswith("bridge_")}
+
+    def stats(self) -> dict[str, float]:
+        """The counters since the test began."""
+        return {
+            key: value - self._before.get(key, 0) if "_total" in key else value
+            for key, value in super().stats().items()
+        }
+
+
 class UpstreamProcess(ServerProcess):
     """The original as a child; it answers on a socket that was bound here."""
 

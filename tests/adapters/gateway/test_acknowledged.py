@@ -28,8 +28,8 @@ JSON, GZIP, CLOSE = "content-type: application/json", "accept-encoding: gzip", "
 
 
 @pytest.fixture
-def api(start_gateway: Callable[..., GatewayProcess], mode: str) -> GatewayProcess:
-    gateway = start_gateway("--compat", mode, lane_bytes="16M")
+def api(shared_gateway: Callable[..., GatewayProcess], mode: str) -> GatewayProcess:
+    gateway = shared_gateway("--compat", mode, lane_bytes="16M")
     gateway.start(batch_size=4)
     return gateway
 
@@ -157,13 +157,10 @@ def test_closing_without_reading_after_connection_close(api: GatewayProcess):
     assert api.stats()["batches_redelivered_total"] == 1
 
 
+@pytest.mark.parametrize("mode", ["default"])
 @pytest.mark.parametrize("numbers", [2_000, 100_000], ids=["in the kernel", "in the gateway"])
-def test_an_orderly_end_with_bytes_under_way_is_no_proof(
-    start_gateway: Callable[..., GatewayProcess], numbers: int
-):
+def test_an_orderly_end_with_bytes_under_way_is_no_proof(api: GatewayProcess, numbers: int):
     """The peer's FIN comes while bytes are not yet acknowledged, so the peer has not read them."""
-    api = start_gateway(lane_bytes="16M")
-    api.start(batch_size=4)
     api.put(0, advantages=[[0.123456789] * numbers] * 4)
     client = RawClient(api, receive_buffer=4096)
     client.ask("/batch")
@@ -267,9 +264,9 @@ def test_equal_posts_that_were_answered_are_two(api: GatewayProcess):
     assert api.stats()["posts_repeated_total"] == 0
 
 
-def test_trainers_that_are_killed_all_the_time(start_gateway: Callable[..., GatewayProcess]):
+def test_trainers_that_are_killed_all_the_time(shared_gateway: Callable[..., GatewayProcess]):
     """Six posters, a trainer that drops every second answer: every group is read once."""
-    api = start_gateway(lane_bytes="4M")
+    api = shared_gateway("--compat", "default", lane_bytes="16M")
     api.start(batch_size=8)
     posters = [
         threading.Thread(target=lambda n=n: [api.put(100 * n + at) for at in range(20)]) for n in range(6)

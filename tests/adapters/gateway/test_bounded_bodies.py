@@ -103,18 +103,6 @@ def test_a_body_that_no_route_takes_is_not_read(gateway: GatewayProcess):
         client.close()
 
 
-def test_a_token_is_asked_for_before_the_body(
-    start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
-    gateway = start_gateway()
-    client = RawClient(gateway)
-    client.ask("/scored_data", f"content-length: {4 * MIB}", method="POST")
-    client.read_head()
-    assert client.head.startswith("http/1.1 401")
-    client.close()
-
-
 def test_a_body_larger_than_it_looked_goes_in(start_gateway: Callable[..., GatewayProcess]):
     """Its memory is booked in steps, and it is unpacked again with more room; the booking ends at its real
     size.

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from gateway_clients import GatewayProcess, group
 
-from shmbridge.consumers.gateway.exposition import samples
-from shmbridge.watch.exporter import Sample
+from shmbridge.consumers.gateway.app import samples
+from shmbridge.watch.prometheus import Sample
 
 OF = (("bridge", "run1"),)
 

@@ -11,9 +11,11 @@ import pytest
 from gateway_clients import group
 
 from shmbridge import Producer, Run
-from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.saved_state import StateFile
-from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
+from shmbridge.consumers.gateway.environments import StateFile
+from shmbridge.consumers.gateway.limits import GatewayOptions
+from shmbridge.consumers.gateway.strict import queue
+from shmbridge.consumers.gateway.strict.queue import StrictTaker
+from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import Register
 from shmbridge.control.server import ControlClient
 from shmbridge.testing import wait_until
@@ -180,14 +182,17 @@ def test_fragments_of_a_producer_that_ended_are_discarded(
 
 
 def test_fragments_that_are_late_are_discarded(
-    start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]
+    start: Callable[..., StrictTaker], make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(queue, "_FRAGMENTS_WAIT_S", 0.5)
     taker = start()
     taker.register(RUN)
-    producer = make_producer()
-    producer.put(group(1, 2), group_id="late", group_size=4)
+    make_producer().put(group(1, 2), group_id="late", group_size=4)
     taker.take_all()
     assert stats(taker, "discarded_total{partial}", "held") == [0, 1]
-    taker._fragments.timeout_s = 0.0
-    taker.take_all()
-    assert stats(taker, "discarded_total{partial}", "held") == [1, 0]
+
+    def discarded() -> bool:
+        taker.take_all()
+        return stats(taker, "discarded_total{partial}", "held") == [1, 0]
+
+    wait_until(discarded, 10)

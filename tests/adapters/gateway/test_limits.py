@@ -23,6 +23,11 @@ import shmbridge
 JSON = {"content-type": "application/json"}
 
 
+@pytest.fixture
+def gateway(shared_gateway: Callable[..., GatewayProcess]) -> GatewayProcess:
+    return shared_gateway()
+
+
 def post_raw(api: Api, body: bytes | str, path: str = "/scored_data", **headers: str) -> requests.Response:
     return api.post(
         path, data=body, headers=JSON | {name.replace("_", "-"): value for name, value in headers.items()}
@@ -133,8 +138,15 @@ def test_a_token_is_required_by_every_route(
     start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
 ):
     """Every route checks it before it reads anything."""
-    monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
-    gateway = start_gateway()
+    monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret\n")  # as a file may end
+    gateway = start_gateway("--host", "0.0.0.0")
+    assert "no token" not in gateway.output
+    gateway.url = gateway.url.replace("0.0.0.0", "127.0.0.1")
+    client = RawClient(gateway)
+    client.ask("/scored_data", f"content-length: {4 << 20}", method="POST")
+    client.read_head()
+    assert client.head.startswith("http/1.1 401"), "before the body"
+    client.close()
     for header in (
         {},
         {"authorization": "Bearer wrong"},
@@ -276,8 +288,9 @@ def session_post(gateway: Api, mark: int) -> None:
         gateway.post("/scored_data", big(mark), timeout=60)
 
 
-def test_a_signal_ends_the_gateway_in_order(gateway: GatewayProcess, bridge: str):
+def test_a_signal_ends_the_gateway_in_order(start_gateway: Callable[..., GatewayProcess], bridge: str):
     """Posts that wait are answered, what is in the lanes stays, the code is 0."""
+    gateway = start_gateway()
     gateway.register(batch_size=64)
     held = [in_thread(lambda mark=mark: gateway.post("/scored_data", big(mark))) for mark in range(4)]
     deadline = time.monotonic() + 20
@@ -330,14 +343,10 @@ def test_a_gateway_that_cannot_start_says_why(
     gateway: GatewayProcess, bridge: str, make_consumer: Callable[..., shmbridge.Consumer]
 ):
     """The address is taken, the name is invalid, or another hub lives in strict mode."""
-    gateway.put(0)
     make_consumer()
     for arguments, code, said in (
         (["--bridge", bridge, "--port", str(gateway.address[1])], 2, "the port is in use -> "),
-        (["--bridge", "no name!"], 2, "SB100"),
         (["--bridge", bridge, "--max-body", "much"], 2, "not a size"),
-        (["--bridge", bridge, "--port", "99999"], 2, "'99999' is not a port: 0 to 65535"),
-        (["--bridge", bridge, "--port", "-1"], 2, "'-1' is not a port"),
         (["--bridge", bridge, "--port", "0", "--compat", "strict"], 1, f"pid {os.getpid()}"),
     ):
         done = subprocess.run(
@@ -390,11 +399,9 @@ def test_a_host_name_that_a_page_led_here_is_refused(start_gateway: Callable[...
 
 
 def test_a_gateway_open_to_all_says_so(
-    start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
+    start_gateway: Callable[..., GatewayProcess], gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
 ):
     """Bound to more than this machine and without a token: a line in the log."""
-    assert "no token" not in start_gateway(own_socket=True).output
-    monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
-    assert "no token" not in start_gateway("--host", "0.0.0.0").output
-    monkeypatch.delenv("SHMBRIDGE_GATEWAY_TOKEN")
+    monkeypatch.delenv("SHMBRIDGE_GATEWAY_TOKEN", raising=False)
+    assert "no token" not in gateway.output
     assert "0.0.0.0 may post, poll and reset: there is no token" in start_gateway("--host", "0.0.0.0").output

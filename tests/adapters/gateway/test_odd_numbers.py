@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from gateway_clients import RUN, GatewayProcess
 
-from shmbridge.consumers.gateway.decode import read_post
+from shmbridge.consumers.gateway.bodies import read_post
 from shmbridge.httpd.door import Refused
 
 ENV = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": 4}
@@ -67,9 +67,9 @@ def test_null_as_text_is_no_column_that_is_left_out(column: str):
 
 @pytest.mark.parametrize("mode", ["default", "strict"])
 def test_only_the_sender_of_a_senseless_number_is_refused(
-    start_gateway: Callable[..., GatewayProcess], mode: str
+    shared_gateway: Callable[..., GatewayProcess], mode: str
 ):
-    gateway = start_gateway("--compat", mode)
+    gateway = shared_gateway("--compat", mode)
     for field in ("batch_size", "max_token_len", "starting_step", "num_steps", "save_checkpoint_interval"):
         assert gateway.post("/register", RUN | {field: BEYOND}).status_code == 422, field
     assert gateway.post("/register", RUN | {"wandb_group": "\ud800"}).status_code == 422
@@ -94,10 +94,10 @@ def test_only_the_sender_of_a_senseless_number_is_refused(
 
 @pytest.mark.parametrize("mode", ["default", "strict"])
 def test_a_log_probability_that_is_none_costs_no_group_and_is_served_as_one(
-    start_gateway: Callable[..., GatewayProcess], mode: str
+    shared_gateway: Callable[..., GatewayProcess], mode: str
 ):
     """Null and vLLM's -9999 come as Atropos' mark, rounding above 0 as 0; never null among numbers."""
-    gateway = start_gateway("--compat", mode)
+    gateway = shared_gateway("--compat", mode)
     gateway.start(batch_size=2)
     rows = [[None, -0.5, 1e-7], [1.0, -9999.0, -2.0]]
     for name in ("inference_logprobs", "ref_logprobs"):

@@ -17,11 +17,13 @@ import pytest
 from gateway_clients import group
 
 import shmbridge
-from shmbridge.consumers.gateway import modes, posts
-from shmbridge.consumers.gateway.decode import Posted
-from shmbridge.consumers.gateway.modes import DefaultMode, Mode, StrictMode
-from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway import gateway as operations
+from shmbridge.consumers.gateway import posts
+from shmbridge.consumers.gateway.bodies import Posted
+from shmbridge.consumers.gateway.gateway import Gateway
+from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.consumers.gateway.posts import Post, PostLedger, RemoteLane
+from shmbridge.consumers.gateway.strict import StrictGateway
 from shmbridge.httpd.door import Refused
 from shmbridge.segments import MOUNT
 
@@ -61,7 +63,7 @@ async def post(ledger: PostLedger, lane: RemoteLane, *groups: dict[str, Any], lo
     except Refused as refused:
         status = refused.status
     if lost:
-        connection.carried.unread()
+        connection.carried(False)
     return status
 
 
@@ -122,16 +124,16 @@ async def test_a_refused_post_keeps_no_body(lane: RemoteLane, lost: bool, length
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", [DefaultMode, StrictMode])
+@pytest.mark.parametrize("kind", [Gateway, StrictGateway])
 async def test_remembered_posts_are_forgotten_by_themselves(
-    kind: type[Mode], bridge: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[Gateway], bridge: str, monkeypatch: pytest.MonkeyPatch
 ):
     """They are forgotten also when no further post comes."""
-    monkeypatch.setattr(modes, "_LOOK_EVERY_S", 0.01)
-    mode = kind(GatewayOptions(bridge))  # type: ignore[call-arg]
+    monkeypatch.setattr(operations, "_LOOK_EVERY_S", 0.01)
+    mode = kind(GatewayOptions(bridge))
     await mode.open()
     try:
-        mode.ledger.remember(Post(mode.ledger, Posted([], b"a digest")))
+        mode.ledger.remember(Post(Posted([], b"a digest")))
         monkeypatch.setattr(posts, "_REMEMBERED_S", 0.0)
         await until(lambda: not mode.ledger._lost)
     finally:

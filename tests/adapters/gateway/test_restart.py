@@ -274,7 +274,7 @@ def test_a_mount_without_room_for_new_lanes_ends_no_environment(tmp_path: Path):
 
 HALF_WRITTEN = """
 import resource, sys
-from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
+from shmbridge.consumers.gateway.environments import SavedEnv, StateFile
 
 state = StateFile(sys.argv[1])
 assert state.open()

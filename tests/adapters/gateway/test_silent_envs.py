@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
-from shmbridge.consumers.gateway.saved_state import StateFile
+from shmbridge.consumers.gateway.environments import RemoteEnvs, StateFile
+from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.httpd.door import Refused
 from shmbridge.segments import lane_names
 

@@ -11,11 +11,11 @@ import pytest
 from gateway_clients import group, marks
 
 from shmbridge import Producer, Run
-from shmbridge.consumers.gateway.batch_server import Taker
-from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.saved_state import StateFile
-from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
-from shmbridge.segments import MOUNT
+from shmbridge.consumers.gateway.batches import Taker
+from shmbridge.consumers.gateway.environments import StateFile
+from shmbridge.consumers.gateway.limits import GatewayOptions
+from shmbridge.consumers.gateway.strict.queue import StrictTaker
+from shmbridge.segments.segment import MOUNT
 
 RUN = Run(batch_size=8, max_token_len=64)
 ROLE = "a role that stands nowhere else"

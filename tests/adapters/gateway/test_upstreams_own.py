@@ -19,7 +19,7 @@ import requests
 from gateway_clients import ROOT, GatewayProcess, UpstreamProcess, group
 
 import shmbridge
-from shmbridge.consumers.gateway.floats import shortest
+from shmbridge.consumers.gateway.bodies import shortest
 
 TESTS = ("test_api_compression.py", "test_api_legacy.py", "test_api_messages_handling.py")
 

@@ -307,7 +307,7 @@ def test_the_policy_server_answers_with_what_was_pushed(bridge, start_learner, t
     checkpoint.
     """
     pytest.importorskip("aiohttp")
-    from shmbridge.consumers.engines.http_calls import ask
+    from shmbridge.consumers.engines.engine import ask
 
     folder = tmp_path / "served"
     subprocess.run(

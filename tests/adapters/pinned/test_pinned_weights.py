@@ -10,7 +10,7 @@ import torch
 
 from shmbridge.consumers.learner.train.publishing import WeightsPublisher
 from shmbridge.consumers.learner.world import World
-from shmbridge.consumers.pinned.weights import PinnedWeights
+from shmbridge.consumers.pinned import PinnedWeights
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
 MODEL = {"a": np.arange(1000, dtype=np.float32), "b": np.ones((4, 5), np.float32)}

@@ -24,9 +24,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import shmbridge
 from shmbridge.consumers.engines.published_tensors import copy_into
 from shmbridge.consumers.learner.train.publishing import first_version
-from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
-from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
-from shmbridge.consumers.policy_server_parts.generation import NotFinite, PolicyModel, Row, Sampling
+from shmbridge.consumers.policy_server.engine import (
+    EngineClosed,
+    PolicyEngine,
+    Question,
+    Reply,
+    WeightsFollower,
+)
+from shmbridge.consumers.policy_server.sampler import NotFinite, PolicyModel, Row, Sampling
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 ROOT = Path(__file__).parents[3]

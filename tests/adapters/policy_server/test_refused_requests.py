@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from shmbridge.consumers.policy_server import PolicyServer
-from shmbridge.consumers.policy_server_parts.api import PolicyApi
-from shmbridge.consumers.policy_server_parts.engine import PolicyEngine
-from shmbridge.consumers.policy_server_parts.generation import PolicyModel
+from shmbridge.consumers.policy_server.api import PolicyApi
+from shmbridge.consumers.policy_server.engine import PolicyEngine
+from shmbridge.consumers.policy_server.sampler import PolicyModel
+from shmbridge.consumers.policy_server.server import PolicyServer
 from shmbridge.httpd.door import BadRequest
 from tests.adapters.served import Client, served
 

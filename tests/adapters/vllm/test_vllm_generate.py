@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shmbridge.consumers.vllm.atropos_generate import BadRequest, answer, question
+from shmbridge.consumers.vllm.middleware import BadRequest, answer, question
 
 MODELS = ["policy"]
 
@@ -21,9 +21,6 @@ def test_fields_go_to_the_sampler_and_nulls_mean_nothing():
     asked = question(body(model="policy", stop=None, stream=False, logit_bias={"3": 1}, **given), MODELS)
     assert asked.prompt.prompt_token_ids == [5, 6]
     assert asked.sampling() == given | {"logit_bias": {3: 1.0}}
-
-
-def test_prompt_may_be_text():
     assert question(body(prompt="say it"), MODELS).prompt == "say it"
 
 
@@ -113,9 +110,5 @@ def test_logprobs_come_as_atropos_reads_them():
 def test_prompt_is_decoded_where_it_came_as_tokens():
     tokenizer = SimpleNamespace(decode=lambda tokens: f"text of {tokens}")
     assert answer(final(output([1], []), prompt=None), tokenizer)["prompt"] == "text of [5, 6]"
-    assert answer(final(output([1], []), prompt=None), None)["prompt"] is None
-
-
-def test_prompt_logprobs_are_returned_when_asked_for():
-    told = answer(final(output([1], []), prompt_logprobs=[None, {6: chance(-0.25)}]), None)
-    assert told["prompt_logprobs"] == [None, {6: -0.25}]
+    told = answer(final(output([1], []), prompt=None, prompt_logprobs=[None, {6: chance(-0.25)}]), None)
+    assert (told["prompt"], told["prompt_logprobs"]) == (None, [None, {6: -0.25}])

@@ -19,11 +19,9 @@ import pytest
 from live_server import needs_spans
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-from shmbridge.consumers.engines.vllm_async import VllmAsync
-from shmbridge.consumers.vllm.atropos_generate import generate, question
-from shmbridge.consumers.vllm.follow import Follower
-from shmbridge.consumers.vllm.follow_settings import FollowSettings
-from shmbridge.consumers.vllm.live_engine import LiveEngine
+from shmbridge.consumers.engines.vllm import VllmAsync
+from shmbridge.consumers.vllm.follow import Follower, FollowSettings, LiveEngine
+from shmbridge.consumers.vllm.middleware import generate, question
 from shmbridge.consumers.weight_sync import EngineFailed, WeightSync
 from shmbridge.weights import WeightsReader, WeightsWriter
 
@@ -185,7 +183,7 @@ class FleetClient:
 def test_the_trainer_interface_says_that_it_does_not_know(fleet, failing, bridge, make_model, greedy):
     from vllm.distributed.weight_transfer.base import ModuleSource
 
-    from shmbridge.consumers.vllm_weights import (
+    from shmbridge.consumers.vllm.backend import (
         ShmBridgeTrainerInitInfo,
         ShmBridgeTrainerWeightTransferEngine,
     )

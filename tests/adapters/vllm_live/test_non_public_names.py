@@ -8,7 +8,7 @@ from shmbridge.errors import BadConfig
 
 
 def test_the_installed_release_has_every_name_in_use():
-    from shmbridge.consumers.vllm import non_public_names
+    from shmbridge.consumers.vllm import loading as non_public_names
 
     non_public_names.require()
 
@@ -23,7 +23,7 @@ def test_the_installed_release_has_every_name_in_use():
     ],
 )
 def test_a_name_that_a_release_lacks_is_in_the_error(monkeypatch, where, name):
-    from shmbridge.consumers.vllm import non_public_names
+    from shmbridge.consumers.vllm import loading as non_public_names
 
     monkeypatch.delattr(getattr(non_public_names, where), name)
     with pytest.raises(BadConfig, match=rf"vllm\S* \d.* has no {where}\.{name}"):
@@ -31,7 +31,7 @@ def test_a_name_that_a_release_lacks_is_in_the_error(monkeypatch, where, name):
 
 
 def test_a_worker_or_a_layer_that_keeps_its_state_under_other_names_is_refused(monkeypatch):
-    from shmbridge.consumers.vllm import non_public_names
+    from shmbridge.consumers.vllm import loading as non_public_names
 
     monkeypatch.setattr(non_public_names, "Worker", type("Worker", (), {"__init__": lambda self: None}))
     with pytest.raises(BadConfig, match=r"Worker\._weight_update_active"):

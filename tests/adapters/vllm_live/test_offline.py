@@ -285,7 +285,7 @@ def test_vllms_own_trainer_interface_writes_and_tells(llm, tied, bridge, make_mo
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from shmbridge.consumers.vllm_weights import ShmBridgeTrainerInitInfo
+    from shmbridge.consumers.vllm.backend import ShmBridgeTrainerInitInfo
 
     class OfflineClient:
         """vLLM has clients for HTTP and Ray; an offline engine is called itself."""

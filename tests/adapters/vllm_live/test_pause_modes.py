@@ -13,10 +13,8 @@ import pytest
 from live_server import needs_spans
 
 import shmbridge
-from shmbridge.consumers.vllm.atropos_generate import generate, question
-from shmbridge.consumers.vllm.follow import Follower
-from shmbridge.consumers.vllm.follow_settings import FollowSettings
-from shmbridge.consumers.vllm.live_engine import LiveEngine
+from shmbridge.consumers.vllm.follow import Follower, FollowSettings, LiveEngine
+from shmbridge.consumers.vllm.middleware import generate, question
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 PATIENCE_S = 120.0

@@ -17,10 +17,10 @@ for first in sys.argv[1:]:
 from vllm.distributed.weight_transfer import factory
 factories = factory.WeightTransferEngineFactory, factory.WeightTransferTrainerFactory
 found = [each._registry["shmbridge"]() for each in factories]
-from shmbridge.consumers import vllm_weights as ours
+from shmbridge.consumers.vllm import backend as ours
 assert found == [ours.ShmBridgeWeightTransferEngine, ours.ShmBridgeTrainerWeightTransferEngine], found
 """
-OURS = "shmbridge.consumers.vllm_weights"
+OURS = "shmbridge.consumers.vllm.backend"
 
 
 @pytest.mark.timeout(300)

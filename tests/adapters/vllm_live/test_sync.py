@@ -17,7 +17,7 @@ import torch
 from live_server import REPORTS_SPANS, needs_spans
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-from shmbridge.consumers.engines.vllm_async import VllmAsync
+from shmbridge.consumers.engines.vllm import VllmAsync
 from shmbridge.consumers.weight_sync import EngineFailed, WeightSync
 
 NONE = WeightTransferInitRequest(init_info={})

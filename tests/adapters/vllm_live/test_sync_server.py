@@ -134,18 +134,32 @@ def test_pushes_by_address_and_what_it_says_without_one(server, bridge, make_mod
 PUSHER = """
 import os, signal, sys
 from safetensors.numpy import load_file
-from shmbridge.consumers.engines import vllm_http
+from shmbridge.consumers.engines.vllm import VllmHttp
 from shmbridge.consumers.weight_sync import WeightSync
 
 bridge, url, first, second, dies_before = sys.argv[1:]
 with WeightSync(bridge, url) as sync:
     sync.push(load_file(first + "/model.safetensors"))
-    setattr(vllm_http._Routes, dies_before, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    call = VllmHttp.call
+    def dies(self, name, *given, **options):
+        if name == dies_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(self, name, *given, **options)
+    VllmHttp.call = dies
     sync.push(load_file(second + "/model.safetensors"))
 """
 
 
-@pytest.mark.parametrize("dies_before", ["start", "load", "finish", "reset_cache", "resume"])
+@pytest.mark.parametrize(
+    "dies_before",
+    [
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "reset_prefix_cache",
+        "resume_generation",
+    ],
+)
 def test_a_killed_pusher_leaves_whole_weights_under_their_version(
     server, bridge, make_model, tiny_folder, greedy, learner_python, dies_before
 ):

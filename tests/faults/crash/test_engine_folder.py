@@ -20,7 +20,7 @@ from shmbridge.segments import EngineFolder, membership
 
 WRITER = """
 import sys, numpy as np
-from shmbridge.consumers.engines.safetensors_folder import SafetensorsFolder
+from shmbridge.consumers.engines.sglang import SafetensorsFolder
 from shmbridge.weights import WeightsWriter
 
 with WeightsWriter(sys.argv[1]) as writer:

@@ -32,7 +32,7 @@ BOUNDS = Bounds(
 
 def gateway(bridge: str, folder: Path, compat: str = "default") -> None:
     from shmbridge.consumers.gateway import serve
-    from shmbridge.consumers.gateway.options import GatewayOptions
+    from shmbridge.consumers.gateway.limits import GatewayOptions
     from shmbridge.httpd.door import listen
 
     options = GatewayOptions(
@@ -49,12 +49,13 @@ def gateway(bridge: str, folder: Path, compat: str = "default") -> None:
 
 
 def policy(bridge: str, folder: Path) -> None:
-    from shmbridge.consumers import policy_server
+    from shmbridge.consumers.policy_server import __main__ as program
+    from shmbridge.consumers.policy_server import server
 
-    made = policy_server.PolicyServer
-    policy_server.PolicyServer = lambda *given: made(*given, bounds=BOUNDS)  # type: ignore[assignment,misc]
-    policy_server.tell = lambda _, text: print(text.split(":")[2].split()[0], flush=True)
-    sys.exit(policy_server.main(["--model", str(folder / "model"), "--port", "0"]))
+    made = server.PolicyServer
+    program.PolicyServer = lambda *given: made(*given, bounds=BOUNDS)  # type: ignore[assignment,misc]
+    server.tell = lambda _, text: print(text.split(":")[2].split()[0], flush=True)
+    sys.exit(program.main(["--model", str(folder / "model"), "--port", "0"]))
 
 
 def environments(bridge: str, folder: Path) -> None:

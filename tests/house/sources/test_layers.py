@@ -25,15 +25,16 @@ ORDER = {
         demo __main__
     """,
     "consumers": """
-        advantages engines evaluations gateway pinned
-        device_batch losses policy_server_parts pretrained
-        trajectories
+        advantages engines evaluations gateway held_records pinned
+        device_batch losses pretrained
+        tested_versions trained_bridge trajectories
+        trainer_settings
         feed
         dataset learner policy_server
         grpo weight_sync
         __init__ vllm
         atropos_trainer record_factories roll skyrl transfer_queue trl
-        miles verl vllm_weights
+        miles verl
     """,
     "consumers/learner": """
         __init__ types
@@ -62,6 +63,8 @@ ONE_SUBCLASS = {
     "Parallel": "one process; both ways of many share a base of their own",
     "PublishingActorWorker": "ROLL's actor beside ShmAgenticPipeline, as it is; the other one trains besides",
     "ThreadServer": "environments of SkyRL-Gym are served by it as it is; scrapes ask an exporter besides",
+    "Gateway": "the gateway; the strict one has the original's answers in its place",
+    "Refusals": "the gateway's; the strict one answers a broken gzip body as the original",
     "Taker": "the gateway's queue; the strict gateway has the original's in its place",
     "World": "one process, whose collectives return its own values; TorchWorld is one rank of many",
 }

@@ -1,11 +1,11 @@
-"""A watchdog process that resumes a paused server if the pusher dies first.
+"""Keeps a paused server from staying paused when its pusher dies: a child process resumes it then.
 
-    python -I -S resume_watchdog.py URL PID
+    python -I -S pause_guard.py URL PID
 
-The pusher PID writes a JSON line to standard input at each stage: the calls still to make, [[[path, body],
-...], ...]. When the kernel reports the pusher's death, the watchdog POSTs those of the last line: list by
-list, each up to the first failing call. It repeats the very last call, which resumes the server, until it
-succeeds. It is idle for as long as the learner runs.
+The pusher PID writes a JSON line to the child's standard input at each stage: the calls still to make,
+[[[path, body], ...], ...]. When the kernel reports the pusher's death, the child POSTs those of the last
+line: list by list, each up to the first failing call. It repeats the very last call, which resumes the
+server, until it succeeds. It is idle for as long as the learner runs, and imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+Call = tuple[str, object]  # path and query; body, None for none
 Calls = list[list[list[Any]]]
 
 _LOOK_MS = 1000  # poll interval where the kernel cannot report the pusher's death
@@ -110,6 +114,67 @@ def _ask(url: str, body: object) -> None:
     )
     with direct.open(urllib.request.Request(url, data, headers, method="POST"), timeout=_LONGEST_S):
         pass
+
+
+class PauseGuard:
+    """Starts the child before the first pause of the server at a URL, and again if it was killed."""
+
+    def __init__(self, url: str) -> None:
+        self._command = [sys.executable, "-I", "-S", __file__, url]
+        self._child: subprocess.Popen[bytes] | None = None
+        self._left: list[list[Call]] = []
+
+    @contextmanager
+    def pausing(self, resume: Call) -> Iterator[None]:
+        """Arms the watchdog for the block: `resume` is called if this process dies.
+
+        Takes milliseconds the first time. It stays armed after the block, unless the block finds that no
+        server listens.
+        """
+        self.left([resume])
+        try:
+            yield
+        except Exception as error:
+            if not getattr(error, "reached", True):
+                self.left()
+            raise
+
+    def left(self, *calls: list[Call]) -> None:
+        """Stores the calls to replay if this process dies. Each list stops at its first failure; no lists:
+        nothing to replay.
+
+        The very last call resumes the server, and is repeated until it succeeds.
+        """
+        self._left = list(calls)
+        if self._say() or not calls:
+            return
+        self.close()
+        self._left = list(calls)
+        # Its own session, so that terminal signals to the pusher's process group do not reach it.
+        self._child = subprocess.Popen(
+            [*self._command, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._say()
+
+    def _say(self) -> bool:
+        if self._child is None or self._child.stdin is None:
+            return False
+        line = json.dumps(self._left).encode() + b"\n"
+        try:
+            return os.write(self._child.stdin.fileno(), line) == len(line)
+        except OSError:  # the child was killed
+            return False
+
+    def close(self) -> None:
+        """Lets the child end, after the stored calls if there are any; does not wait for it. Idempotent."""
+        child, self._child = self._child, None
+        if child is not None and child.stdin is not None:
+            child.stdin.close()
+            if not self._left:
+                child.wait()
 
 
 if __name__ == "__main__":

@@ -1,56 +1,26 @@
-"""An inference server for environments that follows the learner's weights over a bridge, without files or
-restarts.
-
-    python -m shmbridge.consumers.policy_server --bridge run1 --model ./tiny --port 9004
-
-It serves the endpoints that Atropos' server classes use: `/v1/chat/completions`, `/v1/completions`,
-`/v1/models`, `/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). The train
-client of verifiers and others ask vLLM's own token route, `/inference/v1/generate`. Every
-response carries the policy version that it was sampled under, as `weight_version` and in the header
-`X-Policy-Version`. `/generate` also gives it per token (`weight_versions`, as vLLM does); all tokens have the
-same version, since batches are static. New weights are loaded from the bridge's weights segment between two
-batches. Without a segment, or after the learner's death, the server continues with the weights it has.
-
-Meant for tests, demos and small models: one thread, static batches, no streaming. For large models use vLLM
-with the same weights (`vllm_weights.py`).
-"""
+"""The ASGI application of the policy server, and serving it until a signal."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import logging
 import socket
-import sys
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from shmbridge.cli.base import explain_missing
-
-if __name__ == "__main__":
-    explain_missing("policy_server", "learner")
-
-import torch
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
-import shmbridge
-from shmbridge.cli.base import refuse, run_program, tell
-from shmbridge.consumers import pretrained
-from shmbridge.consumers.policy_server_parts.api import Json, PolicyApi
-from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
-from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
-from shmbridge.consumers.policy_server_parts.generation import NotFinite, PolicyModel
-from shmbridge.consumers.policy_server_parts.options import parse
-from shmbridge.httpd.door import Bounds, Refused, Site, listen
+from shmbridge.consumers.policy_server.api import Json, PolicyApi
+from shmbridge.consumers.policy_server.engine import EngineClosed, PolicyEngine, Question, Reply
+from shmbridge.consumers.policy_server.sampler import NotFinite
+from shmbridge.httpd.door import Bounds, Refused, Site
 from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, openai_error, unless_gone
 from shmbridge.httpd.server import Server
-from shmbridge.weights import WeightsReader
+from shmbridge.program import tell
 
 Result = TypeVar("Result")
 
@@ -175,9 +145,6 @@ class PolicyServer:
         return json_answer(body, status, {_VERSION_HEADER: str(shown)})
 
 
-# --- the process ------------------------------------------------------------------------------------------
-
-
 async def serve(engine: PolicyEngine, application: PolicyServer, listener: socket.socket, name: str) -> int:
     """Serves until SIGINT or SIGTERM, or the engine's end; returns the exit status. Closes the engine.
 
@@ -208,36 +175,3 @@ async def _end_with(engine: PolicyEngine, server: Server) -> None:
     while engine.alive:
         await asyncio.sleep(_LOOK_S)
     server.should_exit = True
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the server and returns its exit status."""
-    options = parse(argv)
-    torch.set_num_threads(options.threads)
-    try:
-        policy, api = _load(options)
-        follower = WeightsFollower(WeightsReader(options.bridge), policy.model) if options.bridge else None
-        engine = PolicyEngine(policy, follower, window_s=options.window_ms / 1e3, max_rows=options.max_rows)
-        application = PolicyServer(engine, api, (options.host, *options.host_name))
-        return asyncio.run(serve(engine, application, listen(options.host, options.port), api.model_name))
-    except (OSError, ValueError, shmbridge.ShmBridgeError) as error:  # unknown model, port in use, no memory
-        refuse("policy_server", error)
-        return 1
-
-
-def _load(options: argparse.Namespace) -> tuple[PolicyModel, PolicyApi]:
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise shmbridge.BadArgument("--device cuda: torch sees no GPU here", hint="--device cpu")
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # of loading: it clutters logs
-    tokenizer: Any = pretrained.load(AutoTokenizer, options.model)
-    model: Any = pretrained.load(AutoModelForCausalLM, options.model).to(getattr(torch, options.dtype))
-    policy = PolicyModel(model.to(device), tokenizer, version=options.model_version, seed=options.seed)
-    return policy, PolicyApi(tokenizer, options.model, policy.context, policy.vocab_size, options.max_rows)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program("policy_server", main))

@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 
 from shmbridge import Consumer, ConsumerTaken, Run, ShmBridgeError, list_bridges
-from shmbridge.consumers.gateway.encode import encoded_batch, served
-from shmbridge.consumers.gateway.hub import open_hub
-from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.saved_state import StateFile
-from shmbridge.errors import Discard
-from shmbridge.record import Group
+from shmbridge.consumers.gateway.bodies import encoded_batch, served
+from shmbridge.consumers.gateway.environments import StateFile
+from shmbridge.consumers.gateway.limits import GatewayOptions
+from shmbridge.record.groups import Group
+from shmbridge.segments.discard_reasons import Discard
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class Taker:
         }
 
     # -- who trains
-    # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Continues the run of an earlier gateway, if any; another process may be the hub by now."""
@@ -114,7 +112,6 @@ class Taker:
             self.consumer.poll(0)  # adopts lanes and takes no records
 
     # -- batches
-    # --------------------------------------------------------------------------------------------------------
 
     def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
         """Returns the batch to hand out, or None if there is none.
@@ -257,7 +254,6 @@ class Taker:
             return self._latest
 
     # -- the end
-    # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
         """Clears the run; discards, counts and returns the number of all groups not proven read."""
@@ -295,3 +291,17 @@ class Taker:
         consumer = self.consumer
         bridge = {} if consumer is None else consumer.stats()
         return own | {f"bridge_{key}": value for key, value in bridge.items()}
+
+
+def open_hub(options: GatewayOptions, run: Run | None, **more: Any) -> Consumer:
+    """Returns the hub of the gateway's bridge; `more` goes to Consumer. Raises as Consumer and Recorder."""
+    if options.record is None:
+        return Consumer(options.bridge, run, lanes=options.lanes, **more)
+    from shmbridge.archive.recorder import Recorder
+
+    tap = Recorder(options.record)
+    try:
+        return Consumer(options.bridge, run, lanes=options.lanes, tap=tap, **more)
+    except BaseException:
+        tap.close()
+        raise

@@ -1,17 +1,47 @@
-"""Who may ask the gateway, how large bodies its routes take, and its answers to what it refuses."""
+"""The options of a gateway, who may ask it, and how large bodies its routes take."""
 
 from __future__ import annotations
 
 import hmac
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.httpd.door import Headers, Refused, Site
-from shmbridge.httpd.gate import BrokenOff, Gate, HeldBytes, Takes, json_answer, no_body, refusal_headers
+from shmbridge.httpd.door import Bounds, Headers, Refused, Site
+from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, refusal_headers
+from shmbridge.hub.request import Policy
+from shmbridge.schema import Split
+
+Compat = Literal["default", "strict"]
+_BOUNDS = Bounds(connections=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """How one gateway behaves."""
+
+    bridge: str
+    # "strict" has the Atropos server's numbers and order; "default" mends what loses data there
+    compat: Compat = "default"
+    policy: Policy = "fair"  # how batches are formed in default mode; as Consumer's
+    split: Split | None = "train"  # groups that /batch serves; None: all
+    lane_bytes: int | str = "64M"  # of each remote environment's lane, reserved when it registers
+    lanes: int = 256  # most lanes taken from at once
+    token: str = ""  # bearer token that every request must have; empty: none
+    host_names: tuple[str, ...] = ()  # names with a dot, besides the machine's own; checked without a token
+    max_body_bytes: int = 256 << 20  # of one request, after gunzip
+    held_bytes: int = 512 << 20  # memory of all posts that wait for room; further posts wait unread
+    post_deadline_s: float = 240.0  # longest wait of a post, then 503; Atropos' environments wait 300 s
+    # silence after which an environment loses weight and lane until its next request; after 60 times that,
+    # its number
+    env_timeout_s: float = 60.0
+    bounds: Bounds = _BOUNDS  # of connections, heads and other bodies
+    record: str | None = None  # folder that every record is written to before a trainer gets it
+
 
 POSTS = ("/scored_data", "/scored_data_list")
 # bytes of Python lists and numbers for a byte of their JSON, about: 1.2 GB of 96 MB, groups of 8 x 2048 with
@@ -32,21 +62,11 @@ class Refusals:
         self.counts[refused.kind] += 1
         return json_answer({"detail": refused.detail}, refused.status, refusal_headers(refused))
 
-    def answer_as_upstream(self, refused: Refused) -> Response:
-        """Does the same, but answers an invalid gzip body as the original does."""
-        if refused.kind != "gzip":
-            return self.answer(refused)
-        self.counts[refused.kind] += 1
-        if isinstance(refused, BrokenOff):
-            return PlainTextResponse("Internal Server Error", 500)
-        return PlainTextResponse("Invalid gzip payload", 400)
-
 
 class Front:
     """Middleware before the gateway's routes: the gate, and what it does not know.
 
-    A new request on a connection proves that the previous response was read. In strict mode, a
-    browser's preflight request (CORS) passes without the token: browsers send none with it.
+    A new request on a connection proves that the previous response was read.
 
     Args:
         routes: the methods of each path; filled later.
@@ -60,7 +80,7 @@ class Front:
         held: HeldBytes,
         routes: Mapping[str, Collection[str]],
     ) -> None:
-        self._app, self._strict, self._routes = app, options.compat == "strict", routes
+        self._routes = routes
         self._token = f"Bearer {options.token}" if options.token else ""
         self._site = Site(options.host_names, "shmbridge gateway --host-name {name}, or a token")
         bounds, most = options.bounds, options.max_body_bytes
@@ -71,18 +91,12 @@ class Front:
             bounds.room_s,
             IN_MEMORY,
         )
-        answer = refusals.answer_as_upstream if self._strict else refusals.answer
-        self._gate = Gate(app, check=self._check, takes=self._takes, refused=answer, bounds=bounds)
+        self._gate = Gate(app, check=self._check, takes=self._takes, refused=refusals.answer, bounds=bounds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] == "http":
             scope["state"]["connection"].next_request()
-            names = [name for name, _ in scope["headers"]]
-            asks = b"origin" in names and b"access-control-request-method" in names
-            if self._strict and scope["method"] == "OPTIONS" and asks:
-                await self._app(scope, no_body(), send)
-                return
         await self._gate(scope, receive, send)
 
     def _check(self, header: Headers) -> None:

@@ -1,20 +1,26 @@
-"""Decodes bodies of posts, and checks each column. Pure; called in threads."""
+"""JSON of groups: decodes and checks posts, in threads; encodes batches, every Atropos key in each group."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from shmbridge.config import wrong_json
 from shmbridge.httpd.door import Refused
-from shmbridge.schema import ATROPOS_NO_LOGPROB, LOGPROBS
+from shmbridge.record.groups import Group
+from shmbridge.record.record import Record
+from shmbridge.schema import ATROPOS_NO_LOGPROB, JSON_COLUMNS, LOGPROBS, recorded_logprobs
+from shmbridge.wrong_value import wrong_json
 
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -173,3 +179,109 @@ def _floats(path: str, value: Any) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list):
         for place, each in enumerate(value):
             yield from _floats(f"{path}[{place}]", each)
+
+
+# columns that to_scored_data has words for
+_SAID = frozenset(KEYS) | frozenset(JSON_COLUMNS) | {"score", "loss_mask", "extra"}
+# float32 in a lane
+_FLOATS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "step_rewards")
+_encode = msgspec.json.Encoder().encode
+
+
+def served(group: Group, *, extras: bool) -> dict[str, Any]:
+    """Returns one whole group as a new dict; with `extras` also the columns that Atropos has no key for."""
+    parts = [_part(record, extras) for record in group.records]
+    whole = parts[0] if len(parts) == 1 else _joined(parts)
+    answer = {key: whole.pop(key, None) for key in KEYS}
+    return answer | whole if extras else answer
+
+
+def _part(record: Record, extras: bool) -> dict[str, Any]:
+    part = record.to_scored_data()
+    for name in _FLOATS:
+        if name in record and name in part:
+            values = record[name].values
+            if name in LOGPROBS:
+                values = recorded_logprobs(values, ATROPOS_NO_LOGPROB)
+            part[name] = _filled(part[name], iter(shortest(values).tolist()))
+    if extras:
+        part |= {name: _plain(record[name]) for name in record.columns if name not in _SAID}
+    return part
+
+
+def _filled(rows: list[Any], values: Iterator[float]) -> list[Any]:
+    """Returns lists of the same shape with these values, in order."""
+    return [
+        row
+        if row is None
+        else list(islice(values, len(row)))
+        if not row or isinstance(row[0], float)
+        else _filled(row, values)
+        for row in rows
+    ]
+
+
+def _plain(column: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return (shortest(column) if column.dtype == np.float32 else column).tolist()
+    if isinstance(column, list):
+        return [_map(row) if isinstance(row, dict) else row for row in column]
+    return [_plain(column[row]) for row in range(len(column))]
+
+
+def _map(row: dict[str, float]) -> dict[str, float]:
+    return dict(zip(row, shortest(np.array([*row.values()], np.float32)).tolist(), strict=True))
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Joins the fragments of a group: rows are appended; values given once per record are the first's."""
+    whole = dict(parts[0])
+    for name, first in whole.items():
+        if isinstance(first, list):
+            whole[name] = [row for part in parts for row in (part.get(name) or ())]
+    return whole
+
+
+def encoded_batch(groups: Sequence[Group], *, extras: bool, gzip: bool) -> bytes:
+    """Returns the body of a batch, group by group, so that other threads run; the same groups give the same
+    bytes.
+    """
+    pieces = _pieces(groups, extras)
+    if not gzip:
+        return b"".join(pieces)
+    packer = zlib.compressobj(1, zlib.DEFLATED, 31)
+    return b"".join([*(packer.compress(piece) for piece in pieces), packer.flush()])
+
+
+def _pieces(groups: Sequence[Group], extras: bool) -> Iterator[bytes]:
+    yield b'{"batch":['
+    for place, group in enumerate(groups):
+        yield (b"," if place else b"") + _encode(served(group, extras=extras))
+    yield b"]}"
+
+
+_TENS = 10.0 ** np.arange(23)  # those that a double holds exactly
+_LEAST, _MOST = 1e-14, 1e16  # between them every power of ten that is wanted is one of these
+_SURE, _ENOUGH = 6, 9  # so many digits always come back from a float32; so many always tell one from the next
+
+
+def shortest(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns the doubles with the fewest decimal digits that round to these float32 values. Any thread."""
+    exact = values.astype(np.float64)
+    said, size = exact.copy(), np.abs(exact)
+    usual = (size >= _LEAST) & (size < _MOST)
+    left = np.flatnonzero(usual)
+    exponent = np.floor(np.log10(size[left])).astype(np.intp)
+    for digits in range(_SURE, _ENOUGH + 1):
+        places = digits - 1 - exponent
+        up, down = _TENS[np.maximum(places, 0)], _TENS[np.maximum(-places, 0)]
+        # a whole number by an exact one: the nearest double
+        rounded = np.rint(exact[left] * up / down) / up * down
+        fits = rounded.astype(np.float32) == values[left]
+        said[left[fits]] = rounded[fits]
+        left, exponent = left[~fits], exponent[~fits]
+        if not len(left):
+            break
+    for place in np.flatnonzero(~usual & (size > 0) & np.isfinite(size)):
+        said[place] = float(str(values[place]))
+    return said

@@ -1,27 +1,39 @@
 """The worker half of the backend: one call loads one version from the weights segment, all or nothing.
-`loading.py` updates the model, `worker_agreement.py` coordinates the workers.
+`loading.py` updates the model. Importing this module imports vLLM, and registers the backend.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from shmbridge.consumers.engines.engine import HALF_LOADED
-from shmbridge.consumers.pinned.weights import PinnedWeights
-from shmbridge.consumers.vllm.loading import ModelWeights, WeightsNotLoaded, as_tensors, with_their_layers
-from shmbridge.consumers.vllm.non_public_names import require
-from shmbridge.consumers.vllm.worker_agreement import ends_quietly, first_refusal
+from shmbridge.consumers.engines.engine import HALF_LOADED, UNKNOWN, doubt_hint
+from shmbridge.consumers.engines.vllm import begin_update
+from shmbridge.consumers.pinned import PinnedWeights
+from shmbridge.consumers.vllm.loading import (
+    ModelWeights,
+    WeightsNotLoaded,
+    as_tensors,
+    require,
+    say_no_update_is_open,
+    with_their_layers,
+)
+from shmbridge.consumers.vllm.plugin import BACKEND, register
+from shmbridge.consumers.weight_sync import WeightSync, push_from_ranks
 from shmbridge.weights import WeightsReader
 
 _LEASE_TIMEOUT_S = 5.0
@@ -172,3 +184,141 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         if self._pinned is None:
             self._pinned = PinnedWeights(reader)
         self._pinned.pin(self._device)
+
+
+_SAID_BYTES = 1024
+
+
+def first_refusal(mine: str) -> str:
+    """Returns the first objection of this engine's workers to continuing; empty if there is none.
+
+    Blocks until each worker has reported.
+
+    Args:
+        mine: this worker's objection; empty if it can continue.
+    """
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            said = [torch.zeros(_SAID_BYTES, dtype=torch.uint8) for _ in range(group.world_size)]
+            torch.distributed.all_gather(said, _padded(mine), group=group.cpu_group)
+            mine = next((text for text in map(_text, said) if text), "")
+    return mine
+
+
+def _padded(text: str) -> torch.Tensor:
+    raw = text.encode()[:_SAID_BYTES]
+    return torch.tensor([*raw, *bytes(_SAID_BYTES - len(raw))], dtype=torch.uint8)
+
+
+def _text(said: torch.Tensor) -> str:
+    return bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def ends_quietly(engine: Any) -> bool:
+    """Whether this worker must not raise, so that the answers of vLLM's multiprocess executor stay in step.
+
+    Then its update is ended here.
+
+    That executor reads the workers' responses in order and stops at the first error, so later ones would be
+    taken for responses to its next call. So the last worker raises for all, and the others close the update
+    that vLLM considers open.
+    """
+    parallel = engine.parallel_config
+    if parallel.distributed_executor_backend != "mp" or parallel.rank == parallel.world_size - 1:
+        return False
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        worker = frame.f_locals.get("self")
+        calls_us = getattr(worker, "weight_transfer_engine", None) is engine
+        if calls_us:
+            say_no_update_is_open(worker, engine)
+            return True
+        frame = frame.f_back
+    return False
+
+
+@dataclass
+class ShmBridgeTrainerInitInfo(TrainerInitInfo):
+    """The bridge that carries the weights.
+
+    Args:
+        bridge: its name.
+        rank: this trainer process; rank 0 writes, the others only take part in gathering.
+    """
+
+    backend: ClassVar[str] = BACKEND
+    bridge: str
+
+
+class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridgeTrainerInitInfo]):
+    """Writes versions and makes vLLM load them. `trainer_init` makes one on every rank of the trainer; for
+    one thread.
+    """
+
+    init_info_cls = ShmBridgeTrainerInitInfo
+
+    def __init__(self, *, client: Any, source: Any, bridge: str, is_sender: bool) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self._bridge, self._sync = bridge, WeightSync(bridge, []) if is_sender else None
+
+    @classmethod
+    def trainer_init(cls, init_info: ShmBridgeTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Opens the bridge for writing and makes the workers open it for reading. Blocks for the call to
+        vLLM.
+
+        Args:
+            init_info: the bridge, and this process's rank.
+            client: how vLLM is called, for example vLLM's HTTPVLLMWeightSyncClient.
+            source: a vLLM WeightSource of (name, tensor), iterated again for each version on every rank.
+
+        Raises:
+            ValueError: `source` is missing.
+            ConsumerTaken: the bridge's weights have a living writer.
+        """
+        if source is None:
+            raise ValueError(
+                "weights are sent from a source, such as vLLM's ModuleSource(model): none was given"
+            )
+        made = cls(client=client, source=source, bridge=init_info.bridge, is_sender=init_info.is_sender)
+        if made.is_sender:
+            client.init_weight_transfer_engine({"bridge": init_info.bridge})
+        return made
+
+    def send_weights(self, version: int | None = None) -> None:
+        """Writes one version and makes vLLM load it. Blocks for both; call it on every rank.
+
+        After an error samples are stamped with an unknown version until the next load, because vLLM's client
+        does not report whether all, some or no workers loaded the version.
+
+        Args:
+            version: policy version, above the segment's newest; None: the next free one, from 1 on.
+        """
+        version = push_from_ranks(self._sync, self.source, version, at_least=1)
+        if version is None:
+            return
+        begin_update(self.client.start_weight_update, self.client.finish_weight_update)
+        try:
+            self.client.update_weights({"bridge": self._bridge, "version": version})
+            self.client.finish_weight_update(str(version))
+        except BaseException as error:  # also a signal's exception: vLLM continues its running call
+            error.add_note(self._disown())
+            raise
+
+    def _disown(self) -> str:
+        """Stamps samples with no version, by an update that loads nothing; returns a note for the error."""
+        # engines that loaded the version have their update open; this begins it on the others
+        with suppress(Exception):
+            self.client.start_weight_update()
+        try:
+            self.client.finish_weight_update(UNKNOWN)
+        except Exception as also:
+            return f"the version of its samples is unknown: {also}"
+        return doubt_hint("vLLM may have taken it, whole or in part")
+
+    def shutdown(self) -> None:
+        """Closes the bridge; the last version stays in the segment. Idempotent."""
+        if self._sync is not None:
+            self._sync.close()
+
+
+register()  # a trainer's process without an engine loads no plugins of vLLM's

@@ -1,4 +1,21 @@
-"""The command line of the policy server: its flags, with their defaults."""
+"""An inference server for environments that follows the learner's weights over a bridge, without files or
+restarts.
+
+    python -m shmbridge.consumers.policy_server --bridge run1 --model ./tiny --port 9004
+
+It serves the endpoints that Atropos' server classes use: `/v1/chat/completions`, `/v1/completions`,
+`/v1/models`, `/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). The train
+client of verifiers and others ask vLLM's own token route, `/inference/v1/generate`. Every
+response carries the policy version that it was sampled under, as `weight_version` and in the header
+`X-Policy-Version`. `/generate` also gives it per token (`weight_versions`, as vLLM does); all tokens have the
+same version, since batches are static. New weights are loaded from the bridge's weights segment between two
+batches. Without a segment, or after the learner's death, the server continues with the weights it has.
+
+Meant for tests, demos and small models: one thread, static batches, no streaming. For large models use vLLM
+with the same weights (`shmbridge.consumers.vllm`).
+
+This module has the program's flags, and imports no torch.
+"""
 
 from __future__ import annotations
 
