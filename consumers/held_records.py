@@ -2,7 +2,7 @@
 
 A released record is never redelivered, and a producer's id identifies one lane for ever. A lane on another
 mount, such as another machine's, cannot be read from here, so its records stay. Used by `feed.py`,
-`dataset.py`, `learner/checkpoint/consumed.py` and `roll/pipeline.py`.
+`dataset.py`, `learner/checkpoint.py` and `roll/pipeline.py`.
 """
 
 from __future__ import annotations

@@ -36,10 +36,8 @@ def prepare_parser(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a summary per run, and writes them all into one page or picture."""
-    from shmbridge.consumers.learner.report.page import page_run, write_page
-    from shmbridge.consumers.learner.report.plot import MatplotlibMissing, plot
-    from shmbridge.consumers.learner.report.run_report import NoRun, read_run
-    from shmbridge.consumers.learner.report.summary import as_text, summary
+    from shmbridge.consumers.learner.report.page import MatplotlibMissing, page_run, plot, write_page
+    from shmbridge.consumers.learner.report.run import NoRun, as_text, read_run, summary
 
     folders, kind = arguments.run_dirs, arguments.format
     try:

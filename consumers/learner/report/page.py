@@ -5,22 +5,34 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 import shmbridge
-from shmbridge.consumers.learner.config.file import NAME as CONFIG_FILE
-from shmbridge.consumers.learner.report.conclusions import conclusions
-from shmbridge.consumers.learner.report.curves import curves, lanes, lost_by_reason
-from shmbridge.consumers.learner.report.read_samples import Samples, read_samples
-from shmbridge.consumers.learner.report.run_facts import read_facts
-from shmbridge.consumers.learner.report.run_report import RunMetrics
+from shmbridge.consumers.learner.config.flags import CONFIG_FILE
+from shmbridge.consumers.learner.report.run import PHASES, RunMetrics, conclusions, read_facts, thinned
+from shmbridge.consumers.learner.report.samples import Samples, read_samples
 from shmbridge.wrong_value import plain, read_yaml
 
 _HERE = Path(__file__).parent
+Chart = dict[str, Any]
+_ENVIRONMENT = re.compile(r"^atropos/(.+)/mean_score$")
+_MOST_ENVIRONMENTS = 7  # lines that can be told apart
+_MOST_EVALUATIONS = 8  # charts of them
+_REASON = re.compile(r"^bridge/(drops|discards)_(\w+)_total$")
+_LINES = ("-", "--", ":", "-.")
+# with the line patterns, distinguishable in grey, too
+_INKS = ("#000000", "#0072b2", "#d55e00", "#7f7f7f", "#009e73", "#cc79a7")
+_COLOURS = ("#ffffff", "#e0e0e0", "#56b4e9", "#0072b2", "#3690c0", "#d55e00", "#a0a0a0", "#404040")
+_FILLS = dict(zip(PHASES, _COLOURS, strict=True))
+_HATCHES = dict(zip(PHASES, ("", "..", "", "//", "", "xx", "", ""), strict=True))
 
 
 @dataclass(frozen=True)
@@ -303,3 +315,291 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def curves(runs: Sequence[RunMetrics]) -> list[Chart]:
+    """Returns the charts of learning: title, unit and series each, the values of every run thinned."""
+    return [
+        _chart("Reward", "mean score of a batch", _rewards(runs), smooth=True),
+        *_evaluations(runs),
+        _chart("Loss", "", _of(runs, ("loss", "")), smooth=True),
+        _chart(
+            "Staleness",
+            "policy versions",
+            _of(runs, ("staleness_mean", "mean"), ("staleness_max", "largest")),
+            zero=True,
+        ),
+        _chart(
+            "Sampler against policy",
+            "nats, difference of log-probabilities",
+            _of(runs, ("logprob_diff_mean", "all tokens"), ("logprob_diff_mean_fresh", "fresh tokens")),
+            zero=True,
+            smooth=True,
+        ),
+        _chart(
+            "Throughput",
+            "tokens per second",
+            [_series(run, _name(runs, run, ""), run.tokens_per_s) for run in runs],
+            zero=True,
+            smooth=True,
+        ),
+        _time(runs),
+        _chart("Entropy", "nats", _of(runs, ("entropy", "")), zero=True, smooth=True),
+        _chart(
+            "Length of completions",
+            "tokens, mean",
+            _of(runs, ("atropos/avg_response_length", "")),
+            zero=True,
+            smooth=True,
+        ),
+        _chart("Lost records", "in total, by reason", _lost(runs), zero=True, steps=True, whole=True),
+    ]
+
+
+def lanes(runs: Sequence[RunMetrics]) -> list[Chart]:
+    """Returns the charts of the lanes over time."""
+    states = ("live", "dead", "quarantined", "refused")
+    kept = [
+        (f"bridge/lanes_{state}", state)
+        for state in states
+        if state == "live" or any(np.nansum(run.column(f"bridge/lanes_{state}")) for run in runs)
+    ]
+    return [
+        _chart("Lanes", "by state", _of(runs, *kept), zero=True, steps=True, whole=True),
+        _chart(
+            "Fill of the lanes",
+            "share of their memory",
+            _of(runs, ("bridge/lane_fill_frac", "")),
+            zero=True,
+            how="%",
+        ),
+        _chart(
+            "Groups waiting",
+            "committed, in no batch yet",
+            _of(runs, ("bridge/queue_groups", "")),
+            zero=True,
+            whole=True,
+        ),
+        _chart(
+            "Age of a group",
+            "seconds from its commit to its batch",
+            _of(runs, ("bridge/group_wait_s", "")),
+            zero=True,
+        ),
+    ]
+
+
+def lost_by_reason(run: RunMetrics) -> dict[str, int]:
+    """Returns reason -> records that were dropped or discarded for it, where there are any."""
+    found = {}
+    for name, values in run.columns.items():
+        match = _REASON.match(name)
+        if match and (count := int(np.nanmax(values, initial=0.0))):
+            found[f"{'dropped' if match[1] == 'drops' else 'discarded'}, {match[2]}"] = count
+    return found
+
+
+def _rewards(runs: Sequence[RunMetrics]) -> list[Chart]:
+    names = [match[1] for name in runs[0].columns if (match := _ENVIRONMENT.match(name))]
+    several = len(runs) == 1 and len(names) > 1
+    found = []
+    for run in runs:
+        series = _series(run, _name(runs, run, "all" if several else ""), run.column("reward_mean"))
+        evaluated = np.flatnonzero(np.isfinite(run.column("eval/mean_score")))
+        if evaluated.size:
+            values = run.column("eval/mean_score")[evaluated]
+            series["marks"] = [
+                [int(step), float(value)] for step, value in zip(run.steps[evaluated], values, strict=True)
+            ]
+        found.append(series)
+    if several:
+        found += [
+            _series(runs[0], name, runs[0].column(f"atropos/{name}/mean_score"))
+            for name in names[:_MOST_ENVIRONMENTS]
+        ]
+    return found
+
+
+def _evaluations(runs: Sequence[RunMetrics]) -> list[Chart]:
+    """Returns a chart for each name that environments measured in evaluations of their own."""
+    by_name: dict[str, list[Chart]] = {}
+    for run in runs:
+        for (env, name), (steps, values) in run.evaluations.items():
+            several = sum(name == other for _, other in run.evaluations) > 1
+            series = {
+                "name": _name(runs, run, env if several else ""),
+                "x": _numbers(thinned(steps)),
+                "y": _numbers(thinned(values)),
+            }
+            by_name.setdefault(name, []).append(series)
+    return [
+        _chart(f"Evaluation: {name}", "of environments, by themselves", series)
+        for name, series in list(by_name.items())[:_MOST_EVALUATIONS]
+    ]
+
+
+def _time(runs: Sequence[RunMetrics]) -> Chart:
+    """Returns the shares of a step's time for one run, and the share of waiting for several."""
+    if len(runs) > 1:
+        waits = [
+            _series(run, run.name, run.column("wait_s") / np.maximum(_spent(run), 1e-12)) for run in runs
+        ]
+        return _chart(
+            "Waiting for environments", "share of a step's time", waits, zero=True, smooth=True, how="%"
+        )
+    (run,) = runs
+    parts = [thinned(values) for values in run.phases.values()]
+    whole = np.maximum(np.sum(parts, axis=0), 1e-12) if parts else np.zeros(0)
+    seconds = run.running_phases
+    all_of_it = max(sum(seconds.values()), 1e-12)
+    words = {"wait": "waiting for environments", "sync": "waiting for ranks", "copy": "copying"}
+    words |= {"publish": "publishing weights", "forward_backward": "forward and backward"}
+    series = [
+        {
+            "name": words.get(name, name),
+            "x": _numbers(thinned(run.steps)),
+            "y": _numbers(part / whole),
+            "mean": seconds[name] / all_of_it,
+        }
+        for name, part in zip(run.phases, parts, strict=True)
+    ]
+    return _chart("Where the time goes", "share of a step's time", series, stack=True, smooth=True, how="%")
+
+
+def _lost(runs: Sequence[RunMetrics]) -> list[Chart]:
+    found = []
+    for run in runs:
+        for name in run.columns:
+            match = _REASON.match(name)
+            if match and np.nanmax(run.columns[name], initial=0.0) > 0:
+                verb = "dropped" if match[1] == "drops" else "discarded"
+                found.append(_series(run, _name(runs, run, f"{verb}, {match[2]}"), run.columns[name]))
+    return found
+
+
+def _spent(run: RunMetrics) -> npt.NDArray[np.float64]:
+    parts = list(run.phases.values())
+    return np.sum(parts, axis=0) if parts else np.zeros(run.steps.size)
+
+
+def _of(runs: Sequence[RunMetrics], *metrics: tuple[str, str]) -> list[Chart]:
+    return [
+        _series(run, _name(runs, run, words), run.column(name)) for run in runs for name, words in metrics
+    ]
+
+
+def _name(runs: Sequence[RunMetrics], run: RunMetrics, words: str) -> str:
+    return words if len(runs) == 1 else f"{run.name} {words}".strip()
+
+
+def _series(run: RunMetrics, name: str, values: npt.NDArray[np.float64]) -> Chart:
+    return {"name": name, "x": _numbers(thinned(run.steps)), "y": _numbers(thinned(values))}
+
+
+def _chart(title: str, unit: str, series: list[Chart], **more: Any) -> Chart:
+    return {"title": title, "unit": unit, "series": series, **more}
+
+
+def _numbers(values: npt.NDArray[np.float64]) -> list[float | None]:
+    """Returns values with six digits, None where unknown: JSON has no NaN."""
+    return [float(f"{each:.6g}") if np.isfinite(each) else None for each in values.tolist()]
+
+
+class MatplotlibMissing(Exception):
+    """The matplotlib package is not installed; the message says how to get it."""
+
+
+def plot(runs: Sequence[RunMetrics], file: Path) -> None:
+    """Draws the runs into a file, .svg or .png. Blocks. Raises `MatplotlibMissing`."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure  # not pyplot: no window, no state
+    except ImportError as error:
+        raise MatplotlibMissing(
+            f"a plot needs the matplotlib package ({error}): pip install 'shmbridge[learner]', or --format "
+            "none"
+        ) from error
+    with mpl.rc_context(
+        {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "shmbridge", "hatch.linewidth": 0.4}
+    ):
+        figure = Figure(figsize=(7.0, 9.0), layout="constrained")
+        axes = figure.subplots(5, 1, sharex=len(runs) == 1)
+        curves = (
+            ("mean reward of a batch", lambda run: run.column("reward_mean")),
+            ("loss", lambda run: run.column("loss")),
+            ("staleness, versions", lambda run: run.column("staleness_mean")),
+            ("tokens per second", lambda run: run.tokens_per_s),
+        )
+        for axis, (label, values) in zip(axes, curves, strict=False):
+            for number, run in enumerate(runs):
+                ink, line = _INKS[number % len(_INKS)], _LINES[number % len(_LINES)]
+                axis.plot(
+                    thinned(run.steps), thinned(values(run)), line, color=ink, linewidth=1.0, label=run.name
+                )
+            axis.set_ylabel(label)
+            axis.grid(linewidth=0.3, color="#cccccc")
+        # the user's evaluation, if any, as markers on the reward
+        for number, run in enumerate(runs):
+            known = np.isfinite(run.column("eval/mean_score"))
+            if known.any():
+                ink = _INKS[number % len(_INKS)]
+                marks = run.column("eval/mean_score")[known]
+                axes[0].plot(
+                    run.steps[known], marks, "o", color=ink, markersize=3, label=f"{run.name}, evaluation"
+                )
+        if len(axes[0].get_legend_handles_labels()[0]) > 1:
+            axes[0].legend(fontsize=7)
+        axes[3].set_xlabel("" if len(runs) == 1 else "step")
+        if len(runs) == 1:
+            _time_by_step(axes[4], runs[0])
+        else:
+            _time_by_run(axes[4], runs)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if file.suffix == ".svg" else None  # makes the file reproducible
+        figure.savefig(file, dpi=100, metadata=metadata)
+
+
+def _time_by_step(axis: Any, run: RunMetrics) -> None:
+    """Returns the time shares of a step, averaged per drawn point."""
+    phases = run.phases
+    if not phases:
+        return
+    steps = thinned(run.steps)
+    parts = [thinned(values) for values in phases.values()]
+    whole = np.maximum(np.sum(parts, axis=0), 1e-12)
+    stack = axis.stackplot(
+        steps,
+        *[part / whole for part in parts],
+        labels=list(phases),
+        colors=[_FILLS[name] for name in phases],
+        edgecolor="#000000",
+        linewidth=0.3,
+    )
+    for area, name in zip(stack, phases, strict=True):
+        area.set_hatch(_HATCHES[name])
+    axis.set(ylim=(0.0, 1.0), ylabel="share of a step's time", xlabel="step")
+    axis.legend(fontsize=7, ncols=len(PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.28), frameon=False)
+
+
+def _time_by_run(axis: Any, runs: Sequence[RunMetrics]) -> None:
+    names = [run.name for run in runs]
+    left = np.zeros(len(runs))
+    for phase in PHASES:
+        seconds = np.array([run.phases[phase].sum() if phase in run.phases else 0.0 for run in runs])
+        whole = np.array([sum(values.sum() for values in run.phases.values()) for run in runs])
+        shares = seconds / np.maximum(whole, 1e-12)
+        if shares.any():
+            axis.barh(
+                names,
+                shares,
+                left=left,
+                label=phase,
+                color=_FILLS[phase],
+                hatch=_HATCHES[phase],
+                edgecolor="#000000",
+                linewidth=0.4,
+            )
+        left += shares
+    axis.set(xlim=(0.0, 1.0), xlabel="share of the time")
+    axis.invert_yaxis()
+    axis.legend(fontsize=7, ncols=len(PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.28), frameon=False)

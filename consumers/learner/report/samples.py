@@ -6,6 +6,8 @@ line is one group. Long trajectories keep their beginning and their end; what is
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,7 @@ import numpy.typing as npt
 
 import shmbridge
 from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
-from shmbridge.consumers.learner.report.log import OtherLog
-from shmbridge.consumers.learner.report.token_texts import TokenTexts
+from shmbridge.consumers.learner.report.logs import OtherLog
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.schema import FINISH_REASONS
 
@@ -29,6 +30,8 @@ HEAD, TAIL = 1536, 512  # tokens of a completion: the first and the last ones
 MOST_BYTES = 64 * 2**20  # of the file
 
 Ints = npt.NDArray[np.integer[Any]]
+_PARTIAL = "\ufffd"  # what a tokenizer writes for a token that is part of a character
+MOST_SHOWN_BYTES = 8 * 2**20  # of a run's samples in a page
 
 
 @dataclass(frozen=True)
@@ -243,3 +246,140 @@ def _list(batch: shmbridge.Batch, name: str, place: int) -> list[Any]:
     begin = int(values.lengths[:place].sum())
     found: list[Any] = values.values[begin : begin + int(values.lengths[place])].tolist()
     return found
+
+
+class TokenTexts:
+    """Texts of token ids, remembered per id. One thread; never blocks.
+
+    Args:
+        tokenizer: with `decode`, such as a Hugging Face tokenizer; None: every text is the id, as "<17>".
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns one text per id. The last token of a character split over tokens has the character."""
+        found = [self._text(each) for each in ids]
+        begin = 0
+        while begin < len(found):
+            end = begin
+            while end < len(found) and _PARTIAL in found[end]:
+                end += 1
+            if end > begin + 1:
+                found[begin:end] = self._split(ids[begin:end])
+            begin = max(end, begin + 1)
+        return found
+
+    def _text(self, token: int) -> str:
+        if token not in self._known:
+            # some tokenizers drop the space before the first token of a text, but not before the second
+            once = self._decoded([token])
+            self._known[token] = self._decoded([token, token])[len(once) :] or once
+        return self._known[token]
+
+    def _split(self, ids: Sequence[int]) -> list[str]:
+        """Returns texts of tokens that are parts of characters: each character stands at its last token."""
+        texts, begin = [""] * len(ids), 0
+        for place in range(len(ids)):
+            text = self._decoded(list(ids[begin : place + 1]))
+            if _PARTIAL not in text:
+                texts[place], begin = text, place + 1
+        if begin < len(ids):
+            texts[-1] = self._decoded(list(ids[begin:]))
+        return texts
+
+    def _decoded(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return "".join(f"<{each}>" for each in ids)
+        try:
+            return str(
+                self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
+        except Exception:  # an id that the tokenizer lacks; a tokenizer may raise anything
+            return "".join(f"<{each}>" for each in ids)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sampled groups of one run.
+
+    Attributes:
+        groups: lines of samples.jsonl without the completions' texts, which their tokens have.
+        left_out: further groups, for which there was no room; the kept ones are spread over the run.
+        torn: invalid lines.
+    """
+
+    groups: list[dict[str, Any]]
+    left_out: int = 0
+    torn: int = 0
+
+
+def read_samples(folder: Path, most_bytes: int = MOST_SHOWN_BYTES) -> Samples:
+    """Returns the samples in a run directory; none if there is no file. Blocks for the disk."""
+    try:
+        lines = (folder / SAMPLES_FILE).read_text(errors="replace").split("\n")
+    except OSError:
+        return Samples([])
+    found: list[dict[str, Any]] = []
+    torn = 0
+    for line in filter(str.strip, lines):
+        try:
+            group = _checked(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            torn += 1
+            continue
+        # a resumed run samples the steps again that were not saved
+        while found and (
+            found[-1]["step"] > group["step"]
+            or (group["step"], group["why"]) in {(each["step"], each["why"]) for each in found[-2:]}
+        ):
+            found.pop()
+        found.append(group)
+    sizes = [len(json.dumps(each)) for each in found]
+    if sum(sizes) <= most_bytes:
+        return Samples(found, torn=torn)
+    share = most_bytes / sum(sizes)
+    kept = [each for place, each in enumerate(found) if int((place + 1) * share) > int(place * share)]
+    return Samples(kept, len(found) - len(kept), torn)
+
+
+def _checked(said: Any) -> dict[str, Any]:
+    """Returns a line's group with what a page needs of it, each value of the type it should have."""
+    rows = []
+    for row in said["trajectories"]:
+        tokens, advantages = row["tokens"], row["advantages"]
+        if len(tokens) != len(advantages):
+            raise ValueError("tokens and advantages differ in number")
+        rows.append(
+            {
+                "tokens": [str(each) for each in tokens],
+                "advantages": [_finite(each) for each in advantages],
+                "score": _finite(row.get("score")),
+                "finish_reason": row.get("finish_reason") and str(row["finish_reason"]),
+                **{name: int(row[name]) for name in ("cut", "cut_at") if name in row},
+                **({"prompt": str(row["prompt"])} if "prompt" in row else {}),
+                "step_rewards": [_finite(each) for each in row.get("step_rewards", ())],
+                "step_ends": [int(each) for each in row.get("step_ends", ())],
+            }
+        )
+    return {
+        "step": int(said["step"]),
+        "why": str(said.get("why", "")),
+        "env_name": str(said.get("env_name", "")),
+        "group_id": str(said.get("group_id", "")),
+        "prompt": str(said.get("prompt", "")),
+        "group_size": int(said.get("group_size", len(rows))),
+        **{
+            name: None if said.get(name) is None else int(said[name])
+            for name in ("min_policy_version", "max_policy_version")
+        },
+        "trajectories": rows,
+    }
+
+
+def _finite(value: Any) -> float | None:
+    """Returns a number; None for null and for what JSON has no form for."""
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from shmbridge.consumers.engines.autodetect import AtUrl
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.fleet import Fleet
-from shmbridge.consumers.learner.config.run_options import WeightsConfig
+from shmbridge.consumers.learner.config.options import WeightsConfig
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import World, say
 

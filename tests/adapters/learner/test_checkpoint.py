@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.rng_state import rng_state, set_rng_state
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress, rng_state, set_rng_state
 from shmbridge.consumers.learner.model.optimizer import cast_parameters, new_optimizer
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from shmbridge.consumers.learner.report.run_report import read_run
-from shmbridge.consumers.learner.report.summary import as_text, summary
+from shmbridge.consumers.learner.report.run import as_text, read_run, summary
 
 
 @pytest.fixture

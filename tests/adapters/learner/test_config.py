@@ -15,11 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from shmbridge.consumers.learner.config import file
 from shmbridge.consumers.learner.config.checks import OtherRun, changes_on_resume
-from shmbridge.consumers.learner.config.file import BadConfigFile
-from shmbridge.consumers.learner.config.flags import parse, parser
-from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, LearnerConfig, OnResume, Option
+from shmbridge.consumers.learner.config.flags import (
+    CONFIG_FILE,
+    BadConfigFile,
+    parse,
+    parser,
+    read_config,
+    write_config,
+)
+from shmbridge.consumers.learner.config.options import ON_RESUME, OPTIONS, LearnerConfig, OnResume, Option
 from shmbridge.consumers.learner.train.starting_point import agreed_start
 from shmbridge.consumers.learner.world import ALONE
 
@@ -160,8 +165,8 @@ def same(one: LearnerConfig, other: LearnerConfig) -> bool:
 def test_configuration_is_the_same_after_it_was_written_and_read(tmp_path_factory, given):
     path = tmp_path_factory.getbasetemp() / "written.yaml"
     config = LearnerConfig.of(given)
-    file.write(config, path)
-    assert same(LearnerConfig.of(file.read(path)), config)
+    write_config(config, path)
+    assert same(LearnerConfig.of(read_config(path)), config)
 
 
 def test_file_alone_is_enough_and_flags_win_over_it(write):
@@ -215,15 +220,15 @@ def test_file_alone_is_enough_and_flags_win_over_it(write):
 
 
 def test_a_written_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
-    path = tmp_path / file.NAME
+    path = tmp_path / CONFIG_FILE
     config = parse(NEEDED)
-    file.write(config, path)
+    write_config(config, path)
     monkeypatch.setattr(
         Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
     with pytest.raises(OSError, match="No space"):
-        file.write(parse([*NEEDED, "--lr", "1"]), path)
-    assert LearnerConfig.of(file.read(path)) == config
+        write_config(parse([*NEEDED, "--lr", "1"]), path)
+    assert LearnerConfig.of(read_config(path)) == config
 
 
 def test_run_directory_has_the_whole_configuration(tmp_path):
@@ -305,7 +310,7 @@ def test_every_mistake_of_a_file_is_named_at_once(write):
         BadConfigFile,
         match=r"batch.groups: 0 is not .*; optimizer.lr: 'x' is not .*; bach: did you mean batch?",
     ):
-        file.read(Path(write("batch: {groups: 0}\noptimizer: {lr: x}\nbach: {}")))
+        read_config(Path(write("batch: {groups: 0}\noptimizer: {lr: x}\nbach: {}")))
 
 
 def test_file_that_is_not_there_is_named(refused, tmp_path):

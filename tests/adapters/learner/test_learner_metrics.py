@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics
+from shmbridge.consumers.learner.report.step_metrics import LearnerMetrics
 
 SECOND = 1_000_000_000
 STATS = {"records_total": 7, "dropped_total": 2, "discarded_total": 1, "lanes_live": 3}

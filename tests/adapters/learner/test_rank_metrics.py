@@ -9,8 +9,7 @@ import pytest
 
 from shmbridge.consumers.learner.data.rank_source import empty_batch
 from shmbridge.consumers.learner.data.training_rows import prepare
-from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
-from shmbridge.consumers.learner.report.rank_metrics import merged
+from shmbridge.consumers.learner.report.step_metrics import LearnerMetrics, merged, rows_of_environments
 
 ROWS = [[3, 4, 5, 6], [3, 4], [9, 1, 2], [9, 1], [7, 7, 7, 7, 7], [7, 7, 2], [1, 2, 3], [1, 5]]
 SCORES = [1.0, 0.0, 0.25, None, 0.5, 0.5, 1.0, 0.75]

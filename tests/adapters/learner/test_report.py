@@ -7,9 +7,8 @@ import json
 import pytest
 
 from shmbridge.cli import main
-from shmbridge.consumers.learner.report import plot
-from shmbridge.consumers.learner.report.run_report import NoRun, read_run
-from shmbridge.consumers.learner.report.summary import summary
+from shmbridge.consumers.learner.report import page
+from shmbridge.consumers.learner.report.run import NoRun, read_run, summary
 
 SVG_BYTES = 300_000
 
@@ -107,9 +106,9 @@ def test_an_older_run_without_a_split_of_its_time_is_shown_too(make_run, capsys)
 
 def test_the_summary_comes_without_matplotlib_and_the_error_says_what_to_do(make_run, capsys, monkeypatch):
     def missing(runs, file):
-        raise plot.MatplotlibMissing("a plot needs the matplotlib package")
+        raise page.MatplotlibMissing("a plot needs the matplotlib package")
 
-    monkeypatch.setattr(plot, "plot", missing)
+    monkeypatch.setattr(page, "plot", missing)
     assert main(["report", str(make_run("one", [line(1)])), "--format", "svg"]) == 1
     out, err = capsys.readouterr()
     assert "one: 1 steps" in out
@@ -118,8 +117,8 @@ def test_the_summary_comes_without_matplotlib_and_the_error_says_what_to_do(make
 
 def test_matplotlib_that_is_not_there(make_run, monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(plot.MatplotlibMissing, match="--format none"):
-        plot.plot([read_run(make_run("one", [line(1)]))], tmp_path / "x.svg")
+    with pytest.raises(page.MatplotlibMissing, match="--format none"):
+        page.plot([read_run(make_run("one", [line(1)]))], tmp_path / "x.svg")
 
 
 def test_a_folder_without_a_run_is_an_error(make_run, tmp_path, capsys):

@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from shmbridge.cli import main
-from shmbridge.consumers.learner.report.read_samples import read_samples
+from shmbridge.consumers.learner.report.samples import read_samples
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror=document.title=1>'

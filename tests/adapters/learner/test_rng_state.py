@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from shmbridge.consumers.learner.checkpoint.rng_state import rng_state, set_rng_state
+from shmbridge.consumers.learner.checkpoint import rng_state, set_rng_state
 
 
 def draw():

@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
-from shmbridge.consumers.learner.report import step_times
-from shmbridge.consumers.learner.report.step_times import StepCost, StepTimes
+from shmbridge.consumers.learner.report import step_metrics
+from shmbridge.consumers.learner.report.step_metrics import StepCost, StepTimes
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Return a list whose first entry is the time."""
     now = [100.0]
-    monkeypatch.setattr(step_times.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_metrics.time, "perf_counter", lambda: now[0])
     return now
 
 

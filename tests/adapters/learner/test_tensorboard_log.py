@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tensorboard")
 
-from shmbridge.consumers.learner.report.tensorboard_log import TensorboardLog, TensorboardMissing
+from shmbridge.consumers.learner.report.logs import TensorboardLog, TensorboardMissing
 
 
 def read(folder):

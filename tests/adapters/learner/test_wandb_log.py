@@ -13,8 +13,7 @@ import pytest
 
 from shmbridge.consumers import grpo
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.report.log import MetricsLog
-from shmbridge.consumers.learner.report.wandb_log import ID_FILE, WandbMissing, WandbRun
+from shmbridge.consumers.learner.report.logs import WANDB_ID_FILE, MetricsLog, WandbMissing, WandbRun
 
 METRICS = {
     "step": 3,
@@ -53,7 +52,7 @@ def test_a_run_gets_what_the_file_gets_and_a_resumed_learner_goes_on_with_it(off
     assert rows[0].items() >= {"atropos/mean_score": 0.5, "step": 3, "update_skipped": False}.items()
     assert "atropos/math/mean_score" not in rows[0]  # nothing is known of it
     assert (run.project, run.run_group, run.display_name, run.job_type) == ("proj", "grp", "nm", "learner")
-    assert run.run_id == (offline / "run" / ID_FILE).read_text()
+    assert run.run_id == (offline / "run" / WANDB_ID_FILE).read_text()
     written = [json.loads(line) for line in (offline / "run" / "metrics.jsonl").read_text().splitlines()]
     assert written[0]["atropos/math/mean_score"] is None
     assert written[0]["wandb_failures_total"] == 0

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 MOST_LINES = {".py": 400, ".pyx": 600, ".pxi": 600}
 # A longer file has a reason. Length alone is no cause to cut a class in two.
 LONG = {
+    "consumers/learner/config/options.py": "one section after another; a list of what a user can set",
     "consumers/dataset.py": "rows, batches and position of one data set",
     "consumers/feed.py": "taking, failing, releasing and saving share the steps that are out",
     "producers/rollout/runner.py": "a group from its ticket to its lane, whoever plays its episodes",

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from shmbridge.consumers.learner.config import flags
-from shmbridge.consumers.learner.config.run_options import OPTIONS
+from shmbridge.consumers.learner.config.options import OPTIONS
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config, services
 from shmbridge.launch.config import Restart
