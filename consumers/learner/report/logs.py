@@ -1,4 +1,4 @@
-"""Where each step's metrics go: metrics.jsonl, the progress display, TensorBoard, W&B.
+"""What the learner writes of a run: metrics.jsonl, run.json, its progress, and TensorBoard's and W&B's logs.
 
 The packages of the last two are imported when they are asked for.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import shmbridge
 from shmbridge.consumers.learner.checkpoint import load_progress
 from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.types import Metrics, Refusal
@@ -21,16 +25,9 @@ from shmbridge.consumers.learner.world import say
 
 TENSORBOARD_FOLDER = "tensorboard"  # in the run directory
 WANDB_ID_FILE = "wandb-run-id"  # in the run directory, so that a resumed learner continues its W&B run
-_COLUMNS = (
-    "step",
-    "env_name",
-    "group_id",
-    "prompt",
-    "completion",
-    "score",
-    "mean_advantage",
-    "finish_reason",
-)
+FACTS_FILE = "run.json"  # in the run directory
+_PACKAGES = ("torch", "transformers", "numpy", "vllm", "atroposlib")
+_ABOUT = ("step", "env_name", "group_id")  # a sample
 _MOST_TEXT = 4000  # characters of a cell
 
 
@@ -257,7 +254,7 @@ class WandbRun(OtherLog):
         with self.guarded("take samples"):
             rows = [
                 [
-                    *(sample[name] for name in ("step", "env_name", "group_id")),
+                    *(sample[name] for name in _ABOUT),
                     (row.get("prompt") or sample["prompt"])[-_MOST_TEXT:],
                     row["completion"][:_MOST_TEXT],
                     row["score"],
@@ -267,7 +264,8 @@ class WandbRun(OtherLog):
                 for sample in samples
                 for row in sample["trajectories"]
             ]
-            table = self._table(columns=list(_COLUMNS), data=rows)
+            columns = [*_ABOUT, "prompt", "completion", "score", "mean_advantage", "finish_reason"]
+            table = self._table(columns=columns, data=rows)
             self._run.log({"samples": table}, step=samples[0]["step"])
 
     def __enter__(self) -> WandbRun:
@@ -310,3 +308,35 @@ def _mean(advantages: Sequence[float | None]) -> float | None:
     """Returns the mean over trained tokens; None if there is none."""
     known = [each for each in advantages if each is not None]
     return sum(known) / len(known) if known else None
+
+
+def write_facts(folder: Path, device: str) -> None:
+    """Adds this start to run.json: when, by which versions, on which machine. Blocks; raises OSError.
+
+    Args:
+        folder: the run directory.
+        device: what the learner computes on, in words.
+    """
+    path, packages = folder / FACTS_FILE, {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    try:
+        starts = list(json.loads(path.read_text())["starts"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        starts = []  # the first one, or a damaged file
+    starts.append(
+        {
+            "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "shmbridge": shmbridge.__version__,
+            "python": platform.python_version(),
+            "packages": packages,
+            "host": platform.node(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cores": len(os.sched_getaffinity(0)),
+            "device": device,
+        }
+    )
+    unfinished = folder / f".{FACTS_FILE}.part"
+    unfinished.write_text(json.dumps({"starts": starts}, indent=1) + "\n")
+    unfinished.replace(path)

@@ -26,7 +26,7 @@ from shmbridge.consumers.learner.config.checks import changes_on_resume
 from shmbridge.consumers.learner.config.flags import CONFIG_FILE, noted_changes, read_earlier, write_config
 from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.model.load import StartupError, load_tokenizer
-from shmbridge.consumers.learner.report.run import write_facts
+from shmbridge.consumers.learner.report.logs import write_facts
 from shmbridge.consumers.learner.world import World, device_kind, say
 from shmbridge.consumers.trained_bridge import BridgeAhead, bridge_info, trained_as
 from shmbridge.weights import lease_from_outside
