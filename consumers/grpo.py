@@ -25,15 +25,12 @@ from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner.config.checks import refuse_idle, refuse_unreachable_limits
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.batch_wait import NoBatch
 from shmbridge.consumers.learner.data.rank_source import RankSource, opened
-from shmbridge.consumers.learner.report.log import MetricsLog
-from shmbridge.consumers.learner.report.progress_bar import progress
+from shmbridge.consumers.learner.report.logs import MetricsLog, TensorboardLog, WandbRun, progress
 from shmbridge.consumers.learner.report.samples import SAMPLES_FILE, SampleLog
-from shmbridge.consumers.learner.report.tensorboard_log import TensorboardLog
-from shmbridge.consumers.learner.report.wandb_log import WandbRun
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.train.broken_step import BrokenStep, broken_step
 from shmbridge.consumers.learner.train.engine_pushes import engine_pushes

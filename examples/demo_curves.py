@@ -18,9 +18,8 @@ from pathlib import Path
 
 import curves
 
-from shmbridge.consumers.learner.report.run_report import NoRun, read_run
-from shmbridge.consumers.learner.report.summary import summary
-from shmbridge.launch import demo
+from shmbridge.consumers.learner.report.run import NoRun, read_run, summary
+from shmbridge.demo import report as demo_report
 
 HERE = Path(__file__).parent
 GOAL = 0.9

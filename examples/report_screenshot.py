@@ -1,7 +1,7 @@
 """The screenshot of docs/how-to/report.md: the page of a run, as Chromium shows it.
 
     python examples/report_screenshot.py runs/demo-1                 of a run there is, as of shmbridge demo
-    python examples/report_screenshot.py runs/demo-1 --dark --width 800 --out build/narrow.png
+    python examples/report_screenshot.py runs/demo-1 --width 800 --out build/narrow.png
 
 Needs Chromium (`apt-get install chromium`) and Pillow, which makes the file small.
 """
@@ -29,7 +29,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DOCS, metavar="FILE", help="[docs/figures/report.png]")
     parser.add_argument("--width", type=int, default=1280, help="of the window, in pixels [1280]")
     parser.add_argument("--height", type=int, default=2400, help="[2400]")
-    parser.add_argument("--dark", action="store_true", help="the dark colours")
     options = parser.parse_args(argv)
     browser = next(filter(None, map(shutil.which, NAMES)), None)
     if browser is None:
@@ -39,8 +38,6 @@ def main(argv: list[str] | None = None) -> int:
         if shmbridge_command(["report", str(options.run_dir), "--out", folder]):
             return 1
         page = Path(folder) / "report.html"
-        if options.dark:
-            page.write_text(page.read_text().replace("<html ", '<html data-theme="dark" ', 1))
         shot = Path(folder) / "shot.png"
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         flags += [f"--user-data-dir={folder}/profile", f"--window-size={options.width},{options.height}"]

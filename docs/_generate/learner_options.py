@@ -6,8 +6,7 @@ from typing import get_args
 
 from markdown import code, prose, table
 
-from shmbridge.consumers.learner.config.option import Option, described
-from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, SECTIONS
+from shmbridge.consumers.learner.config.options import ON_RESUME, OPTIONS, SECTIONS, Option, described
 
 _HEAD = """# Options of the learner
 

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import msgspec
 
-from shmbridge.cli.base import Command, Parser, refuse
+from shmbridge.parser import Parser
+from shmbridge.program import refuse
+
+HELP = "summarise runs of the learner, and make one HTML page: numbers, curves, groups with their tokens"
+EXAMPLES = """examples:
+  shmbridge report runs/run1                       a summary, and the page runs/run1/report.html
+  shmbridge report runs/a runs/b --out compare     two runs in one page, compare/report.html
+  shmbridge report runs/run1 --format none         the summary alone
+  shmbridge report runs/run1 --format svg          the curves as a picture; needs matplotlib
+  shmbridge report runs/run1 --json                for programs
+
+exit codes: 0 done; 1 no metrics in a folder, or no page or picture (the summary is printed all the same)"""
 
 
 def _report_arguments(parser: Parser) -> None:
@@ -24,12 +35,11 @@ def _report_arguments(parser: Parser) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     """Prints a summary per run, and writes them all into one page or picture."""
-    from shmbridge.consumers.learner.report.page import page_run, write_page
-    from shmbridge.consumers.learner.report.plot import MatplotlibMissing, plot
-    from shmbridge.consumers.learner.report.run_report import NoRun, read_run
-    from shmbridge.consumers.learner.report.summary import as_text, summary
+    from shmbridge.consumers.learner.report.page import MatplotlibMissing, plot, write_page
+    from shmbridge.consumers.learner.report.run import NoRun, as_text, read_run, summary
 
     folders, kind = arguments.run_dirs, arguments.format
+    what = "page" if kind == "html" else "plot"
     try:
         runs = [read_run(folder) for folder in folders]
     except NoRun as error:
@@ -42,18 +52,16 @@ def _report(arguments: argparse.Namespace) -> int:
     wrong = ""
     try:
         if file is not None and kind == "html":
-            write_page(list(map(page_run, folders, runs, found)), file)
+            write_page(folders, runs, found, file)
         elif file is not None:
-            plot(runs, file)
+            plot(runs, file, kind)
     except MatplotlibMissing as error:
         file, wrong = None, str(error)
     except OSError as error:
-        what = "page" if kind == "html" else "picture"
-        file, wrong = (
-            None,
-            f"no {what} in {file}: {error.strerror} -> --out DIR for another folder, --format none for none",
+        wrong = (
+            f"no {what} in {file}: {error.strerror} -> --out DIR for another folder, --format none for none"
         )
-    what = "page" if kind == "html" else "plot"
+        file = None
     if arguments.json:
         print(msgspec.json.encode({"runs": found, what: None if file is None else str(file)}).decode())
     else:

@@ -98,17 +98,22 @@ def test_the_own_loop_learns_and_goes_on_after_a_kill(own):
     assert second[-1] > begun[0] + 0.4
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "multi_turn_env.py", "evaluate.py"])
-def test_an_example_on_a_bridge_of_its_own_leaves_nothing(name):
-    if name == "own_loop.py":
-        pytest.importorskip("torch")
+def alone(name: str) -> str:
+    """What an example printed on a bridge of its own, of which it left nothing."""
     process = start(name)
-    assert form(said(process).splitlines()[-1]) == last_line_on_the_page(name)
+    out = said(process)
+    assert form(out.splitlines()[-1]) == last_line_on_the_page(name)
     assert [info.name for info in shmbridge.list_bridges() if info.name.endswith(f"-{process.pid}")] == []
+    return out
+
+
+def test_the_own_loop_on_a_bridge_of_its_own_leaves_nothing():
+    pytest.importorskip("torch")
+    alone("own_loop.py")
 
 
 def test_multi_turn_episodes_are_trained_where_the_policy_spoke():
-    out = said(start("multi_turn_env.py"))
+    out = alone("multi_turn_env.py")
     asked, product = re.findall(r"\[calc (\d+\*\d+)\] .*\ntool: (\d+)\n", out)[0]
     one, other = map(int, asked.split("*"))
     assert int(product) == one * other
@@ -116,7 +121,7 @@ def test_multi_turn_episodes_are_trained_where_the_policy_spoke():
 
 
 def test_evaluation_finds_the_same_live_and_in_the_recording():
-    out = said(start("evaluate.py"))
+    out = alone("evaluate.py")
     assert out.startswith("80 groups trained, 20 evaluated\n")
     live, recorded = out.split("live")[1].split("recorded")
     evaluated = re.findall(r"^  \w+ +eval .*$", live, re.MULTILINE)

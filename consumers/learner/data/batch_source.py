@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.feed import Drained, Feed, Step, blames_groups
-from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import StopSignals
 from shmbridge.consumers.learner.types import Refusal

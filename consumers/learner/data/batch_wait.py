@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmbridge.consumers.learner.config.run_options import WaitingConfig
+from shmbridge.consumers.learner.config.options import WaitingConfig
 
 _LONGEST_WAIT_S = 3600.0  # longest single wait: clocks do not accept every number
 _LONGEST_DELAY_S = 3.0

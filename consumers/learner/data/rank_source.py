@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import shmbridge
 from shmbridge.consumers.feed import Drained, Feed, Step
-from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource, feed_of, may_be_data, who_is_missing
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals

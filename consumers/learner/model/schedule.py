@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import get_args
 
-from shmbridge.consumers.learner.config.learning_options import Schedule
+from shmbridge.consumers.learner.config.options import Schedule
 from shmbridge.consumers.learner.types import Refusal
 
 Rate = Callable[[int], float]  # 0-based step -> learning rate

@@ -1,305 +1,333 @@
-"""One self-contained HTML page of one or several runs. It loads nothing, and its only script is ours."""
+"""The curves of one or several runs as a picture, and one HTML page with them, the summaries and the groups.
+
+The page is one file without a script, and loads nothing. matplotlib is imported when curves are drawn.
+"""
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import io
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
 
 import shmbridge
-from shmbridge.config import plain, read_yaml
-from shmbridge.consumers.learner.config.file import NAME as CONFIG_FILE
-from shmbridge.consumers.learner.report.conclusions import conclusions
-from shmbridge.consumers.learner.report.curves import curves, lanes, lost_by_reason
-from shmbridge.consumers.learner.report.read_samples import Samples, read_samples
-from shmbridge.consumers.learner.report.run_facts import read_facts
-from shmbridge.consumers.learner.report.run_report import RunMetrics
+from shmbridge.consumers.learner.config.flags import CONFIG_FILE
+from shmbridge.consumers.learner.report.logs import FACTS_FILE
+from shmbridge.consumers.learner.report.run import Floats, RunMetrics, as_text
+from shmbridge.consumers.learner.report.samples import SampledGroup, SampledRow, Samples, read_samples
 
-_HERE = Path(__file__).parent
+_MOST_POINTS = 200  # of a line; each is the mean over as many steps as needed, in a band of their extremes
+_MOST_LINES = 8  # of one kind that can be told apart, such as environments
+_REWARD, _TIME = "mean score of a batch", "share of a step's time"
+_CURVES = (  # title, metric, name of the line
+    (_REWARD, "reward_mean", "all"),
+    (_REWARD, "eval/mean_score", "evaluation groups"),
+    ("loss", "loss", ""),
+    ("staleness, policy versions", "staleness_mean", "mean"),
+    ("staleness, policy versions", "staleness_max", "largest"),
+    ("sampler against policy, nats", "logprob_diff_mean", "all tokens"),
+    ("sampler against policy, nats", "logprob_diff_mean_fresh", "fresh tokens"),
+    ("entropy, nats", "entropy", ""),
+    ("length of completions, tokens", "atropos/avg_response_length", ""),
+    ("lanes", "bridge/lanes_live", "live"),
+    ("lanes", "bridge/lanes_dead", "dead"),
+    ("lanes", "bridge/lanes_quarantined", "quarantined"),
+    ("lanes", "bridge/lanes_refused", "refused"),
+    ("fill of the lanes, share of their memory", "bridge/lane_fill_frac", ""),
+    ("groups waiting, in no batch yet", "bridge/queue_groups", ""),
+    ("age of a group at its batch, s", "bridge/group_wait_s", ""),
+)
+_ENVIRONMENT = re.compile(r"atropos/(.+)/mean_score")
+_LOST = re.compile(r"bridge/(drops|discards)_(\w+)_total")
+_INKS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f7f7f")
+_DASHES = ("-", "--", ":", "-.")  # with the inks, lines differ in grey, too
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: auto; padding: 1em }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4em 0 }
+img { width: 100%; background: white }
+table { border-collapse: collapse } td, th { padding: .15em .8em; text-align: right }
+summary { cursor: pointer } h4 { margin: .8em 0 0 }
+.rows { display: grid; grid-template-columns: repeat(auto-fit, minmax(24em, 1fr)); gap: 1em }
+.plus { text-decoration: underline } .minus { text-decoration: underline dotted } .untrained { opacity: .55 }
+.step { border: 1px solid; padding: 0 .3em; font-size: 85% }
+"""
+_COMPARED = {  # number of a summary -> its name in the table of several runs
+    "steps": "steps",
+    "reward_first": "reward at the start",
+    "reward_last": "reward at the end",
+    "reward_best": "best reward",
+    "reward_best_step": "at step",
+    "eval_last": "last evaluation",
+    "tokens_per_s": "tokens per second",
+    "idle_frac_running": "share of waiting",
+    "staleness_mean": "staleness",
+    "dropped_total": "dropped",
+    "discarded_total": "discarded",
+}
+
+_Lines = list[tuple[str, npt.NDArray[Any], Floats]]  # name, steps, values
 
 
-@dataclass(frozen=True)
-class PageRun:
-    """All that a page shows of one run."""
-
-    metrics: RunMetrics
-    summary: Mapping[str, Any]
-    samples: Samples
-    config: Mapping[str, Any]  # section -> option -> value; empty if unknown
-    starts: Sequence[Mapping[str, Any]]  # as `read_facts`
+class MatplotlibMissing(Exception):
+    """The matplotlib package is not installed; the message says how to get it."""
 
 
-def page_run(folder: Path, metrics: RunMetrics, summary: Mapping[str, Any]) -> PageRun:
-    """Returns a run with its samples, configuration and facts, as far as they are there. Blocks."""
-    return PageRun(metrics, summary, read_samples(folder), _config(folder / CONFIG_FILE), read_facts(folder))
+# --- curves -----------------------------------------------------------------------------------------------
 
 
-def write_page(runs: Sequence[PageRun], file: Path) -> None:
-    """Writes the page of at least one run. Blocks for the disk; raises OSError."""
-    text = page(runs)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+def plot(runs: Sequence[RunMetrics], file: Path | IO[bytes], form: str) -> None:
+    """Draws the curves of the runs. Blocks. Raises `MatplotlibMissing`, OSError.
 
-
-def page(runs: Sequence[PageRun]) -> str:
-    """Returns the page of at least one run. Never blocks.
-
-    All text of a run is escaped, and the page's policy lets no script run but its own.
+    Args:
+        runs: at least one; several share each chart.
+        file: to write.
+        form: "svg" or "png".
     """
-    style, script = (_HERE / "page.css").read_text(), (_HERE / "page.js").read_text()
-    metrics = [run.metrics for run in runs]
-    data = {
-        "runs": [{"name": run.metrics.name, "samples": run.samples.groups} for run in runs],
-        "charts": curves(metrics),
-        "lanes": lanes(metrics),
-    }
-    title = " and ".join(run.metrics.name for run in runs)
-    policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:"
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure  # not pyplot: no window, no state
+    except ImportError as error:
+        raise MatplotlibMissing(
+            f"curves need the matplotlib package ({error}): pip install 'shmbridge[learner]', or --format "
+            "none"
+        ) from error
+    charts = _charts(runs)
+    looks: Any = {"font.size": 8, "axes.titlesize": 9, "text.parse_math": False}
+    looks |= {"svg.fonttype": "none", "svg.hashsalt": "shmbridge", "hatch.linewidth": 0.4}
+    with mpl.rc_context(looks):
+        rows = math.ceil((len(charts) + 1) / 2)
+        figure = Figure(figsize=(10.0, 2.2 * rows), layout="constrained")
+        axes = figure.subplots(rows, 2, squeeze=False).ravel()
+        for axis in axes[len(charts) + 1 :]:
+            axis.set_visible(False)
+        for axis, (title, lines) in zip(axes, charts.items(), strict=False):
+            axis.set_title(title)
+            _draw(axis, lines)
+        axes[len(charts)].set_title(_TIME)
+        _draw_time(axes[len(charts)], runs)
+        if isinstance(file, Path):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if form == "svg" else None  # makes the file reproducible
+        figure.savefig(file, format=form, dpi=100, metadata=metadata)
+
+
+def _charts(runs: Sequence[RunMetrics]) -> dict[str, _Lines]:
+    """Returns title -> lines of what the runs have measured."""
+    found: dict[str, _Lines] = {}
+
+    def add(title: str, name: str, steps: npt.NDArray[Any], values: Floats) -> None:
+        if np.isfinite(values).any():
+            full = f"{run.name} {name}".strip() if len(runs) > 1 else name
+            found.setdefault(title, []).append((full, steps, values))
+
+    for run in runs:
+        for title, metric, name in _CURVES:
+            add(title, name, run.steps, run.column(metric))
+        add("tokens per second", "", run.steps, run.tokens_per_s)
+        environments = [match for each in run.columns if (match := _ENVIRONMENT.fullmatch(each))]
+        if len(runs) == 1 and len(environments) > 1:
+            for match in environments[: _MOST_LINES - 1]:
+                add(_REWARD, match[1], run.steps, run.column(match[0]))
+        for match in filter(None, map(_LOST.fullmatch, run.columns)):
+            if run.counted(match[0]):
+                verb = "dropped" if match[1] == "drops" else "discarded"
+                add("records lost, by reason", f"{verb}, {match[2]}", run.steps, run.column(match[0]))
+        for (env, name), (steps, values) in list(run.evaluations.items())[:_MOST_LINES]:
+            add(f"evaluation: {name}", env, steps, values)
+    return found
+
+
+def _draw(axis: Any, lines: _Lines) -> None:
+    looks = cycle((ink, dash) for dash in _DASHES for ink in _INKS)
+    for (name, steps, values), (ink, dash) in zip(lines, looks, strict=False):
+        at, _, _ = _thinned(steps)
+        mean, low, high = _thinned(values)
+        known = np.isfinite(mean)  # an environment need not be in every batch
+        mark = "." if known.sum() < 30 else None
+        axis.plot(at[known], mean[known], dash, color=ink, marker=mark, linewidth=1.0, label=name)
+        if values.size > _MOST_POINTS:
+            axis.fill_between(at[known], low[known], high[known], color=ink, alpha=0.15, linewidth=0)
+    axis.grid(linewidth=0.3, color="#cccccc")
+    if any(name for name, _, _ in lines):
+        axis.legend(fontsize=7)
+
+
+def _draw_time(axis: Any, runs: Sequence[RunMetrics]) -> None:
+    """Draws the time shares of a step, one area for each phase; of several runs, the share of waiting."""
+    if len(runs) > 1:
+        spent = [np.sum(list(run.phases.values()), axis=0) for run in runs]
+        shares = [
+            run.column("wait_s") / np.maximum(each, 1e-12) for run, each in zip(runs, spent, strict=True)
+        ]
+        _draw(axis, [(f"{run.name} wait", run.steps, each) for run, each in zip(runs, shares, strict=True)])
+        return
+    (run,) = runs
+    parts = {name: _thinned(values)[0] for name, values in run.phases.items()}
+    whole = np.maximum(np.sum(list(parts.values()), axis=0), 1e-12)
+    if parts:
+        shares = [part / whole for part in parts.values()]
+        axis.stackplot(_thinned(run.steps)[0], shares, labels=list(parts), edgecolor="black", linewidth=0.3)
+        axis.set_ylim(0.0, 1.0)
+        axis.legend(fontsize=7, ncols=4)
+
+
+def _thinned(values: npt.NDArray[Any]) -> tuple[Floats, Floats, Floats]:
+    """Returns mean, least and most of the known values over at most _MOST_POINTS equal parts."""
+    starts = np.arange(0, values.size, -(-values.size // _MOST_POINTS))
+    known = np.isfinite(values)
+    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+    low = np.minimum.reduceat(np.where(known, values, np.inf), starts)
+    high = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return sums / np.add.reduceat(known.astype(np.float64), starts), low, high
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+def write_page(
+    folders: Sequence[Path], runs: Sequence[RunMetrics], found: Sequence[Mapping[str, Any]], file: Path
+) -> None:
+    """Writes the page of at least one run. Blocks; raises OSError.
+
+    All text of a run is escaped, and the page's policy lets no script run. Without matplotlib it has no
+    curves, and says so.
+
+    Args:
+        folders: of the runs.
+        runs: their metrics.
+        found: their summaries.
+        file: to write.
+    """
+    title = escape(" and ".join(run.name for run in runs))
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    try:
+        plot(runs, picture := io.BytesIO(), "svg")
+        source = base64.b64encode(picture.getvalue()).decode()
+        curves = f'<img alt="curves by optimizer step" src="data:image/svg+xml;base64,{source}">'
+    except MatplotlibMissing as error:
+        curves = f"<p>{escape(str(error))}</p>"
+    summaries = "".join(f"<pre>{escape(as_text(dict(each)))}</pre>\n" for each in found)
+    groups = "".join(
+        f"<h3>{escape(run.name)}</h3>\n{_groups(read_samples(folder))}"
+        for run, folder in zip(runs, folders, strict=True)
     )
-    return f"""<!doctype html>
+    files = "".join(
+        f"<details><summary>{escape(str(path))}</summary><pre>{escape(_text_of(path))}</pre></details>\n"
+        for folder in folders
+        for path in (folder / CONFIG_FILE, folder / FACTS_FILE)
+    )
+    page = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)} - shmbridge report</title>
-<style>{style}</style>
+<title>{title} - shmbridge report</title>
+<style>{_STYLE}</style>
 </head>
 <body>
-<header>
-<div><h1>{escape(title)}</h1>{"".join(map(_about, runs))}</div>
-<button id="theme" class="theme" aria-label="light or dark">light / dark</button>
-</header>
-<main>
-{"".join(_conclusions(run, named=len(runs) > 1) for run in runs)}
-{_tiles(runs[0]) if len(runs) == 1 else _table(runs)}
+<h1>{title}</h1>
+{_table(found) if len(runs) > 1 else ""}{summaries}
 <h2>Curves</h2>
-<p>{_curves_said(metrics)}</p>
-<div class="charts" id="curves"></div>
-<h2>Lanes</h2>
-<p>A lane is the ring in shared memory of one producer. Values are those at the end of each step.</p>
-<div class="charts" id="lanes"></div>
+<p>By optimizer step. Of a long run a point is the mean of some steps, and the band goes from their smallest
+to their largest value.</p>
+{curves}
 <h2>Groups</h2>
-<p>{_samples_said(runs)}</p>
-<div class="key"><span><span class="token plus first key-plus">tokens</span> made more likely</span>
-<span><span class="token minus first key-minus">tokens</span> made less likely</span>
-<span><span class="token untrained">tokens</span> not trained</span>
-<span><span class="step">step 1: +1</span> reward of a step, where it ends</span>
-<span>the stronger the colour, the larger the advantage in this group</span></div>
-<div class="browse" id="browse"></div>
-<div class="groups" id="groups"></div>
-<div id="group"></div>
-<h2>The run</h2>
-{"".join(map(_details, runs))}
-</main>
-<footer>Made by shmbridge {escape(shmbridge.__version__)}. One file, without any link to the outside.</footer>
-<script type="application/json" id="data">{_json(data)}</script>
-<script>{script}</script>
+<p>Every few steps two groups of the batch: that whose scores differ most, and one at random. Underlined
+tokens were made more likely, dotted ones less likely, the stronger their colour the more; pale ones were not
+trained. The tip of a token says its advantage.</p>
+{groups}
+<h2>Configuration, versions and host</h2>
+{files}<p>Made by shmbridge {escape(shmbridge.__version__)}.</p>
 </body>
 </html>
 """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page, encoding="utf-8")
 
 
-def _json(data: Any) -> str:
-    """Returns JSON in which no text can end the script element."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: other characters as \\uXXXX
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        found = plain(read_yaml(path.read_bytes()))
-    except (ImportError, OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _option(run: PageRun, section: str, name: str) -> Any:
-    inner = run.config.get(section)
-    return inner.get(name) if isinstance(inner, dict) else None
-
-
-def _about(run: PageRun) -> str:
-    """Returns a line: what was trained, how, when, on what."""
-    start = run.starts[0] if run.starts else {}
-    groups, size = _option(run, "batch", "groups"), _option(run, "batch", "group_size")
-    parts = [
-        _option(run, "run", "model"),
-        f"bridge {bridge}" if (bridge := _option(run, "run", "bridge")) else None,
-        f"loss {loss}" if (loss := _option(run, "objective", "loss")) else None,
-        f"{groups} groups of {size} a step" if groups and size else None,
-        f"learning rate {rate:g}"
-        if isinstance(rate := _option(run, "optimizer", "lr"), (int, float))
-        else None,
-        start.get("device"),
-        f"started {started}" if (started := start.get("started")) else None,
-    ]
-    said = " · ".join(escape(str(each)) for each in parts if each)
-    return f'<p class="about">{said}</p>' if said else ""
-
-
-def _conclusions(run: PageRun, *, named: bool) -> str:
-    items = "".join(
-        f'<li class="{each.level}">{escape(_sentence(each.text))}</li>'
-        for each in conclusions(run.metrics, dict(run.summary))
-    )
-    head = f'<h3 class="run">{escape(run.metrics.name)}</h3>' if named else ""
-    return f'{head}<ul class="conclusions">{items}</ul>' if items else head
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def _headlines(run: PageRun) -> Iterable[tuple[str, str, str]]:
-    """Yields (name, value, remark) of the headline numbers."""
-    found = run.summary
-    lost = (found["dropped_total"] or 0) + (found["discarded_total"] or 0)
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in lost_by_reason(run.metrics).items())
-    best, waits = found["reward_best"], found["idle_frac_running"]
-    yield (
-        "Reward at the end",
-        _say(found["reward_last"], ".3f"),
-        f"{_say(found['reward_first'], '.3f')} at the start"
-        + ("" if best is None else f", best {best:.3f} at step {found['reward_best_step']}"),
-    )
-    yield "Steps", f"{found['steps']:,}", f"in {_duration(found['wall_s'])}" if found["wall_s"] else ""
-    yield "Tokens per second", _say(found["tokens_per_s"], ",.0f"), f"{_large(found['tokens'])} tokens in all"
-    yield (
-        "Waiting",
-        "unknown" if waits is None else f"{100 * waits:.0f} %",
-        "of the time since the first batch",
-    )
-    yield (
-        "Staleness",
-        _say(found["staleness_mean"], ".2f"),
-        f"versions in the mean, at most {_say(found['staleness_max'], '.0f')}",
-    )
-    yield "Lost records", f"{lost:,.0f}", reasons or "dropped or discarded"
-    if found["eval_last"] is not None:
-        yield "Evaluation", f"{found['eval_last']:.3f}", "at the last"
-
-
-def _tiles(run: PageRun) -> str:
-    tiles = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(remark)}</small></dd></div>"
-        for name, value, remark in _headlines(run)
-    )
-    return f'<dl class="tiles">{tiles}</dl>'
-
-
-def _table(runs: Sequence[PageRun]) -> str:
-    rows = [{name: value for name, value, _ in _headlines(run)} for run in runs]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f'<th class="n">{escape(name)}</th>' for name in names)
-    body = "".join(
-        f"<tr><td>{escape(run.metrics.name)}</td>"
-        + "".join(f'<td class="n">{escape(row.get(name, ""))}</td>' for name in names)
-        + "</tr>"
-        for run, row in zip(runs, rows, strict=True)
-    )
-    return f'<div class="scroll"><table class="runs"><tr><th>Run</th>{head}</tr>{body}</table></div>'
-
-
-def _curves_said(runs: Sequence[RunMetrics]) -> str:
-    lost = any(lost_by_reason(run) for run in runs)
-    said = "By optimizer step. Bold lines are running means; the pointer shows the values at a step."
-    return said + ("" if lost else " No record was dropped or discarded.")
-
-
-def _samples_said(runs: Sequence[PageRun]) -> str:
-    groups = sum(len(run.samples.groups) for run in runs)
-    if not groups:
-        return (
-            "There are no samples: the learner writes samples.jsonl into its run directory with "
-            "--sample-every above 0."
-        )
-    left = sum(run.samples.left_out for run in runs)
-    torn = sum(run.samples.torn for run in runs)
-    return (
-        "Every few steps two groups of the batch: that whose scores differ most, and one at random."
-        + (f" {left:,} more groups are in samples.jsonl." if left else "")
-        + (f" {torn:,} torn lines are left out." if torn else "")
-    )
-
-
-def _details(run: PageRun) -> str:
-    start = run.starts[-1] if run.starts else {}
-    packages, cores = start.get("packages"), start.get("cores")
-    facts = {
-        "Run": run.metrics.name,
-        "Started": ", ".join(str(each.get("started", "unknown")) for each in run.starts),
-        "Versions": ", ".join(
-            f"{name} {version}"
-            for name, version in {
-                "shmbridge": start.get("shmbridge"),
-                "Python": start.get("python"),
-                **(packages if isinstance(packages, dict) else {}),
-            }.items()
-            if version
-        ),
-        "Host": ", ".join(
-            str(each)
-            for each in (
-                start.get("host"),
-                start.get("system"),
-                f"{cores} cores" if cores else None,
-                start.get("device"),
-            )
-            if each
-        ),
-    }
+def _table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the numbers of several runs side by side."""
+    head = "".join(f"<th>{escape(each['run'])}</th>" for each in found)
     rows = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value
+        f"<tr><th>{name}</th>"
+        + "".join(f"<td>{'' if each[key] is None else f'{each[key]:,.5g}'}</td>" for each in found)
+        + "</tr>\n"
+        for key, name in _COMPARED.items()
     )
-    sections = "".join(
-        f"<section><h4>{escape(str(section))}</h4><dl>"
-        + "".join(
-            f"<dt>{escape(str(name))}</dt><dd>{escape(_plain(value))}</dd>" for name, value in inner.items()
-        )
-        + "</dl></section>"
-        for section, inner in run.config.items()
-        if isinstance(inner, dict)
+    return f"<table><tr><td></td>{head}</tr>\n{rows}</table>\n"
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        return str(error.strerror)
+
+
+def _groups(samples: Samples) -> str:
+    if not samples.groups:
+        return "<p>There are no samples: the learner writes them with --sample-every above 0.</p>\n"
+    torn = f"<p>{samples.torn:,} torn lines are left out.</p>\n" if samples.torn else ""
+    more = f"<p>{samples.left_out:,} more groups are in samples.jsonl.</p>\n" if samples.left_out else ""
+    return "".join(map(_group, samples.groups)) + more + torn
+
+
+def _group(group: SampledGroup) -> str:
+    """Returns one group, closed: its prompt, and its completions side by side, best score first."""
+    every = [abs(each) for row in group.trajectories for each in row.advantages if each is not None]
+    largest = max(every, default=0.0) or 1.0
+    rows = sorted(group.trajectories, key=lambda row: -math.inf if row.score is None else row.score)
+    scores = ", ".join("no score" if row.score is None else f"{row.score:.3g}" for row in reversed(rows))
+    version = "" if group.min_policy_version is None else f", version {group.min_policy_version}"
+    head = f"step {group.step}, {group.env_name}, {group.why}{version}: {scores}"
+    cards = "".join(f"<article>{_row(row, largest)}</article>\n" for row in reversed(rows))
+    return (
+        f"<details><summary>{escape(head)}</summary><p>{escape(group.group_id)}, {len(rows)} of "
+        f"{group.group_size} completions</p><pre>{escape(group.prompt)}</pre>\n"
+        f'<div class="rows">{cards}</div></details>\n'
     )
-    config = (
-        f'<details><summary>The whole configuration</summary><div class="config">{sections}</div></details>'
-        if sections
-        else '<p class="none">There is no readable config.yaml in the run directory.</p>'
-    )
-    return f'<dl class="facts">{rows}</dl>{config}'
 
 
-def _plain(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _row(row: SampledRow, largest: float) -> str:
+    score = "no score" if row.score is None else f"score {row.score:.4g}"
+    prompt = "" if row.prompt is None else f"<pre>{escape(row.prompt)}</pre>"
+    head = f"{score}, {row.finish_reason or 'end unknown'}"
+    return f"<h4>{escape(head)}</h4>{prompt}<pre>{''.join(_pieces(row, largest))}</pre>"
 
 
-def _say(value: float | None, how: str) -> str:
-    return "unknown" if value is None else format(value, how)
+def _pieces(row: SampledRow, largest: float) -> Iterator[str]:
+    """Yields neighbours of one advantage together, rewards of steps where they end, and the cut."""
 
+    def place(index: int) -> tuple[float | None, bool, int]:
+        behind_cut = row.cut > 0 and index >= row.cut_at
+        return row.advantages[index], behind_cut, bisect_right(row.step_ends, index + behind_cut * row.cut)
 
-def _large(count: int) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
-    return str(count)
+    def steps(first: int, last: int) -> Iterator[str]:
+        for number, reward in enumerate(row.step_rewards[first:last], first + 1):
+            yield f'<span class="step">step {number}: {"?" if reward is None else f"{reward:+g}"}</span>'
 
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    done, was_cut = 0, False
+    for (advantage, behind_cut, ended), indexes in groupby(range(len(row.tokens)), key=place):
+        yield from steps(done, ended)
+        if behind_cut and not was_cut:
+            yield f'<span class="step">{row.cut:,} tokens left out</span>'
+        done, was_cut = ended, behind_cut
+        text = escape("".join(row.tokens[index] for index in indexes))
+        if advantage is None:
+            yield f'<span class="untrained">{text}</span>'
+            continue
+        kind, colour = ("plus", "0, 114, 178") if advantage >= 0.0 else ("minus", "213, 94, 0")
+        strength = f"background: rgba({colour}, {0.6 * abs(advantage) / largest:.2f})"
+        yield f'<span class="{kind}" style="{strength}" title="advantage {advantage:+.3g}">{text}</span>'
+    yield from steps(done, len(row.step_rewards))

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from shmbridge.consumers.feed import lacks_memory
-from shmbridge.consumers.learner.config.run_options import ComputeConfig
+from shmbridge.consumers.learner.config.options import ComputeConfig
 from shmbridge.consumers.learner.train.grpo_update import Learner
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from shmbridge.consumers.learner.config.metric_conditions import Condition, Goal
+from shmbridge.consumers.learner.config.options import Condition, Goal
 from shmbridge.consumers.learner.types import Metrics
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update
-from shmbridge.consumers.engines.fleet import AtUrl, Fleet
-from shmbridge.consumers.learner.config.run_options import WeightsConfig
+from shmbridge.consumers.engines.fleet import Fleet
+from shmbridge.consumers.learner.config.options import WeightsConfig
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import World, say
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shmbridge.consumers.evaluations import evaluation_metrics
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.checkpoint import Consumed
 from shmbridge.consumers.learner.types import Metrics, Refusal
 from shmbridge.control.messages import Evaluated
 from shmbridge.metrics import rollout_metrics

@@ -18,7 +18,7 @@ from torch import Tensor
 from shmbridge.consumers import losses
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone
-from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.data.loss_arrays import TrainingRows, known_count
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.types import Refusal

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.learner.config.run_options import Dtype, WeightsConfig
+from shmbridge.consumers.learner.config.options import Dtype, WeightsConfig
 from shmbridge.consumers.learner.model.lora import adapted_names, published_parameters
 from shmbridge.consumers.learner.model.sharding import Index, own_part
 from shmbridge.consumers.learner.world import World

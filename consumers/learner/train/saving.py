@@ -10,10 +10,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 import shmbridge
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.checkpoint.rng_state import rng_state
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Consumed, Progress, rng_state
 from shmbridge.consumers.learner.model.sharding import is_sharded
 from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.types import Metrics, Refusal

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 import shmbridge
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.rng_state import seed_all, set_rng_state
-from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress, seed_all, set_rng_state
+from shmbridge.consumers.learner.config.options import ComputeConfig, LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model import attention
 from shmbridge.consumers.learner.model.forward import chunk_tokens_for

@@ -20,14 +20,13 @@ from transformers.utils.logging import disable_progress_bar
 import shmbridge
 from shmbridge.consumers import pretrained
 from shmbridge.consumers.engines.published_tensors import copy_into
-from shmbridge.consumers.feed import BridgeAhead, bridge_info, trained_as
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.config import file
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
 from shmbridge.consumers.learner.config.checks import changes_on_resume
-from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.config.flags import CONFIG_FILE, noted_changes, read_earlier, write_config
+from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.model.load import StartupError, load_tokenizer
-from shmbridge.consumers.learner.report.run_facts import write_facts
+from shmbridge.consumers.learner.report.logs import write_facts
 from shmbridge.consumers.learner.world import World, device_kind, say
 from shmbridge.weights import lease_from_outside
 
@@ -147,10 +146,10 @@ def write_options(config: LearnerConfig, start: Start) -> None:
 
     Blocks for the disk. Raises StartupError.
     """
-    path = config.run_dir / file.NAME
+    path = config.run_dir / CONFIG_FILE
     try:
-        earlier = file.changes(path) if start.source is not None else []
-        file.write(config, path, [*earlier, start.changed] if start.changed else earlier)
+        earlier = noted_changes(path) if start.source is not None else []
+        write_config(config, path, [*earlier, start.changed] if start.changed else earlier)
     except OSError as error:
         raise _unwritable(config, error) from error
 
@@ -197,9 +196,9 @@ def _resumed(
                 f"{trained}: up to {behind} {'step' if behind == 1 else 'steps'} after that checkpoint are "
                 f"trained again, {groups}"
             )
-    earlier = file.read_earlier(config.run_dir / file.NAME)
+    earlier = read_earlier(config.run_dir / CONFIG_FILE)
     if earlier is None:
-        say(f"{config.run_dir} has no readable {file.NAME}: options are not compared with earlier ones")
+        say(f"{config.run_dir} has no readable {CONFIG_FILE}: options are not compared with earlier ones")
         return Start(str(path), run_id, seen)
     changed = ", ".join(changes_on_resume(earlier, config))
     if changed:

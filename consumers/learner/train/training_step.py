@@ -18,18 +18,22 @@ import torch
 
 import shmbridge
 from shmbridge.consumers.feed import lacks_memory
-from shmbridge.consumers.learner.config.run_options import EarlyStopConfig, EvaluationConfig, LearnerConfig
+from shmbridge.consumers.learner.config.options import EarlyStopConfig, EvaluationConfig, LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource, may_be_data
 from shmbridge.consumers.learner.data.left_out import SaidOnce
 from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.data.rank_source import RankSource
 from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
 from shmbridge.consumers.learner.model.eval_mode import evaluating
-from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
-from shmbridge.consumers.learner.report.log import MetricsLog
-from shmbridge.consumers.learner.report.rank_metrics import merged, of_all_ranks
+from shmbridge.consumers.learner.report.logs import MetricsLog
 from shmbridge.consumers.learner.report.samples import SampleLog
-from shmbridge.consumers.learner.report.step_times import StepCost
+from shmbridge.consumers.learner.report.step_metrics import (
+    LearnerMetrics,
+    StepCost,
+    merged,
+    of_all_ranks,
+    rows_of_environments,
+)
 from shmbridge.consumers.learner.train.broken_step import free_activations, is_of_device
 from shmbridge.consumers.learner.train.early_stop import EarlyStop
 from shmbridge.consumers.learner.train.engine_pushes import EnginePushes

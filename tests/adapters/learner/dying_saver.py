@@ -6,7 +6,7 @@ import signal
 import time
 
 from shmbridge.consumers.feed import Feed
-from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner import checkpoint
 
 
 def killed(step, model, tokenizer):

@@ -17,8 +17,8 @@ from sharded_forward import model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
 from shmbridge.consumers.learner.model.optimizer import new_optimizer
 from shmbridge.consumers.learner.model.sharding import parallel_of
 from shmbridge.consumers.learner.world import TorchWorld

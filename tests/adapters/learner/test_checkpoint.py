@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.rng_state import rng_state, set_rng_state
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress, rng_state, set_rng_state
 from shmbridge.consumers.learner.model.optimizer import cast_parameters, new_optimizer
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
@@ -117,12 +119,27 @@ def test_checkpoints_of_an_older_release_are_read_and_of_a_newer_one_refused(tin
         checkpoint.load_progress(path)
 
 
-def test_random_generators_go_on(tiny_model, batch, tmp_path):
+def draw():
+    return [
+        *torch.rand(5).tolist(),
+        *np.random.rand(5),
+        *np.random.randn(3),
+        *(random.random() for _ in range(5)),
+        random.gauss(0, 1),
+    ]
+
+
+def test_every_random_generator_goes_on_where_it_was(tiny_model, tmp_path):
     own = learner(tiny_model(1))
+    torch.manual_seed(3)
+    np.random.seed(4)
+    random.seed(5)
+    draw()  # an odd number of normal ones: both numpy and Python keep one back
     path = checkpoint.save(tmp_path, Progress(1, 1), own.model, None, own.optimizer, rng=rng_state())
-    expected = torch.rand(4)
+    expected = draw()
+    assert draw() != expected
     set_rng_state(checkpoint.load_rng(path))
-    assert torch.equal(torch.rand(4), expected)
+    assert draw() == expected
 
 
 def test_bfloat16_parameters_go_on_from_their_masters(tiny_model, batch, tmp_path):

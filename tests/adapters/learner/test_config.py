@@ -15,11 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from shmbridge.consumers.learner.config import file
 from shmbridge.consumers.learner.config.checks import OtherRun, changes_on_resume
-from shmbridge.consumers.learner.config.file import BadConfigFile
-from shmbridge.consumers.learner.config.flags import parse, parser
-from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, LearnerConfig, OnResume, Option
+from shmbridge.consumers.learner.config.flags import (
+    CONFIG_FILE,
+    BadConfigFile,
+    parse,
+    parser,
+    read_config,
+    write_config,
+)
+from shmbridge.consumers.learner.config.options import ON_RESUME, OPTIONS, LearnerConfig, OnResume, Option
 from shmbridge.consumers.learner.train.starting_point import agreed_start
 from shmbridge.consumers.learner.world import ALONE
 
@@ -54,19 +59,20 @@ def refused(capsys):
     return refused
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_flag_of_earlier_releases_has_its_default_and_its_choices(flag):
-    before = FLAGS[flag]
-    action = parser()._option_string_actions[flag]
-    option = OPTIONS[action.dest]
-    default = None if option.default is dataclasses.MISSING else option.default
-    assert json.loads(json.dumps(default)) == (
-        before["default"] or ({} if option.shape == "mapping" else before["default"])
-    )
-    assert (list(action.choices) if action.choices else None) == before["choices"]
-    assert (1 if action.nargs is None else action.nargs) == before["values"]
-    assert (type(action).__name__ == "_AppendAction") == before["repeats"]
-    assert option.flag == flag
+def test_flags_of_earlier_releases_have_their_defaults_and_their_choices():
+    actions, found = parser()._option_string_actions, {}
+    for flag in FLAGS:
+        action = actions[flag]
+        option = OPTIONS[action.dest]
+        assert option.flag == flag
+        default = [] if option.shape == "mapping" else option.default
+        found[flag] = {
+            "default": None if default is dataclasses.MISSING else default,
+            "choices": list(action.choices) if action.choices else None,
+            "values": 1 if action.nargs is None else action.nargs,
+            "repeats": type(action).__name__ == "_AppendAction",
+        }
+    assert json.loads(json.dumps(found)) == FLAGS
 
 
 def test_every_option_has_one_name_one_flag_and_help():
@@ -156,12 +162,12 @@ def same(one: LearnerConfig, other: LearnerConfig) -> bool:
 
 
 @given(CONFIGS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_configuration_is_the_same_after_it_was_written_and_read(tmp_path_factory, given):
     path = tmp_path_factory.getbasetemp() / "written.yaml"
     config = LearnerConfig.of(given)
-    file.write(config, path)
-    assert same(LearnerConfig.of(file.read(path)), config)
+    write_config(config, path)
+    assert same(LearnerConfig.of(read_config(path)), config)
 
 
 def test_file_alone_is_enough_and_flags_win_over_it(write):
@@ -175,55 +181,31 @@ def test_file_alone_is_enough_and_flags_win_over_it(write):
         adapters:
         """
     )
+    names = ["bridge", "lr", "warmup", "schedule_option", "engine", "no_weights", "use_advantages"]
+    names += ["resume", "run_dir"]
     config = parse(["--config", path])
-    assert (config.run.bridge, config.optimizer.lr, config.optimizer.schedule_option) == (
-        "a",
-        1e-3,
-        {"power": 2.0},
-    )
-    assert (config.weights.engine, config.advantages.use_advantages) == (("http://a", "http://b"), False)
+    engines = ("http://a", "http://b")
+    expected = ["a", 1e-3, 5, {"power": 2.0}, engines, True, False, True, None]
+    assert [config.value(name) for name in names] == expected
     assert config.run_dir == Path("runs/a")
-    argv = [
-        "--bridge",
-        "b",
-        "--lr",
-        "1",
-        "--engine",
-        "http://c",
-        "--schedule-option",
-        "end=0",
-        "--run-dir",
-        "here",
-    ]
-    switches = ["--weights", "--use-advantages", "--no-resume"]
-    config = parse([*argv, *switches, "--config", path])
-    assert (config.run.bridge, config.optimizer.lr, config.optimizer.schedule_option) == (
-        "b",
-        1.0,
-        {"end": 0.0},
-    )
-    assert (config.optimizer.warmup, config.weights.engine, config.run_dir) == (
-        5,
-        ("http://c",),
-        Path("here"),
-    )
-    assert (config.weights.no_weights, config.advantages.use_advantages, config.checkpoints.resume) == (
-        False,
-        True,
-        False,
-    )
+    flags = "--bridge b --lr 1 --engine http://c --schedule-option end=0 --run-dir here"
+    switches = "--weights --use-advantages --no-resume"
+    config = parse([*flags.split(), *switches.split(), "--config", path])
+    expected = ["b", 1.0, 5, {"end": 0.0}, ("http://c",), False, True, False, "here"]
+    assert [config.value(name) for name in names] == expected
+    assert config.run_dir == Path("here")
 
 
 def test_a_written_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
-    path = tmp_path / file.NAME
+    path = tmp_path / CONFIG_FILE
     config = parse(NEEDED)
-    file.write(config, path)
+    write_config(config, path)
     monkeypatch.setattr(
         Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
     with pytest.raises(OSError, match="No space"):
-        file.write(parse([*NEEDED, "--lr", "1"]), path)
-    assert LearnerConfig.of(file.read(path)) == config
+        write_config(parse([*NEEDED, "--lr", "1"]), path)
+    assert LearnerConfig.of(read_config(path)) == config
 
 
 def test_run_directory_has_the_whole_configuration(tmp_path):
@@ -234,61 +216,27 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
     assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == config
 
 
-TENFOLD = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(15))
-
-
+# tests/transport/launch/test_config.py has what is no YAML, or no value of YAML.
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("optimizer: {learning_rat: 1}", "optimizer.learning_rat: did you mean optimizer.lr?"),
-        ("optimizer: {warm-up: 1}", "optimizer.warm-up: did you mean optimizer.warmup?"),
         ("batch: {lr: 1}", "batch.lr: did you mean optimizer.lr?"),
-        ("lr: 1", "lr: did you mean optimizer.lr?"),
         ("optimiser: {lr: 1}", "optimiser: did you mean optimizer?"),
         ("xyzzy: 1", "xyzzy is not known; known are run, checkpoints, batch,"),
         ("ranks: {xyzzy: 1}", "ranks.xyzzy is not known; known are parallel, process_group_timeout"),
         ("optimizer: 5", "optimizer: 5 is not a mapping of options"),
         ("optimizer: {lr: fast}", "optimizer.lr: 'fast' is not a finite number, 0 or above"),
-        ("optimizer: {lr: -1}", "optimizer.lr: -1 is not a finite number, 0 or above"),
         ("optimizer: {lr: .inf}", "optimizer.lr: .inf is not a finite number, 0 or above"),
-        ("optimizer: {warmup: 1.5}", "optimizer.warmup: 1.5 is not a whole number, 0 or above"),
-        ("batch: {groups: true}", "batch.groups: true is not a whole number above 0"),
         ("batch: {groups: }", "batch.groups: null is not a whole number above 0"),
-        ("batch: {groups: '8'}", "batch.groups: '8' is not a whole number above 0"),
         ("checkpoints: {resume: 1}", "checkpoints.resume: 1 is not true or false"),
         ("compute: {device: gpu}", "compute.device: 'gpu' is not one of auto, cpu, cuda"),
-        (
-            "objective: {mask_ratio: [0.5]}",
-            "objective.mask_ratio: [0.5] is not a list of two, each a number, 0 or above",
-        ),
-        (
-            "objective: {mask_ratio: [0.5, -1]}",
-            "objective.mask_ratio: [0.5, -1] is not a list of two, each a number, 0 or above",
-        ),
-        (
-            "optimizer: {schedule_option: {power: high}}",
-            "optimizer.schedule_option: {'power': 'high'} is not a mapping from names",
-        ),
-        (
-            "weights: {engine: [somewhere]}",
-            "weights.engine: 'somewhere' is no address such as http://127.0.0.1:8000",
-        ),
-        (
-            "early_stop: {stop_when: reward_mean}",
-            "early_stop.stop_when: 'reward_mean' is not such as reward_mean>=0.95",
-        ),
-        ("batch: {groups: 1, groups: 2}", "groups is given twice"),
-        ("batch: [1", "is not YAML: "),
+        ("objective: {mask_ratio: [0.5, -1]}", "objective.mask_ratio: [0.5, -1] is not a list of two, each"),
+        ("optimizer: {schedule_option: {power: high}}", "{'power': 'high'} is not a mapping"),
+        ("weights: {engine: [somewhere]}", "weights.engine: 'somewhere' is no address such as"),
+        ("early_stop: {stop_when: reward_mean}", "early_stop.stop_when: 'reward_mean' is not such as"),
         ("run: {bridge: 0123}", "run.bridge: 0123 is not a text"),
-        ("batch: {groups: 0x10}", "batch.groups: 0x10 is not a whole number above 0"),
-        ("batch: {groups: 1:30}", "batch.groups: 1:30 is not a whole number above 0"),
-        (f"run: {{seed: {'7' * 5000}}}", f"run.seed: {'7' * 40}... is not a whole number"),
-        ("batch: " + "{groups: " * 3000 + "1" + "}" * 3000, "nested deeper than 50 levels"),
-        ("batch: &b {groups: *b}", "line 1: batch.groups contains itself"),
-        (
-            f"a0: &a0 [x]\n{TENFOLD}batch: {{groups: *a15}}",
-            "batch.groups: [[[...], [...], [...], [...], ...]",
-        ),
+        ("batch: [1", "is not YAML: "),
         ("- 1", "it holds a list, not sections such as run: and optimizer:"),
         ("", "it holds None, not sections"),
     ],
@@ -305,7 +253,7 @@ def test_every_mistake_of_a_file_is_named_at_once(write):
         BadConfigFile,
         match=r"batch.groups: 0 is not .*; optimizer.lr: 'x' is not .*; bach: did you mean batch?",
     ):
-        file.read(Path(write("batch: {groups: 0}\noptimizer: {lr: x}\nbach: {}")))
+        read_config(Path(write("batch: {groups: 0}\noptimizer: {lr: x}\nbach: {}")))
 
 
 def test_file_that_is_not_there_is_named(refused, tmp_path):
@@ -323,14 +271,10 @@ def test_file_that_is_not_there_is_named(refused, tmp_path):
     [
         ("--learing-rate 1", "unknown flag --learing-rate -> did you mean --lr?"),
         ("--group_size=8", "unknown flag --group_size -> did you mean --group-size?"),
-        ("--max-staleness-steps 3", "unknown flag --max-staleness-steps -> did you mean --max-staleness?"),
         ("--no-use-advantags", "unknown flag --no-use-advantags -> did you mean --no-use-advantages?"),
-        ("--xyzzy", "unknown flag --xyzzy"),
-        ("zzz", "one argument too many: zzz"),
         ("--lr fast", "--lr: 'fast' is not a finite number, 0 or above"),
         ("--lr -1", "--lr: -1.0 is not a finite number, 0 or above"),
         ("--groups 0", "--groups: 0 is not a whole number above 0"),
-        ("--mask-ratio 1 -1", "--mask-ratio: -1.0 is not a number, 0 or above"),
         ("--engine here", "--engine: 'here' is no address such as http://127.0.0.1:8000"),
         ("--stop-when x", "--stop-when: 'x' is not such as reward_mean>=0.95"),
         (

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge.consumers.feed import earlier_run
-from shmbridge.consumers.learner.checkpoint import consumed
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers import held_records
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Consumed, Progress
 from shmbridge.consumers.learner.train.evaluation import TrainingScreen
 from shmbridge.segments import membership
 
@@ -63,7 +62,7 @@ def test_totals_and_wall_time_go_on():
 
 
 def test_memory_does_not_grow_with_producers_that_come_and_go(monkeypatch):
-    monkeypatch.setattr(consumed, "MOST_PRODUCERS", 3)
+    monkeypatch.setattr(checkpoint, "MOST_PRODUCERS", 3)
     ledger = Consumed(START)
     for number in range(10):
         took(ledger, meta(f"p{number}", number), meta("steady", number))

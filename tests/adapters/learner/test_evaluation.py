@@ -16,10 +16,8 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.report.run_report import read_run
-from shmbridge.consumers.learner.report.summary import as_text, summary
+from shmbridge.consumers.learner.checkpoint import Consumed, Progress
+from shmbridge.consumers.learner.report.run import as_text, read_run, summary
 from shmbridge.consumers.learner.train.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
 from shmbridge.control.messages import Evaluated
 from shmbridge.control.server import ControlClient

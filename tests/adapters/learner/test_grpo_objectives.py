@@ -12,8 +12,8 @@ import torch
 
 from shmbridge.consumers import grpo
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare

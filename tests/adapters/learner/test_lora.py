@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("peft")
 
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
 from shmbridge.consumers.learner.model.lora import (
     BadAdapter,
     Lora,

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.checkpoint import Consumed, Progress
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.config.run_options import EarlyStopConfig, EvaluationConfig
+from shmbridge.consumers.learner.config.options import EarlyStopConfig, EvaluationConfig
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model import forward

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.learner.config.run_options import WeightsConfig
+from shmbridge.consumers.learner.config.options import WeightsConfig
 from shmbridge.consumers.learner.train.publishing import WeightsPublisher, first_version, weights_segment
 from shmbridge.consumers.learner.world import ALONE
 from shmbridge.weights import WeightsReader, WeightsWriter

@@ -12,9 +12,8 @@ import torch
 
 import shmbridge
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.rng_state import rng_state
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress, rng_state
 from shmbridge.consumers.learner.model.optimizer import new_optimizer
 
 

@@ -12,7 +12,7 @@ import pytest
 import shmbridge
 from shmbridge.archive.folder import read_archive
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner import checkpoint
 
 STEPS, GROUPS = 4, 3
 CHANGES = ("time", "_s", "per_s", "api_perf", "bridge/", "memory", "rate", "latency", "idle")

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 import shmbridge
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint.checkpoint import load_progress
+from shmbridge.consumers.learner.checkpoint import load_progress
 
 STEPS = 8
 GROUPS = 2
@@ -22,7 +22,7 @@ GROUPS = 2
 KILLED_AFTER_SAVE = """
 import os, signal, sys
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner import checkpoint
 save = checkpoint.save
 def saved(folder, progress, *args, **more):
     save(folder, progress, *args, **more)

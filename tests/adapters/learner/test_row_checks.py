@@ -14,8 +14,7 @@ import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.learner.data import training_rows
 from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
-from shmbridge.consumers.learner.report.run_report import read_run
-from shmbridge.consumers.learner.report.summary import as_text, summary
+from shmbridge.consumers.learner.report.run import as_text, read_run, summary
 from shmbridge.consumers.learner.train import grpo_update
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 

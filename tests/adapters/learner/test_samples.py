@@ -11,9 +11,8 @@ import pytest
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.report import samples
-from shmbridge.consumers.learner.report.log import MetricsLog, OtherLog
-from shmbridge.consumers.learner.report.samples import SampleLog
-from shmbridge.consumers.learner.report.token_texts import TokenTexts
+from shmbridge.consumers.learner.report.logs import MetricsLog, OtherLog
+from shmbridge.consumers.learner.report.samples import SampleLog, TokenTexts
 from shmbridge.consumers.learner.train.training_step import TrainingStep
 
 

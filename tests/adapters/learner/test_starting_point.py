@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner import checkpoint
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.train.starting_point import BridgeAhead, decided
 from shmbridge.weights import WeightsReader, WeightsWriter

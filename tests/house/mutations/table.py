@@ -600,7 +600,7 @@ MUTATIONS = (
         "first-checkpoint-forgotten",
         2,
         "a second resume trains again what the first checkpoint held",
-        "consumers/learner/checkpoint/consumed.py",
+        "consumers/learner/checkpoint.py",
         "held = self._in_checkpoint.that_may_come_again()",
         "held = HeldRecords({}, {})",
         "tests/adapters/learner/test_consumed.py",

@@ -13,7 +13,7 @@ import pytest
 
 from shmbridge.cli.base import Parser
 from shmbridge.consumers.learner.config import flags
-from shmbridge.consumers.learner.config.run_options import OPTIONS
+from shmbridge.consumers.learner.config.options import OPTIONS
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config
 from shmbridge.launch import plan as plans

@@ -13,23 +13,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from shmbridge.consumers.held_records import HeldRecords
 from shmbridge.consumers.learner.model.optimizer import MasterAdamW
 from shmbridge.consumers.learner.model.sharding import gathered, shared_like, whole_state
 from shmbridge.consumers.learner.types import Refusal
 
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
+MOST_PRODUCERS = 1024  # limit of known last sequences; the least recently seen producers are dropped first
+_CUDA = "cuda."
+_NO_GAUSS = float("nan")
 
 
 class CheckpointMismatch(Refusal):
@@ -196,3 +204,102 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Consumed:
+    """Counts the records that each step takes.
+
+    Its size is bounded by the held records, those the loaded checkpoint held, and `MOST_PRODUCERS` names, for
+    any number of steps. Its saved form is bounded by the records that lanes hold, for any number of resumes.
+    One thread, except `contains`.
+
+    Args:
+        before: the progress of the checkpoint that the run resumes from, or of a new run, with its run's id.
+    """
+
+    def __init__(self, before: Progress) -> None:
+        self._in_checkpoint = HeldRecords(before.held, before.mounts)
+        self._last = dict(before.last_sequences)
+        self._held: set[tuple[str, int]] = set()
+        self._groups, self._trajectories, self._tokens = before.groups, before.trajectories, before.tokens
+        self._run_id = before.run_id
+        self._begun_s = time.monotonic() - before.wall_s
+
+    def contains(self, meta: Any) -> bool:
+        """Returns whether the checkpoint's weights contain this record, which was not released."""
+        return self._in_checkpoint.contains(meta)
+
+    def took(self, metas: Iterable[Any], *, groups: int, trajectories: int, tokens: int) -> None:
+        """Records a batch: the metadata of its records (repetitions allowed), and its size."""
+        for meta in metas:
+            producer, sequence = meta.producer_id, meta.sequence
+            self._held.add((producer, sequence))
+            self._last[producer] = max(self._last.pop(producer, -1), sequence)
+        for producer in list(self._last)[: max(0, len(self._last) - MOST_PRODUCERS)]:
+            del self._last[producer]
+        self._groups += groups
+        self._trajectories += trajectories
+        self._tokens += tokens
+
+    def released(self) -> None:
+        """Records that all batches taken so far are released, so none can be redelivered."""
+        self._held.clear()
+
+    def progress(self, step: int, policy_version: int) -> Progress:
+        """Returns the progress to save now. Reads lanes; never blocks.
+
+        It keeps each record that the loaded checkpoint held until the record's lane shows it as released, or
+        is gone. Such a record may not have been redelivered yet. After redelivery it is released after
+        `contains`, or later if a rank of an earlier learner is alive.
+        """
+        held = self._in_checkpoint.that_may_come_again()
+        held |= HeldRecords.of(self._held)
+        return Progress(
+            step=step,
+            policy_version=policy_version,
+            groups=self._groups,
+            trajectories=self._trajectories,
+            tokens=self._tokens,
+            wall_s=round(time.monotonic() - self._begun_s, 3),
+            last_sequences=dict(self._last),
+            run_id=self._run_id,
+            **held.state(),
+        )
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch's, CUDA's, numpy's and Python's global generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Never blocks."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found = {
+        "torch": torch.get_rng_state(),
+        "numpy.keys": torch.from_numpy(np.asarray(keys, np.int64)),
+        "numpy.rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "python.words": torch.tensor([version, *words], dtype=torch.int64),
+        "python.gauss": torch.tensor([_NO_GAUSS if gauss is None else gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        found |= {f"{_CUDA}{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return found
+
+
+def set_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Restores the result of `rng_state`; skips CUDA devices that do not exist here."""
+    torch.set_rng_state(state["torch"])
+    position, has_gauss, cached = state["numpy.rest"].tolist()
+    keys = state["numpy.keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    version, *words = state["python.words"].tolist()
+    gauss = state["python.gauss"].item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(devices):
+        if (cuda := state.get(f"{_CUDA}{index}")) is not None:
+            torch.cuda.set_rng_state(cuda, index)

@@ -1,42 +1,330 @@
-"""The learner's configuration: frozen sections of options, each with its type, its default and its help.
-
-Names of sections and fields are the keys of a file. `--help` shows the docstrings: what stands for a value in
-parentheses, the default in brackets where the value itself does not say enough.
-"""
+"""The options of the learner: kinds of values, its sections and the whole."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import operator
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
+from shmbridge.config import check_bridge_name
 from shmbridge.consumers.engines.engine import Pause
-from shmbridge.consumers.learner.config.learning_options import (
-    AdapterConfig,
-    AdvantageConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-)
-from shmbridge.consumers.learner.config.metric_conditions import Condition, Goal, parse_condition, parse_goal
-from shmbridge.consumers.learner.config.option import (
-    AboveZero,
-    Address,
-    BridgeName,
-    NotNegative,
-    Option,
-    Positive,
-    Seconds,
-    Seed,
-    ZeroOrAbove,
-    options_of,
-)
+from shmbridge.wrong_value import plain, shown_value
 
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*(\S+)\s*")
+_GOAL = re.compile(r"\s*([^\s:]+)\s*:\s*(max|min)\s*")
+_LARGEST = sys.float_info.max
+# Kinds of numbers. Errors say that a value is not <description>.
+Positive = Annotated[int, Meta(ge=1, description="a whole number above 0")]
+NotNegative = Annotated[int, Meta(ge=0, description="a whole number, 0 or above")]
+Seed = Annotated[int, Meta(ge=0, lt=2**62, description="a whole number from 0 to 2**62 - 1")]
+AboveZero = Annotated[float, Meta(gt=0.0, description="a number above 0")]
+ZeroOrAbove = Annotated[float, Meta(ge=0.0, description="a number, 0 or above")]
+Seconds = Annotated[float, Meta(gt=0.0, lt=1e6, description="a number of seconds above 0 and below 1000000")]
+Rate = Annotated[float, Meta(ge=0.0, le=_LARGEST, description="a finite number, 0 or above")]
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST, description="a finite number")]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
+
+
+def _address(text: str) -> None:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError(f"{text!r} is no address such as http://127.0.0.1:8000")
+
+
+BridgeName = Annotated[str, check_bridge_name]
+Address = Annotated[str, _address]  # a function checks the value, and raises ValueError
+_PLAIN = {bool: "true or false", str: "a text", float: "a number"}
+_ENTRY = re.compile(r"^    (\w+)(?: \(([^)]+)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
+Bounds = tuple[ZeroOrAbove, ZeroOrAbove]
+# Schedules of the learning rate: those of transformers.SchedulerType that are functions of the step.
+_Constant = Literal["constant", "constant_with_warmup"]
+_Cosine = Literal["cosine", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr"]
+Schedule = Literal["linear", _Constant, _Cosine, "polynomial", "inverse_sqrt", "warmup_stable_decay"]
 Scheduler = Literal["fair", "atropos", "oldest"]
 Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A metric compared with a number."""
+
+    metric: str
+    comparison: str
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        """Returns whether a value of the metric meets the condition."""
+        return _COMPARISONS[self.comparison](value, self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.comparison}{self.bound:g}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A metric to maximise or minimise."""
+
+    metric: str
+    largest: bool
+
+
+def parse_condition(text: str) -> Condition:
+    """Parses a condition such as reward_mean>=0.95. Raises ValueError."""
+    if (found := _CONDITION.fullmatch(text)) is None:
+        raise ValueError(f"{text!r} is not such as reward_mean>=0.95")
+    try:
+        bound = float(found[3])
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise ValueError(f"{text!r}: {found[3]} is no finite number")
+    return Condition(found[1], found[2], bound)
+
+
+def parse_goal(text: str) -> Goal:
+    """Parses a goal such as reward_mean:max. Raises ValueError."""
+    if (found := _GOAL.fullmatch(text)) is None:
+        raise ValueError(f"{text!r} is not such as reward_mean:max or loss:min")
+    return Goal(found[1], found[2] == "max")
+
+
+class Option:
+    """A section's field as flags and files need it.
+
+    Attributes:
+        flag: of the command line; for a switch that is on by default, the flag turns it off.
+        shape: "switch", "choice", "list", "pair" or "mapping"; any other value is a "value".
+        item: the type of the value, or of each of several.
+        default: MISSING for a required option.
+    """
+
+    def __init__(self, section: str, declared: Field[Any], hint: Any, metavar: str | None, text: str) -> None:
+        self.section, self.name, self._hint = section, declared.name, hint
+        default: Any = declared.default if declared.default_factory is MISSING else declared.default_factory()
+        self.flag = f"--{'no-' if default is True else ''}{self.name.replace('_', '-')}"
+        optional = get_origin(hint) in (Union, types.UnionType)  # the other type is None's
+        kind = get_args(hint)[0] if optional else hint
+        parts = get_args(kind)
+        if kind is bool:
+            self.shape, self.item = "switch", bool
+        elif get_origin(kind) is Literal:
+            self.shape, self.item = "choice", kind
+        elif get_origin(kind) is tuple:
+            self.shape, self.item = "list" if parts[1] is ... else "pair", parts[0]
+        elif get_origin(kind) is Mapping:
+            self.shape, self.item = "mapping", parts[1]
+        else:
+            self.shape, self.item = "value", kind
+        self.default, self.metavar = default, metavar or ("N" if get_args(self.item)[:1] == (int,) else "X")
+        self.help = text
+        if (
+            self.shape in ("choice", "value")
+            and default not in (MISSING, None, "")
+            and not text.endswith("]")
+        ):
+            self.help += f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
+
+    def one(self, value: object) -> Any:
+        """Converts one value to its type. Raises ValueError that names the expected form."""
+        return self._checked(value, self.item)
+
+    def whole(self, value: object) -> Any:
+        """Converts the option's whole value to its type. Raises ValueError that names the expected form."""
+        return self._checked(value, self._hint)
+
+    def _checked(self, value: object, hint: Any) -> Any:
+        try:
+            found = msgspec.convert(plain(value), hint)
+        except msgspec.ValidationError:
+            raise ValueError(f"{shown_value(value)} is not {self._wanted(hint)}") from None
+        for check in (each for each in get_args(self.item) if isinstance(each, types.FunctionType)):
+            for text in found if isinstance(found, tuple) else [] if found is None else [found]:
+                check(text)
+        return found
+
+    def _wanted(self, hint: Any) -> str:
+        if self.shape == "choice":
+            return f"one of {', '.join(get_args(self.item))}"
+        one = described(self.item)
+        if hint is self.item:
+            return one
+        shapes = {
+            "list": f"a list, each {one}",
+            "pair": f"a list of two, each {one}",
+            "mapping": f"a mapping from names, each to {one}",
+        }
+        return shapes.get(self.shape, one)
+
+
+def described(kind: Any) -> str:
+    """Returns a description of a type's values."""
+    return next(
+        (str(each.description) for each in get_args(kind) if isinstance(each, Meta)),
+        _PLAIN.get((get_args(kind) or (kind,))[0], str(kind)),
+    )
+
+
+def options_of(section: str, kind: Any) -> Iterator[Option]:
+    """Yields a section's options; its docstring has their help: `name (METAVAR): text [default in words]`."""
+    hints, entries = get_type_hints(kind, include_extras=True), _ENTRY.findall(kind.__doc__ or "")
+    texts = {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
+    for each in fields(kind):
+        yield Option(section, each, hints[each.name], *texts.get(each.name, ("", "")))
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The loss, its corrections, and what is not trained.
+
+    loss: the loss of a token, and how losses are averaged over tokens: docs/reference/losses.md
+    clip_low: clip the ratio below 1 - X [the loss's own; dapo: 0.2]
+    clip_high: clip the ratio above 1 + X [the loss's own; dapo: 0.28]
+    clip_dual: dual clip, of the clipped losses: a negative advantage gives no gradient where the ratio is
+        above X; 0: no dual clip
+    mask_ratio (LOW HIGH): do not train tokens whose ratio policy / sampler is outside [all are trained]
+    mask_ratio_sequence (LOW HIGH): do not train completions whose ratio is outside, the geometric mean over
+        their trained tokens [all are trained]
+    mismatch_warn (NATS): warn when log-probabilities of sampler and policy differ by more than this, in the
+        mean over tokens whose token_versions is the version being trained; 0: never
+    max_answer_tokens: longest completion, by which dr_grpo divides [--max-token-len]
+    tis_cap: truncated importance sampling: weight by min(policy / sampler, X) instead of a clipped ratio
+        [off]
+    tis_level: one weight of truncated importance sampling per token, or per sequence
+    max_token_staleness (VERSIONS): do not train tokens that were sampled more policy versions ago than this
+        [the ratio corrects for any]
+    truncated: completions whose finish_reason is not stop: train them (keep); do not (mask); or also leave
+        their scores out of their groups (drop)
+    kl_coef: weight of the KL divergence from the reference
+    kl_estimator: estimator of that divergence; the reference is ref_logprobs of the record, or else the model
+        as it began
+    entropy: weight of the entropy bonus, constant
+    temperature: sampling temperature where the record does not say; recorded log-probabilities are taken to
+        be those of the tempered distribution
+    train_whole_rows: train all tokens, the prompt too, of trajectories with neither a mask nor prompt_length
+        [they train nothing]
+    ignore_images: train trajectories with images as text alone, instead of ending with an error
+    leave_out_unknown_tokens: train nothing of trajectories with a token id that the model does not have,
+        instead of ending with an error
+    leave_out_long_rows: train nothing of trajectories that are longer than the model's positions or
+        --max-token-len, instead of ending with an error
+    sft_normalization: with --loss sft: normalise advantages over the trained tokens of this rank's batch, or
+        of all ranks [batch]
+    """
+
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sft"] = "dapo"
+    clip_low: ZeroOrAbove | None = None
+    clip_high: ZeroOrAbove | None = None
+    clip_dual: ZeroOrAbove = 3.0
+    mask_ratio: Bounds | None = None
+    mask_ratio_sequence: Bounds | None = None
+    mismatch_warn: ZeroOrAbove = 0.05
+    max_answer_tokens: Positive | None = None
+    tis_cap: AboveZero | None = None
+    tis_level: Literal["token", "sequence"] = "token"
+    max_token_staleness: NotNegative | None = None
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    kl_coef: Rate = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy: Finite = 0.0
+    temperature: AboveZero = 1.0
+    train_whole_rows: bool = False
+    ignore_images: bool = False
+    leave_out_unknown_tokens: bool = False
+    leave_out_long_rows: bool = False
+    sft_normalization: Literal["none", "batch", "global"] | None = None
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Where advantages come from.
+
+    advantages: from the scores: less the group's mean and divided by its deviation (grpo); not divided
+        (dr_grpo); less the mean of the group's others (rloo); or less the group's mean, then normalised over
+        all trained tokens of all ranks (batch)
+    use_advantages: on, advantages of environments are used; this flag takes all from the scores instead
+    fallback_to_grpo: on, a group without advantages of its own gets them from its scores; this flag ends with
+        an error instead
+    clip_advantages (LOW HIGH): smallest and largest advantage [no bounds]
+    process_rewards: step_rewards: a token gets those of its own step and all later ones, or of its own step
+        alone
+    process_over: normalise all step rewards of a group together, or the first of each row, the second of each
+        row, ...
+    process_discount: discount per step, for to_go
+    process_weight: weight of step rewards; 1 - X goes to the outcome
+    token_rewards: token_rewards: summed to-go, then normalised over the group's tokens, or over those of all
+        ranks
+    token_discount: discount per trained token
+    token_weight: weight of token rewards; 1 - X goes to the advantages without them
+    overlong_length: completions of this many tokens lose 1 of their score; takes --overlong-buffer [no limit]
+    overlong_buffer: number of tokens before that length over which the loss of score grows from 0 to 1
+    """
+
+    advantages: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"
+    use_advantages: bool = True
+    fallback_to_grpo: bool = True
+    clip_advantages: tuple[float, float] | None = None
+    process_rewards: Literal["off", "to_go", "step"] = "off"
+    process_over: Literal["group", "place"] = "group"
+    process_discount: Fraction = 1.0
+    process_weight: Fraction = 0.5
+    token_rewards: Literal["off", "group", "batch"] = "off"
+    token_discount: Fraction = 1.0
+    token_weight: Fraction = 0.5
+    overlong_length: Positive | None = None
+    overlong_buffer: NotNegative = 0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The learning rate, its schedule, and AdamW.
+
+    lr: peak learning rate of AdamW [1e-6]
+    warmup: warm-up steps
+    schedule: learning rate after the warm-up: linear to 0, or a schedule of transformers
+    schedule_option (NAME=X): keyword of that schedule in transformers, such as min_lr_rate=0.1 for
+        cosine_with_min_lr; may be repeated
+    weight_decay: decoupled weight decay
+    max_grad_norm: gradients are clipped to this norm
+    """
+
+    lr: Rate = 1e-6
+    warmup: NotNegative = 10
+    schedule: Schedule = "linear"
+    schedule_option: Mapping[str, Finite] = field(default_factory=dict)
+    weight_decay: Rate = 0.0
+    max_grad_norm: AboveZero = 1.0
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA, by peft).
+
+    lora_rank: train adapters of this rank only; weights are published merged [no adapters]
+    lora_alpha: adapters are scaled by X / rank [twice the rank]
+    lora_dropout: dropout in front of the adapters
+    lora_targets (NAME,...): modules that get an adapter, by the ends of their names, such as q_proj,v_proj
+        [every linear layer but the head]
+    """
+
+    lora_rank: Positive | None = None
+    lora_alpha: AboveZero | None = None
+    lora_dropout: Fraction = 0.0
+    lora_targets: tuple[str, ...] = ("all-linear",)
 
 
 @dataclass(frozen=True)
@@ -300,10 +588,10 @@ class LearnerConfig:
     batch: BatchConfig = BatchConfig()
     staleness: StalenessConfig = StalenessConfig()
     waiting: WaitingConfig = WaitingConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()  # noqa: RUF009  # frozen
-    advantages: AdvantageConfig = AdvantageConfig()  # noqa: RUF009  # frozen
-    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009  # frozen
-    adapters: AdapterConfig = AdapterConfig()  # noqa: RUF009  # frozen
+    objective: ObjectiveConfig = ObjectiveConfig()  # frozen
+    advantages: AdvantageConfig = AdvantageConfig()  # frozen
+    optimizer: OptimizerConfig = OptimizerConfig()  # frozen
+    adapters: AdapterConfig = AdapterConfig()  # frozen
     compute: ComputeConfig = ComputeConfig()
     ranks: RankConfig = RankConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -1,1 +1,0 @@
-"""The saved state of a run: checkpoints, consumed records, random generators."""
