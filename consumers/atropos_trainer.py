@@ -32,7 +32,7 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge.consumers.advantages.batch_facts import temperatures
 from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.trajectories import Credit, Trajectory
 from shmbridge.schema import ATROPOS_NO_LOGPROB

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge import Batch, InvalidRecord
+from shmbridge.consumers.advantages.batch_facts import trained_tokens, truncated_rows
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
-from shmbridge.consumers.advantages.row_settings import truncated_rows
-from shmbridge.consumers.advantages.trained_tokens import trained_tokens
 from shmbridge.record.record import RecordMeta
 from shmbridge.schema import FINISH_REASONS, STANDARD, recorded_logprobs
 

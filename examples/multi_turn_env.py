@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import shmbridge
-from shmbridge.consumers.credit import Credit, credited
+from shmbridge.consumers.advantages.credit import Credit, credited
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

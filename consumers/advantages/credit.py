@@ -17,20 +17,27 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbridge
+from shmbridge.consumers.advantages.batch_facts import silenced_rows
 from shmbridge.consumers.advantages.from_scores import (
+    Reduce,
+    alone,
+    answer_lengths,
+    batch_normalised,
     clip_to_range,
     group_advantages,
     group_normalised,
     leave_one_out,
+    overlong_penalty,
     override_tokens,
     silence_rows,
     spread_to_tokens,
 )
-from shmbridge.consumers.advantages.overlong import answer_lengths, overlong_penalty
-from shmbridge.consumers.advantages.process_rewards import Steps, mixed, process_advantages
-from shmbridge.consumers.advantages.row_settings import silenced_rows
-from shmbridge.consumers.advantages.token_rewards import token_reward_advantages
-from shmbridge.consumers.advantages.whole_batch import Reduce, alone, batch_normalised
+from shmbridge.consumers.advantages.process_rewards import (
+    Steps,
+    mixed,
+    process_advantages,
+    token_reward_advantages,
+)
 from shmbridge.metrics import usable_scores
 
 FloatArray = npt.NDArray[np.float32]

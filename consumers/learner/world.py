@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge.consumers.feed import lost_peer
-from shmbridge.consumers.learner.types import Refusal
+from shmbridge.consumers.learner import Refusal
 from shmbridge.program import tell
 
 Value = TypeVar("Value")  # JSON-serialisable

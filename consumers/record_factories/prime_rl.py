@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shmbridge import BadArgument, InvalidRecord
-from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge.consumers.advantages.batch_facts import temperatures
 from shmbridge.consumers.trajectories import Trajectory
 from shmbridge.schema import recorded_logprobs
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge import Batch
-from shmbridge.consumers.advantages.row_settings import cut_sampling, temperatures
+from shmbridge.consumers.advantages.batch_facts import cut_sampling, temperatures
 from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored, trajectories
 
 Floats = npt.NDArray[np.float32]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.learner.data.batch_wait import Patience
+from shmbridge.consumers.learner.data.sources import Patience
 from shmbridge.consumers.trained_bridge import Start
 from shmbridge.consumers.trainer_settings import Refused, ReleaseAt, Unfit, check_words, refuse, setting
 from shmbridge.consumers.trajectories import Credit

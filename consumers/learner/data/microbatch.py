@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
 
 Layout = Literal["padded", "packed"]
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge import LeaseReleased
+from shmbridge.consumers.advantages.batch_facts import silenced_rows
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.advantages.row_settings import silenced_rows
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
+from shmbridge.consumers.learner import Metrics
 from shmbridge.consumers.learner.data.microbatch import MicroBatch
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
 from shmbridge.metrics import rows_by_environment
 from shmbridge.record.row_checks import CHECKED_COLUMNS, check_of
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 import shmbridge
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner import Metrics
 from shmbridge.hub.request import LAGS, staleness_of
 from shmbridge.metrics import LatencyWindow, WaitingFor, batch_metrics, bridge_metrics, rows_by_environment
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner import Metrics
 from shmbridge.consumers.learner.world import say
 
 

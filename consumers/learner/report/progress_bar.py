@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from shmbridge.consumers.learner import Metrics
 from shmbridge.consumers.learner.report.log import progress_line
-from shmbridge.consumers.learner.types import Metrics
 
 
 @contextmanager

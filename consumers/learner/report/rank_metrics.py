@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner import Metrics
 from shmbridge.consumers.learner.world import World
 
 _HIGHEST = re.compile(r"_max$|_max_fresh$|_max_s$|_max_abs$|_p\d+$|_p\d+_ms$")

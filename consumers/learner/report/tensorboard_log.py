@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shmbridge.consumers.learner import Metrics, Refusal
 from shmbridge.consumers.learner.checkpoint.checkpoint import load_progress
 from shmbridge.consumers.learner.report.log import OtherLog
-from shmbridge.consumers.learner.types import Metrics, Refusal
 
 FOLDER = "tensorboard"  # in the run directory
 

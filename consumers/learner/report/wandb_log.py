@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shmbridge.consumers.learner import Metrics, Refusal
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.report.log import OtherLog, plain
-from shmbridge.consumers.learner.types import Metrics, Refusal
 
 ID_FILE = "wandb-run-id"  # in the run directory, so that a resumed learner continues its W&B run
 

@@ -12,12 +12,16 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
+from shmbridge.consumers.advantages.batch_facts import trained_tokens
 from shmbridge.consumers.advantages.credit import Credit, NoAdvantages, credited
-from shmbridge.consumers.advantages.from_scores import group_advantages, group_normalised, leave_one_out
-from shmbridge.consumers.advantages.trained_tokens import trained_tokens
-from shmbridge.consumers.advantages.whole_batch import batch_normalised
+from shmbridge.consumers.advantages.from_scores import (
+    batch_normalised,
+    group_advantages,
+    group_normalised,
+    leave_one_out,
+)
 from shmbridge.consumers.learner.data.training_rows import prepare
-from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.model.load import Reference
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 FOUR = [[1, 2, 3], [4, 5], [6, 7, 8], [9, 10, 11, 12]]

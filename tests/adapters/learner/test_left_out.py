@@ -9,14 +9,14 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.data.left_out import (
+from shmbridge.consumers.learner.data.training_rows import (
     SaidOnce,
     UnreadImages,
+    prepare,
     refuse_images,
     rows_with_unknown_tokens,
+    token_staleness,
 )
-from shmbridge.consumers.learner.data.token_staleness import token_staleness
-from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.train.grpo_update import Learner, LongRow, UnknownTokens
 from shmbridge.consumers.learner.train.objective import Objective
 

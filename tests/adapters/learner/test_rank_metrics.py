@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from shmbridge.consumers.learner.data.rank_source import empty_batch
+from shmbridge.consumers.learner.data.sources import empty_batch
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
 from shmbridge.consumers.learner.report.rank_metrics import merged
