@@ -345,14 +345,16 @@ def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> np
     return penalty
 
 
-def answer_lengths(cu_seqlens: npt.ArrayLike, trained: npt.ArrayLike) -> npt.NDArray[np.int64]:
+def answer_lengths(cu_seqlens: npt.ArrayLike, places: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
     """Returns int64 (B,): tokens from a row's first trained one to its end, 0 without any. Never blocks.
 
     Args:
         cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
-        trained: bool (N,), the trained tokens.
+        places: int (n,), the places of the trained tokens, rising.
     """
-    starts, at = np.asarray(cu_seqlens, np.int64), np.append(np.flatnonzero(trained), np.iinfo(np.int64).max)
-    first = at[np.searchsorted(at, starts[:-1])]  # at or after the row's start, possibly in a later row
-    lengths: npt.NDArray[np.int64] = starts[1:] - np.minimum(first, starts[1:])
+    starts = np.asarray(cu_seqlens, np.int64)
+    at = np.searchsorted(places, starts)
+    lengths = np.zeros(starts.size - 1, np.int64)
+    trains = at[1:] > at[:-1]
+    lengths[trains] = starts[1:][trains] - places[at[:-1][trains]]
     return lengths

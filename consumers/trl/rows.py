@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge import Batch
-from shmbridge.consumers.advantages.batch_facts import cut_sampling, temperatures
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.trajectories import Credit, Trajectory, columns_ignored, trajectories
 
 Floats = npt.NDArray[np.float32]
@@ -127,7 +127,8 @@ def rows_of(
     columns: dict[str, list[Any]] = {
         name: [each.value(name) for each in found] + [None] * missing for name in unused if name not in _TAKEN
     }
-    heat = temperatures(batch, temperature)
+    facts = BatchFacts(batch, temperature)
+    other = ~np.isclose(facts.temperatures, temperature) | facts.odd_temperature
     counts = {
         "rows": float(len(found)),
         "tokens": float(batch.token_count),
@@ -136,8 +137,8 @@ def rows_of(
         "rows_too_short": float(sum(len(each.tokens) < 2 for each in found)),
         "rows_untrained": float(sum(not each.trained.any() for each in found)),
         "rows_without_logprobs": float(sum(each.logprobs is None and each.trained.any() for each in found)),
-        "rows_other_temperature": float((~np.isclose(heat.values, temperature) | heat.odd).sum()),
-        "rows_cut_sampling": float(cut_sampling(batch).sum()),
+        "rows_other_temperature": float(other.sum()),
+        "rows_cut_sampling": float(facts.cut_sampling.sum()),
         "rows_truncated": metrics.get("trajectories_truncated", 0.0),
         "rows_without_finish_reason": metrics.get("trajectories_without_finish_reason", 0.0),
         "groups_fallback": metrics["groups_fallback"],

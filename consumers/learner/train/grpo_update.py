@@ -23,14 +23,15 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.consumers import losses
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
+from shmbridge.consumers.advantages.credit import require_advantages
 from shmbridge.consumers.advantages.from_scores import Reduce, alone
 from shmbridge.consumers.learner import Metrics, Untrainable
 from shmbridge.consumers.learner.data.microbatch import MicroBatch, micro_batches
-from shmbridge.consumers.learner.data.row_checks import DIFFERENCE, Watch
+from shmbridge.consumers.learner.data.row_checks import DIFFERENCE, RowCheck
 from shmbridge.consumers.learner.data.training_rows import (
     NO_LOGPROB,
     TrainingRows,
-    checked_answers,
     prepare,
     refuse_images,
     rows_with_unknown_tokens,
@@ -261,25 +262,23 @@ class Learner:
             NoReference: a KL term, no reference, and no record of the batch has ref_logprobs.
         """
         goal, world = self.objective, self.world
+        facts = BatchFacts(batch, goal.temperature, goal.whole_rows)
         # checks that may fail on one rank alone come before the first collective
         with world.together():
             unknown_tokens, too_long = self._unknown_tokens(batch), self._too_long(batch)
             if not goal.ignore_images:
-                refuse_images(batch)
-            answers = checked_answers(batch, goal.credit, goal.whole_rows)
+                refuse_images(facts)
+            require_advantages(facts, facts.trained_tokens, goal.credit)
         rows, metrics = prepare(
-            batch,
-            goal.temperature,
-            goal.credit,
+            facts,
+            credit=goal.credit,
             reduce=world.all_reduce_sum,
             with_reference=goal.kl > 0.0,
             policy_version=policy_version,
             max_token_staleness=goal.max_token_staleness,
-            whole_rows=goal.whole_rows,
             truncated=goal.truncated,
             unknown_tokens=unknown_tokens,
             too_long=too_long,
-            answers=answers,
         )
         counts = Counts.of(rows, world.all_reduce_sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
@@ -292,23 +291,23 @@ class Learner:
         reference = self._reference if unknown else None
         self._make_room(counts, first)
         if goal.loss == "sft":
-            own_push = np.abs(rows.advantages[rows.trained]).max(initial=0.0)
+            own_push = np.abs(rows.advantages[rows.places]).max(initial=0.0)
             self._push = max(self._push, float(world.all_reduce_sum(np.array([own_push], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
-        watch = Watch(batch, rows, goal.credit)
+        check = RowCheck(facts, rows, goal.credit)
         pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
         for micro in self._parallel.rounds(pieces):
             if micro is None:
                 self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
             else:
-                watch.saw(micro)
+                check.record(micro)
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.all_reduce_sum(totals.double().cpu().numpy())
             mismatch = self._mismatch.metrics(world.all_reduce_sum)
         shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
-        checked = watch.metrics(describe=not self._difference_told)
+        checked = check.metrics(describe=not self._difference_told)
         self._difference_told |= DIFFERENCE in checked
         if look is not None:
             look(rows)

@@ -194,7 +194,7 @@ class Counts:
     def of(cls, rows: TrainingRows, reduce: Reduce = alone) -> Counts:
         """Returns the counts of all ranks' rows; calls `reduce` once, and blocks as long as it does."""
         reference = rows.reference_logprobs
-        with_reference = 0 if reference is None else known_count(reference, rows.trained)
+        with_reference = 0 if reference is None else known_count(reference, rows.places)
         own = [rows.trained_count, rows.answer_count, len(rows.cu_seqlens) - 1, with_reference]
         return cls(*reduce(np.array(own, np.float64)).tolist())
 
