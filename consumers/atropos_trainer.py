@@ -32,7 +32,7 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.feed import Feed, Step
 from shmbridge.consumers.trajectories import Credit, Trajectory
 from shmbridge.schema import ATROPOS_NO_LOGPROB
@@ -200,7 +200,7 @@ def _step(rows: list[Trajectory], size: int, with_logprobs: bool) -> MicroBatche
     """Returns the micro-batches of one step; all have the same T."""
     longest = max(len(row.tokens) for row in rows)
     width = max(1, -(-(longest - 1) // _MULTIPLE)) * _MULTIPLE
-    heat = temperatures(rows[0].batch, 1.0).values
+    heat = BatchFacts(rows[0].batch).temperatures
     step: MicroBatches = (
         [],
         [],

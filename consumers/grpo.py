@@ -23,30 +23,33 @@ import shmbridge
 from shmbridge.cli.base import refuse, run_program
 from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.feed import lost_peer
+from shmbridge.consumers.learner import Refusal, Untrainable
 from shmbridge.consumers.learner.config.checks import refuse_idle, refuse_unreachable_limits
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.config.options import LearnerConfig
-from shmbridge.consumers.learner.data.batch_source import HubSource
-from shmbridge.consumers.learner.data.batch_wait import NoBatch
-from shmbridge.consumers.learner.data.rank_source import RankSource, opened
-from shmbridge.consumers.learner.report.logs import MetricsLog, TensorboardLog, WandbRun, progress
+from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.data.sources import HubSource, NoBatch, RankSource, opened
+from shmbridge.consumers.learner.report.log import MetricsLog
+from shmbridge.consumers.learner.report.progress_bar import progress
 from shmbridge.consumers.learner.report.samples import SAMPLES_FILE, SampleLog
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
-from shmbridge.consumers.learner.train.broken_step import BrokenStep, broken_step
-from shmbridge.consumers.learner.train.engine_pushes import engine_pushes
 from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.train.objective import Objective
-from shmbridge.consumers.learner.train.publishing import PublishWeights, first_version, weights_segment
-from shmbridge.consumers.learner.train.saving import Saver
-from shmbridge.consumers.learner.train.setup import load_learner, registration
+from shmbridge.consumers.learner.train.publishing import (
+    PublishWeights,
+    engine_pushes,
+    first_version,
+    weights_segment,
+)
 from shmbridge.consumers.learner.train.starting_point import (
+    Saver,
     Start,
     agreed_start,
+    load_learner,
+    registration,
     require_unchanged,
     write_options,
 )
-from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
-from shmbridge.consumers.learner.types import Refusal, Untrainable
+from shmbridge.consumers.learner.train.training_step import BrokenStep, RunHooks, TrainingStep, broken_step
 from shmbridge.consumers.learner.world import PeerFailed, PeerLost, World, device_kind, joined, say, speaks
 
 UNTRAINABLE = (NoAdvantages, Untrainable)  # errors of a batch that cannot be trained

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge import BadArgument
-from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge import BadArgument, InvalidRecord
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.trajectories import Trajectory
 from shmbridge.schema import recorded_logprobs
 
@@ -53,7 +53,7 @@ def prime_rl_training_sample(row: Trajectory, *, temperature: float = 1.0) -> di
     if reference is not None:  # prime-rl has no mark for a token without one
         reference = np.where(row.trained, recorded_logprobs(reference), np.float32(0))
         reference = None if np.isnan(reference).any() else reference
-    heat = float(temperatures(row.batch, temperature).values[row.row])
+    heat = float(BatchFacts(row.batch, temperature).temperatures[row.row])
     return {
         "token_ids": row.tokens.tolist(),
         "mask": row.trained.tolist(),

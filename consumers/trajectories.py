@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge import Batch, InvalidRecord
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
-from shmbridge.consumers.advantages.row_settings import truncated_rows
-from shmbridge.consumers.advantages.trained_tokens import trained_tokens
-from shmbridge.record import RecordMeta
+from shmbridge.record.record import RecordMeta
 from shmbridge.schema import FINISH_REASONS, STANDARD, recorded_logprobs
 
 __all__ = [
@@ -149,14 +148,15 @@ def trajectories(
     """
     if batch.layout != "packed":
         raise ValueError(f"a {batch.layout} batch -> ask for layout='packed': every trainer pads for itself")
-    answers = trained = trained_tokens(batch, whole_rows)
+    facts = BatchFacts(batch, whole_rows=whole_rows)
+    answers = trained = facts.trained_tokens
     ends: dict[str, float] = {}
     if mask_truncated:
-        cut, unnamed = truncated_rows(batch)
+        cut, unnamed = facts.truncated, facts.without_finish_reason
         trained = answers & ~np.repeat(cut, batch.lengths)
         ends = {"trajectories_truncated": cut.sum(), "trajectories_without_finish_reason": unnamed.sum()}
-    require_advantages(batch, answers, credit)
-    advantages, metrics = credited(batch, trained, credit, answers=answers)
+    require_advantages(facts, answers, credit)
+    advantages, metrics = credited(facts, trained, credit, answers=answers)
     logprobs, recorded = _logprobs(batch, trained)
     own = batch.has("advantages") & credit.use_own
     starts, group_of = batch.cu_seqlens.tolist(), batch.group_index.tolist()

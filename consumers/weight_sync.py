@@ -238,9 +238,8 @@ def _shards(weights: Any) -> str | None:
 
 
 def _gathered(model: Any, write: bool, shards: str) -> Iterator[tuple[str, Any]]:
-    from shmbridge.consumers.learner.model.lora import published_parameters
+    from shmbridge.consumers.learner.model.lora import public_name, published_parameters, unwrapped
     from shmbridge.consumers.learner.model.sharding import gathered
-    from shmbridge.consumers.learner.model.wrapped_model import public_name, unwrapped
 
     whole: Any = nullcontext
     with ExitStack() as stack:
@@ -273,7 +272,6 @@ def _parameters_of(model: Any) -> Iterator[Any]:
 def _tensors_of(model: Any) -> Iterable[tuple[str, Any]]:
     if not hasattr(model, "named_parameters"):
         return list(model.items()) if hasattr(model, "items") else model
-    from shmbridge.consumers.learner.model.lora import published_parameters
-    from shmbridge.consumers.learner.model.wrapped_model import public_name, unwrapped
+    from shmbridge.consumers.learner.model.lora import public_name, published_parameters, unwrapped
 
     return ((public_name(name), tensor) for name, tensor in published_parameters(unwrapped(model)))

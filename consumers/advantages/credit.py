@@ -2,8 +2,7 @@
 
 Order: advantages from the scores, mixed with step and token rewards, then replaced by a record's own
 advantages, and last set to 0 in silenced rows. A row that lacks one of these keeps the result of the earlier
-stage, and is counted. Pure numpy; the formulas are in `from_scores.py`, `process_rewards.py`,
-`token_rewards.py`, `whole_batch.py` and `overlong.py`.
+stage, and is counted. Pure numpy; the formulas are in `from_scores.py` and `process_rewards.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -17,21 +16,27 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbridge
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.from_scores import (
+    Reduce,
+    alone,
+    answer_lengths,
+    batch_normalised,
     clip_to_range,
     group_advantages,
     group_normalised,
     leave_one_out,
+    overlong_penalty,
     override_tokens,
     silence_rows,
     spread_to_tokens,
 )
-from shmbridge.consumers.advantages.overlong import answer_lengths, overlong_penalty
-from shmbridge.consumers.advantages.process_rewards import Steps, mixed, process_advantages
-from shmbridge.consumers.advantages.row_settings import silenced_rows
-from shmbridge.consumers.advantages.token_rewards import token_reward_advantages
-from shmbridge.consumers.advantages.whole_batch import Reduce, alone, batch_normalised
-from shmbridge.metrics import usable_scores
+from shmbridge.consumers.advantages.process_rewards import (
+    Steps,
+    mixed,
+    process_advantages,
+    token_reward_advantages,
+)
 
 FloatArray = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -72,7 +77,7 @@ class Credit:
 
 
 def credited(
-    batch: shmbridge.Batch,
+    batch: shmbridge.Batch | BatchFacts,
     trained: Bools,
     credit: Credit = Credit(),
     *,
@@ -85,7 +90,7 @@ def credited(
     Every rank calls `reduce` equally often, whatever its batch contains.
 
     Args:
-        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        batch: a packed `shmbridge.Batch`, or anything with its attributes; or its facts.
         trained: bool (N,), the trained tokens; the others get 0.
         credit: how advantages are computed.
         answers: bool (N,), tokens that the policy wrote, for completion lengths; None: `trained`.
@@ -95,23 +100,22 @@ def credited(
     Returns:
         float32 (N,), dimensionless, and metrics.
     """
-    row_count = len(batch.meta)
-    scores = np.zeros(row_count) if batch.scores is None else np.asarray(batch.scores, np.float64)
-    scored = batch.has("score") & usable_scores(scores)
-    if unscored is not None:
-        scored &= ~unscored
-    own, odd_mask = _own_tokens(batch, credit.use_own)
-    has_own = batch.has("advantages") & credit.use_own
-    fallen_back = _fallen_back(batch, trained, own, credit)
+    facts = BatchFacts.of(batch)
+    row_count, cu_seqlens = len(facts.meta), facts.cu_seqlens
+    scores = facts.scores
+    scored = facts.scored if unscored is None else facts.scored & ~unscored
+    own, odd_mask = _own_tokens(facts, credit.use_own)
+    has_own = facts.has("advantages") & credit.use_own
+    fallen_back = _fallen_back(facts, trained, own, credit)
     penalty = np.zeros(row_count, np.float32)  # of each completion's score, at most 0
     if credit.overlong_length is not None:
-        lengths = answer_lengths(batch.cu_seqlens, trained if answers is None else answers)
+        lengths = answer_lengths(cu_seqlens, np.flatnonzero(trained if answers is None else answers))
         penalty = overlong_penalty(lengths, credit.overlong_length, credit.overlong_buffer)
-    advantages = _from_scores(batch, scores + penalty, scored, trained, credit, reduce)
-    advantages, has_steps, odd_steps = _with_steps(batch, advantages, trained, credit)
-    advantages, has_rewards = _with_token_rewards(batch, advantages, trained, credit, reduce)
-    if own.any():
-        advantages = override_tokens(advantages, batch["advantages"], own, trained)
+    advantages = _from_scores(facts, scores + penalty, scored, trained, credit, reduce)
+    advantages, has_steps, odd_steps = _with_steps(facts, advantages, trained, credit)
+    advantages, has_rewards = _with_token_rewards(facts, advantages, trained, credit, reduce)
+    if own is not None:
+        advantages = override_tokens(advantages, facts.column("advantages"), own, trained)
     if credit.normalise != "none":
         advantages = batch_normalised(
             advantages, trained, reduce=reduce if credit.normalise == "global" else alone
@@ -119,11 +123,11 @@ def credited(
     if credit.clip is not None:
         advantages = clip_to_range(advantages, *credit.clip)
     signalled = scored | has_own | has_steps | has_rewards
-    silenced = silenced_rows(batch)
+    silenced = facts.silenced
     if silenced.any():
-        advantages = silence_rows(advantages, silenced, batch.cu_seqlens)
+        advantages = silence_rows(advantages, silenced, cu_seqlens)
     return advantages, {
-        "trajectories_own_advantages": int(batch.has("advantages").sum()),
+        "trajectories_own_advantages": int(facts.has("advantages").sum()),
         "trajectories_partly_own": int((has_own & fallen_back).sum()),
         "trajectories_no_signal": int((~signalled).sum()),
         "trajectories_silenced": int(silenced.sum()),
@@ -133,21 +137,22 @@ def credited(
         else 0,
         "trajectories_odd_credit": int((odd_mask | odd_steps).sum()),
         "overlong_penalty_mean": float(-penalty.mean()) if row_count else 0.0,
-        "groups_fallback": int(np.unique(batch.group_index[fallen_back]).size),
+        "groups_fallback": int(np.unique(facts.group_index[fallen_back]).size),
     }
 
 
-def require_advantages(batch: shmbridge.Batch, trained: Bools, credit: Credit) -> None:
+def require_advantages(batch: shmbridge.Batch | BatchFacts, trained: Bools, credit: Credit) -> None:
     """Raises `NoAdvantages` if a group needs the fallback that is not allowed; arguments as `credited`.
 
     Never blocks.
     """
     if credit.fallback:
         return
-    without = _fallen_back(batch, trained, _own_tokens(batch, credit.use_own)[0], credit)
+    facts = BatchFacts.of(batch)
+    without = _fallen_back(facts, trained, _own_tokens(facts, credit.use_own)[0], credit)
     if without.any():
         first = int(without.argmax())
-        meta, rows = batch.meta[first], batch.group_index == batch.group_index[first]
+        meta, rows = facts.meta[first], facts.group_index == facts.group_index[first]
         raise NoAdvantages(
             f"group {meta.group_id} of environment {meta.env_name!r} has {int(rows.sum())} trajectories, and "
             f"{int((rows & without).sum())} of them without advantages -> run without --no-fallback-to-grpo, "
@@ -155,70 +160,71 @@ def require_advantages(batch: shmbridge.Batch, trained: Bools, credit: Credit) -
         )
 
 
-def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Credit) -> Bools:
+def _fallen_back(facts: BatchFacts, trained: Bools, own: Bools | None, credit: Credit) -> Bools:
     """Returns bool (B,): rows that lack advantages of their own, for some or all trained tokens."""
-    without = ~batch.has("advantages")
-    if getattr(batch, "advantages_mask", None) is not None:
-        row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
-        without |= np.bincount(row_of_token[trained & ~own], minlength=len(batch.meta)) > 0
-    fallen_back: Bools = without & ~silenced_rows(batch) & credit.use_own
+    without = ~facts.has("advantages")
+    if own is not None and facts.column("advantages_mask") is not None:
+        row_of_token = np.repeat(np.arange(len(facts.meta)), facts.lengths)
+        without |= np.bincount(row_of_token[trained & ~own], minlength=len(facts.meta)) > 0
+    fallen_back: Bools = without & ~facts.silenced & credit.use_own
     return fallen_back
 
 
-def _own_tokens(batch: shmbridge.Batch, wanted: bool) -> tuple[Bools, Bools]:
-    """Returns bool (N,): tokens with an own advantage; bool (B,): rows whose mask of these does not fit.
-
-    The record's advantages apply to all tokens of such a row.
+def _own_tokens(facts: BatchFacts, wanted: bool) -> tuple[Bools | None, Bools]:
+    """Returns bool (N,): tokens with an own advantage, None if there are none; bool (B,): rows whose mask of
+    these does not fit. The record's advantages apply to all tokens of such a row.
     """
-    odd = np.zeros(len(batch.meta), bool)
-    own: Bools = np.repeat(batch.has("advantages") & wanted, batch.lengths)
-    mask = getattr(batch, "advantages_mask", None)
-    if mask is None or not own.any():
+    has, odd = facts.has("advantages"), np.zeros(len(facts.meta), bool)
+    if not (wanted and has.any()):
+        return None, odd
+    own: Bools = np.repeat(has, facts.lengths)
+    mask = facts.column("advantages_mask")
+    if mask is None:
         return own, odd
+    has_mask = facts.has("advantages_mask")
     if isinstance(mask, np.ndarray):
-        return own & ((mask != 0) | ~np.repeat(batch.has("advantages_mask"), batch.lengths)), odd
-    there = batch.has("advantages_mask")
-    fits = there & (mask.lengths == batch.lengths)
-    own[np.repeat(fits, batch.lengths)] &= mask.values[np.repeat(fits, mask.lengths)] != 0
-    return own, there & ~fits
+        return own & ((mask != 0) | ~np.repeat(has_mask, facts.lengths)), odd
+    fits = has_mask & (mask.lengths == facts.lengths)
+    own[np.repeat(fits, facts.lengths)] &= mask.values[np.repeat(fits, mask.lengths)] != 0
+    return own, has_mask & ~fits
 
 
 def _from_scores(
-    batch: shmbridge.Batch,
+    facts: BatchFacts,
     scores: npt.NDArray[np.float64],
     scored: Bools,
     trained: Bools,
     credit: Credit,
     reduce: Reduce,
 ) -> FloatArray:
-    group = batch.group_index
+    group = facts.group_index
     if credit.estimator == "grpo":
         per_row = group_normalised(scores, group, usable=scored)
     elif credit.estimator == "rloo":
         per_row = leave_one_out(scores, group, usable=scored)
     else:
         per_row = group_advantages(scores, group, usable=scored, scale="none")
-    advantages = spread_to_tokens(per_row, batch.cu_seqlens, trained)
+    advantages = spread_to_tokens(per_row, facts.cu_seqlens, trained)
     if credit.estimator != "batch":
         return advantages
     # Groups without signal keep 0, and are excluded from the batch's mean and deviation.
     speaking = np.bincount(group, weights=per_row != 0)[group] > 0
-    return batch_normalised(advantages, trained & np.repeat(speaking & scored, batch.lengths), reduce=reduce)
+    return batch_normalised(advantages, trained & np.repeat(speaking & scored, facts.lengths), reduce=reduce)
 
 
 def _with_steps(
-    batch: shmbridge.Batch, outcome: FloatArray, trained: Bools, credit: Credit
+    facts: BatchFacts, outcome: FloatArray, trained: Bools, credit: Credit
 ) -> tuple[FloatArray, Bools, Bools]:
     """Returns advantages with step rewards, rows that have steps, and rows whose steps do not fit."""
-    nobody = np.zeros(len(batch.meta), bool)
-    rewards, ends = getattr(batch, "step_rewards", None), getattr(batch, "step_ends", None)
+    nobody = np.zeros(len(facts.meta), bool)
+    rewards, ends = facts.column("step_rewards"), facts.column("step_ends")
     if credit.steps == "off" or rewards is None:
         return outcome, nobody, nobody
     where, counts = (None, None) if ends is None else (ends.values, ends.lengths)
-    steps, odd = Steps.sound(rewards.values, rewards.lengths, where, counts, batch.cu_seqlens)
+    steps, odd = Steps.sound(rewards.values, rewards.lengths, where, counts, facts.cu_seqlens)
     process = process_advantages(
         steps,
-        batch.group_index,
+        facts.group_index,
         trained,
         reach=credit.steps,
         over=credit.step_over,
@@ -226,26 +232,26 @@ def _with_steps(
         scale="none" if credit.estimator in ("dr_grpo", "rloo") else "std",
     )
     has = steps.counts > 0
-    return mixed(outcome, process, has, batch.cu_seqlens, weight=credit.step_weight), has, odd
+    return mixed(outcome, process, has, facts.cu_seqlens, weight=credit.step_weight), has, odd
 
 
 def _with_token_rewards(
-    batch: shmbridge.Batch, before: FloatArray, trained: Bools, credit: Credit, reduce: Reduce
+    facts: BatchFacts, before: FloatArray, trained: Bools, credit: Credit, reduce: Reduce
 ) -> tuple[FloatArray, Bools]:
     """Returns the advantages mixed with token rewards, and which rows have them."""
     if credit.token_rewards == "off":
-        return before, np.zeros(len(batch.meta), bool)
-    rewards, has = getattr(batch, "token_rewards", None), batch.has("token_rewards")
+        return before, np.zeros(len(facts.meta), bool)
+    rewards, has = facts.column("token_rewards"), facts.has("token_rewards")
     if rewards is None:  # other ranks may have some, and all must call `reduce` equally often
         rewards = np.zeros(trained.size, np.float32)
     placed = token_reward_advantages(
         rewards,
-        batch.group_index,
-        batch.cu_seqlens,
+        facts.group_index,
+        facts.cu_seqlens,
         trained,
         has_rewards=has,
         discount=credit.token_discount,
         over=credit.token_rewards,
         reduce=reduce,
     )
-    return mixed(before, placed, has, batch.cu_seqlens, weight=credit.token_weight), has
+    return mixed(before, placed, has, facts.cu_seqlens, weight=credit.token_weight), has

@@ -1,13 +1,13 @@
-"""Advantages of rows over their groups, spread over tokens, with each record's own advantages on top.
+"""Advantages from scores: over groups, over the whole batch; spread over tokens, with a record's own on top.
 
-Pure numpy over the flat arrays of one packed batch. Step and token rewards are in `process_rewards.py` and
-`token_rewards.py`, normalisation over the whole batch in `whole_batch.py`.
+Pure numpy over the flat arrays of one packed batch. Step and token rewards are in `process_rewards.py`.
 
 Letters: B rows (trajectories), G groups, N tokens of the whole batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,9 @@ import numpy.typing as npt
 from shmbridge.metrics import usable_scores
 
 FloatArray = npt.NDArray[np.float32]
+Reduce = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+# Two float32 that differ do so by more than 1e-8 of their size; the mean of equal ones is off by some 1e-15.
+_NOISE = 1e-12
 
 
 def group_normalised(
@@ -252,3 +255,106 @@ def clip_to_range(advantages: npt.ArrayLike, low: float, high: float) -> FloatAr
     if not low <= 0.0 <= high:
         raise ValueError(f"the range {low} .. {high} does not hold 0, the advantage of an untrained token")
     return np.clip(np.asarray(advantages, np.float32), np.float32(low), np.float32(high))
+
+
+def alone(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Returns its argument: the sum over all ranks if there is one rank. Never blocks."""
+    return sums
+
+
+def batch_normalised(
+    advantages: npt.ArrayLike,
+    loss_mask: npt.ArrayLike,
+    *,
+    reduce: Reduce = alone,
+    centre: bool = True,
+    eps: float = 1e-8,
+    ddof: Literal[0, 1] = 0,
+) -> npt.NDArray[np.float32]:
+    """Returns (advantage - mean) / (std + eps), over the trained tokens of all ranks.
+
+    Blocks as long as `reduce` does.
+
+    Mean 0 and deviation 1 over the tokens of the mask, however many each rank has; all other tokens get 0 and
+    are not counted. Equal advantages become exactly 0, as does a single one: without differences there is
+    nothing to learn (with centre=False they are divided by their size plus eps instead). Every rank must call
+    this, also one without trained tokens: `reduce` is called twice, with two numbers and then with one.
+
+    Of token rewards summed to-go this is REINFORCE++, of `group_advantages(scale="none")` spread over tokens
+    its variant with a baseline. Of (B,) values with a mask of rows it is the same over rows.
+
+    Args:
+        advantages: float32 (N,), dimensionless.
+        loss_mask: uint8 or bool (N,), non-zero where a token is trained.
+        reduce: returns the sum of a float64 array over all ranks; by default there is one rank.
+        centre: whether to subtract the mean; else the advantages are divided by their root mean square, signs
+            kept.
+        eps: added to the deviation, dimensionless.
+        ddof: 0 for the deviation of the population, 1 for that of a sample, as verl has it.
+
+    Returns:
+        float32 (N,), a new array, dimensionless.
+
+    Raises:
+        ValueError: the arrays disagree in length.
+
+    Source: REINFORCE++, arXiv 2501.03262 (advantage normalisation over the global batch).
+    """
+    values = np.asarray(advantages, dtype=np.float64)
+    trained = np.asarray(loss_mask) != 0
+    if values.shape != trained.shape:
+        raise ValueError(
+            f"advantages have shape {values.shape}, loss_mask {trained.shape}: one of each per token"
+        )
+    counted = values[trained]
+    count, total = reduce(np.array([counted.size, counted.sum()]))
+    mean = float(total / max(count, 1.0)) if centre else 0.0
+    # In a second pass, because the mean of squares minus the square of the mean loses precision for large
+    # means.
+    (squares,) = reduce(np.array([np.square(counted - mean).sum()]))
+    deviation = float(np.sqrt(squares / max(count - ddof, 1.0)))
+    if deviation <= _NOISE * abs(mean):
+        return np.zeros(values.shape, np.float32)
+    return np.where(trained, (values - mean) / (deviation + eps), 0.0).astype(np.float32)
+
+
+def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> npt.NDArray[np.float32]:
+    """Returns what to add to each completion's reward: 0, then down to -1 over the last `buffer` tokens.
+
+    Never blocks.
+
+    Args:
+        lengths: int (B,), tokens of each completion.
+        max_length: tokens; longer completions, possible under another limit, get -1 too.
+        buffer: tokens before `max_length` over which the penalty grows; 0: a step at `max_length`.
+
+    Returns:
+        float32 (B,), in [-1, 0], in units of the reward of a correct completion.
+
+    Raises:
+        ValueError: buffer is negative or larger than max_length.
+
+    Source: DAPO, arXiv 2503.14476, equation 13.
+    """
+    if not 0 <= buffer <= max_length:
+        raise ValueError(f"buffer {buffer} is not within 0 and max_length {max_length}")
+    over = (np.asarray(lengths, np.int64) - (max_length - buffer)).astype(np.float32)
+    penalty: npt.NDArray[np.float32] = -np.clip(
+        over / np.float32(max(buffer, 1)), np.float32(0.0), np.float32(1.0)
+    )
+    return penalty
+
+
+def answer_lengths(cu_seqlens: npt.ArrayLike, places: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Returns int64 (B,): tokens from a row's first trained one to its end, 0 without any. Never blocks.
+
+    Args:
+        cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
+        places: int (n,), the places of the trained tokens, rising.
+    """
+    starts = np.asarray(cu_seqlens, np.int64)
+    at = np.searchsorted(places, starts)
+    lengths = np.zeros(starts.size - 1, np.int64)
+    trains = at[1:] > at[:-1]
+    lengths[trains] = starts[1:][trains] - places[at[:-1][trains]]
+    return lengths

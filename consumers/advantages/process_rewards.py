@@ -1,4 +1,4 @@
-"""Step rewards as token advantages: normalised over the group, summed to-go, mixed with the outcome's.
+"""Step and token rewards as token advantages: summed to-go, normalised, mixed with the outcome's.
 
 Pure numpy over the flat arrays of one packed batch. `Steps.of` takes the columns `step_rewards` and
 `step_ends` as a packed batch has them: `Steps.of(batch.step_rewards.values, batch.step_rewards.lengths,
@@ -15,11 +15,48 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from shmbridge.consumers.advantages.from_scores import group_advantages
-from shmbridge.consumers.advantages.reward_to_go import to_go
+from shmbridge.consumers.advantages.from_scores import Reduce, alone, batch_normalised, group_advantages
 
 FloatArray = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+
+
+def to_go(values: npt.ArrayLike, lengths: npt.ArrayLike, discount: float = 1.0) -> npt.NDArray[np.float64]:
+    """Returns for every value the sum of itself and the later ones of its row, each discounted by distance.
+
+    Never blocks.
+
+    out[t] = sum over j >= t in the same row of discount**(j - t) * values[j], with 0**0 = 1. Summed in pairs
+    of pairs, log2(longest row) passes over the array: it never divides by a power of the discount, so that
+    rows of any length keep their precision.
+
+    Args:
+        values: float64 (S,), row after row, in any unit.
+        lengths: int (B,), values of each row, 0 and more, S in all.
+        discount: 0 .. 1 per place.
+
+    Returns:
+        float64 (S,), in the unit of the values, a new array.
+
+    Raises:
+        ValueError: the lengths do not add up to S, or the discount is not in 0 .. 1.
+    """
+    sums = np.array(values, dtype=np.float64)
+    counts = np.asarray(lengths, dtype=np.int64)
+    if sums.ndim != 1 or counts.ndim != 1 or counts.sum() != sums.size or counts.min(initial=0) < 0:
+        raise ValueError(
+            f"values have shape {sums.shape}, and their {counts.size} rows have {counts.sum()} in all"
+        )
+    if not 0.0 <= discount <= 1.0:
+        raise ValueError(f"a discount of {discount} is not in 0 .. 1")
+    # number of values from here to the end of the row
+    to_come = np.repeat(np.cumsum(counts), counts) - np.arange(sums.size)
+    reach = 1
+    while reach < counts.max(initial=0):
+        # sums[t] covers `reach` values now; those that begin `reach` further on cover the next ones.
+        sums[:-reach] += np.where(to_come[:-reach] > reach, discount**reach * sums[reach:], 0.0)
+        reach *= 2
+    return sums
 
 
 @dataclass(frozen=True)
@@ -291,3 +328,100 @@ def mixed(
         )
     blend = (1.0 - weight) * of_scores + weight * of_steps
     return np.where(np.repeat(has, lengths), blend, of_scores).astype(np.float32)
+
+
+def rewards_to_go(
+    token_rewards: npt.ArrayLike,
+    cu_seqlens: npt.ArrayLike,
+    loss_mask: npt.ArrayLike,
+    *,
+    discount: float = 1.0,
+) -> FloatArray:
+    """Returns for every trained token its own reward and the later ones of its row, discounted. Never blocks.
+
+    The discount is per trained token: an untrained span between two trained tokens costs nothing. A reward on
+    an untrained token is ignored, as in verl; place a turn's reward on the last token that the policy wrote.
+
+    Args:
+        token_rewards: float32 (N,), in the environment's unit.
+        cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
+        loss_mask: uint8 or bool (N,), non-zero where a token is trained.
+        discount: 0 .. 1 per trained token.
+
+    Returns:
+        float32 (N,), in the environment's unit; 0 where untrained.
+
+    Raises:
+        ValueError: the arrays disagree in length, or the discount is not in 0 .. 1.
+
+    Source: REINFORCE++, arXiv 2501.03262, without its KL term.
+    """
+    rewards, trained, lengths = _checked_tokens(token_rewards, cu_seqlens, loss_mask)
+    row_of_token = np.repeat(np.arange(lengths.size), lengths)
+    returns = np.zeros(rewards.size, np.float32)
+    returns[trained] = to_go(
+        rewards[trained], np.bincount(row_of_token[trained], minlength=lengths.size), discount
+    )
+    return returns
+
+
+def token_reward_advantages(
+    token_rewards: npt.ArrayLike,
+    group_index: npt.ArrayLike,
+    cu_seqlens: npt.ArrayLike,
+    loss_mask: npt.ArrayLike,
+    *,
+    has_rewards: npt.ArrayLike | None = None,
+    discount: float = 1.0,
+    over: Literal["group", "batch"] = "group",
+    reduce: Reduce | None = None,
+) -> FloatArray:
+    """Returns `rewards_to_go`, normalised over the trained tokens of each group or of the batch.
+
+    Blocks as long as `reduce` does.
+
+    Rows without token rewards get 0 and are in no mean; `mixed` gives them the outcome.
+
+    Args:
+        token_rewards, cu_seqlens, loss_mask, discount: as in `rewards_to_go`; rows without rewards have 0.
+        group_index: int (B,), ordinal of each row's group.
+        has_rewards: bool (B,), rows that have token rewards; None means all.
+        over: "group" as `group_advantages`, a token for a row; "batch" as `batch_normalised` (then it is
+            REINFORCE++).
+        reduce: for over="batch", as there; by default there is one rank.
+
+    Returns:
+        float32 (N,), dimensionless; 0 where untrained.
+
+    Raises:
+        ValueError: the arrays disagree in length, or an option is outside its range.
+    """
+    _, trained, lengths = _checked_tokens(token_rewards, cu_seqlens, loss_mask)
+    group = np.asarray(group_index, dtype=np.int64)
+    has = np.ones(lengths.shape, bool) if has_rewards is None else np.asarray(has_rewards, dtype=bool)
+    if not group.shape == has.shape == lengths.shape:
+        raise ValueError(
+            f"group_index has shape {group.shape}, has_rewards {has.shape}, and cu_seqlens speaks of "
+            f"{lengths.size} rows"
+        )
+    if over not in ("group", "batch"):
+        raise ValueError(f'over is {over!r}: "group" or "batch"')
+    counted = trained & np.repeat(has, lengths)
+    returns = rewards_to_go(token_rewards, cu_seqlens, trained, discount=discount)
+    if over == "group":
+        return group_advantages(returns, np.repeat(group, lengths), usable=counted)
+    return batch_normalised(returns, counted, reduce=reduce or alone)
+
+
+def _checked_tokens(
+    token_rewards: npt.ArrayLike, cu_seqlens: npt.ArrayLike, loss_mask: npt.ArrayLike
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    rewards, trained = np.asarray(token_rewards, dtype=np.float64), np.asarray(loss_mask) != 0
+    starts = np.asarray(cu_seqlens, dtype=np.int64)
+    lengths = starts[1:] - starts[:-1]
+    if not rewards.shape == trained.shape == (lengths.sum(),):
+        raise ValueError(
+            f"token_rewards have shape {rewards.shape}, loss_mask {trained.shape}, and cu_seqlens ends at "
+            f"{lengths.sum()}"
+        )
+    return rewards, trained, lengths

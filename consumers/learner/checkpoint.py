@@ -28,10 +28,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shmbridge.consumers.held_records import HeldRecords
+from shmbridge.consumers.learner import Refusal
 from shmbridge.consumers.learner.model.optimizer import MasterAdamW
 from shmbridge.consumers.learner.model.sharding import gathered, shared_like, whole_state
-from shmbridge.consumers.learner.types import Refusal
 
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from shmbridge.consumers.losses.aggregation import predicted
+from shmbridge.consumers.losses.policy import predicted
 
 # Added to the deviation of advantages, which are of the order of 1. Equal ones have deviation exactly 0:
 # their distances from the mean are then 0 too.

@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
-from shmbridge.consumers.learner.data.row_checks import Watch
+from shmbridge.consumers.learner.data.row_checks import RowCheck
 
 __all__ = [
     "_one_thread",
@@ -57,14 +57,14 @@ def _rows_are_what_was_put(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """
     if "differences_allowed" in request.fixturenames:
         return
-    differences = Watch.differences
+    differences = RowCheck.differences
 
-    def none(watch: Watch) -> dict[int, str]:
-        found = differences(watch)
+    def none(check: RowCheck) -> dict[int, str]:
+        found = differences(check)
         assert not found, found
         return found
 
-    monkeypatch.setattr(Watch, "differences", none)
+    monkeypatch.setattr(RowCheck, "differences", none)
 
 
 @pytest.fixture

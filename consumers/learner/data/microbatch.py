@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
 
 Layout = Literal["padded", "packed"]
 
@@ -121,8 +121,7 @@ def micro_batches(
     """
     starts = rows.cu_seqlens[:-1].astype(np.int64)
     lengths = np.diff(rows.cu_seqlens).astype(np.int64)
-    row_of_token = np.repeat(np.arange(lengths.size), lengths)
-    counts = np.bincount(row_of_token[rows.trained], minlength=lengths.size)
+    counts = rows.trained_lengths
     trains = np.flatnonzero(counts)
     cut = plan if layout == "padded" else plan_packs
     columns = {name: torch.as_tensor(getattr(rows, name)).to(device) for name in _shared_columns(rows)}

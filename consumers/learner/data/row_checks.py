@@ -18,13 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-import shmbridge
 from shmbridge import LeaseReleased
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.advantages.row_settings import silenced_rows
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
+from shmbridge.consumers.learner import Metrics
 from shmbridge.consumers.learner.data.microbatch import MicroBatch
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
 from shmbridge.metrics import rows_by_environment
 from shmbridge.record import CHECKED_COLUMNS, check_of
 
@@ -34,22 +33,25 @@ DIFFERENCE = "row_difference"  # key of the first difference in a step's metrics
 _TAKEN = ("tokens", "trained", "sampled_logprobs", "advantages", "reference_logprobs")  # of a micro-batch
 
 
-class Watch:
+class RowCheck:
     """The comparison of one batch, from its rows to its micro-batches. One thread.
 
     Args:
-        batch: a packed `shmbridge.Batch`, or anything with its attributes; its leases must be held until the
-            end. Without `records` nothing is compared.
+        facts: of a packed batch, whose leases must be held until the end. Without `records` nothing
+            is compared.
         rows: the result of `prepare`.
         credit: how its advantages were computed.
     """
 
-    def __init__(self, batch: shmbridge.Batch, rows: TrainingRows, credit: Credit) -> None:
-        self._batch, self._rows, self._credit = batch, rows, credit
-        self._records = list(getattr(batch, "records", None) or ())
+    def __init__(self, facts: BatchFacts, rows: TrainingRows, credit: Credit) -> None:
+        self._facts, self._rows, self._credit = facts, rows, credit
+        self._records = list(getattr(facts.batch, "records", None) or ())
         self._first = np.cumsum([0, *(len(record) for record in self._records)])
-        self._stored = {name: self._checks(name) for name in CHECKED_COLUMNS}
-        self._checked: npt.NDArray[np.bool_] = self._stored["tokens"] != 0
+        tokens = self._checks("tokens")
+        self._checked: npt.NDArray[np.bool_] = tokens != 0
+        self._stored = {"tokens": tokens}
+        if self._checked.any():
+            self._stored = {name: self._checks(name) for name in CHECKED_COLUMNS}
         # (rows, their lengths, flat values)
         self._seen: list[tuple[list[int], list[int], dict[str, Tensor]]] = []
 
@@ -64,7 +66,7 @@ class Watch:
             parts.append(np.zeros(len(record), np.uint64) if said is None else said)
         return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
-    def saw(self, micro: MicroBatch) -> None:
+    def record(self, micro: MicroBatch) -> None:
         """Copies the checked rows' values out of a micro-batch, on its device. Never blocks."""
         chosen = [
             place
@@ -85,6 +87,8 @@ class Watch:
     def metrics(self, *, describe: bool = True) -> Metrics:
         """Returns counters per environment, and the first difference. Blocks for copies from the device."""
         differences = self.differences()
+        if not self._checked.any():
+            return {}
         names = [record.meta.env_name for record in self._records for _ in range(len(record))]
         found: Metrics = {}
         for env, places in rows_by_environment(names).items():
@@ -101,14 +105,10 @@ class Watch:
             return {}
         times: Counter[int] = Counter()
         found: dict[int, str] = {}
-        silenced = (
-            silenced_rows(self._batch)
-            if self._stored["advantages"].any()
-            else np.zeros(self._checked.size, bool)
-        )
+        silenced = self._facts.silenced
         for row, micro in self._taken():
             times[row] += 1
-            wrong = self._compare(row, micro, bool(silenced[row]))
+            wrong = self._compare(row, micro, row < silenced.size and bool(silenced[row]))
             if wrong:
                 found.setdefault(row, wrong)
         row_count = len(self._rows.cu_seqlens) - 1
@@ -140,7 +140,7 @@ class Watch:
 
     def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
         """Returns how a row differs, or "". Without `micro` it compares `prepare`'s values."""
-        batch, rows = self._batch, self._rows
+        batch, rows = self._facts.batch, self._rows
         trained = self._of(row, rows.trained)
         cut = micro["trained"] if micro is not None else trained
         answers = trained if rows.answers is None else self._of(row, rows.answers)
@@ -183,12 +183,12 @@ class Watch:
         return ""
 
     def _has(self, column: str, row: int) -> bool:
-        return getattr(self._batch, column, None) is not None and bool(self._batch.has(column)[row])
+        return self._facts.column(column) is not None and bool(self._facts.has(column)[row])
 
     def _as_put(self, silenced: bool) -> bool:
         """Returns whether the advantages of a row that has its own must equal the ones that were put."""
         credit = self._credit
-        partly = getattr(self._batch, "advantages_mask", None) is not None
+        partly = self._facts.column("advantages_mask") is not None
         return (
             credit.use_own
             and credit.normalise == "none"

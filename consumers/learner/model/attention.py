@@ -18,10 +18,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from shmbridge.consumers.learner import Refusal
 from shmbridge.consumers.learner.data.microbatch import Layout
-from shmbridge.consumers.learner.model.eval_mode import evaluating
-from shmbridge.consumers.learner.model.forward import borders
-from shmbridge.consumers.learner.types import Refusal
+from shmbridge.consumers.learner.model.forward import borders, evaluating
 
 ROWS = "shmbridge_rows"
 VARLEN = "shmbridge_varlen"

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.learner.data.microbatch import MicroBatch
-from shmbridge.consumers.learner.model.eval_mode import evaluating
 
 log = logging.getLogger(__name__)
 
@@ -198,3 +197,16 @@ def _head_replaced(model: Any, instead: Callable[[_Head, Tensor], Tensor]) -> It
 def _unwrapped(model: Any) -> Any:
     """The model inside DDP's wrapper."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Puts every module of a model in evaluation mode; restores each one's mode on exit. One thread."""
+    before = [(module, module.training) for module in model.modules()]
+    for module, _ in before:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shmbridge.consumers import pretrained
-from shmbridge.consumers.learner.config.options import AdapterConfig, ComputeConfig, LearnerConfig
-from shmbridge.consumers.learner.data.microbatch import Layout
+from shmbridge.consumers.learner import Refusal
+from shmbridge.consumers.learner.config.learning_options import AdapterConfig
+from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
+from shmbridge.consumers.learner.data.microbatch import Layout, MicroBatch
 from shmbridge.consumers.learner.model import attention
+from shmbridge.consumers.learner.model.forward import trained_logprobs
 from shmbridge.consumers.learner.model.lora import (
     Lora,
     add_adapters,
@@ -19,12 +25,35 @@ from shmbridge.consumers.learner.model.lora import (
     has_adapters,
     is_adapter,
     prepare_adapters,
+    without_adapters,
 )
 from shmbridge.consumers.learner.model.optimizer import cast_parameters
-from shmbridge.consumers.learner.model.reference import Reference
-from shmbridge.consumers.learner.types import Refusal
 from shmbridge.consumers.learner.world import World, device_kind, say
 from shmbridge.errors import BadArgument
+
+
+class Reference:
+    """Log-probabilities under the policy before training.
+
+    Args:
+        model: the policy before training. With a peft LoRA adapter it is not copied: its adapter is disabled
+            during the reference's forward passes. Any other model is copied.
+        device: of the copy; None: the model's device.
+    """
+
+    def __init__(self, model: Any, device: torch.device | None = None) -> None:
+        self._adapted = has_adapters(model)
+        self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False).to(device)
+
+    def logprobs(self, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None) -> Tensor:
+        """Returns (n,) float32, nats, of the trained tokens, without gradient; else as `trained_logprobs`."""
+        without: AbstractContextManager[Any] = (
+            without_adapters(self._model) if self._adapted else nullcontext()
+        )
+        with torch.no_grad(), without:
+            return trained_logprobs(
+                self._model, micro, precision=precision, chunk_tokens=chunk_tokens, with_entropy=False
+            )[0]
 
 
 class StartupError(Refusal):

@@ -23,24 +23,31 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.consumers import losses
-from shmbridge.consumers.learner.data.left_out import refuse_images, rows_with_unknown_tokens
-from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
+from shmbridge.consumers.advantages.credit import require_advantages
+from shmbridge.consumers.advantages.from_scores import Reduce, alone
+from shmbridge.consumers.learner import Metrics, Untrainable
 from shmbridge.consumers.learner.data.microbatch import MicroBatch, micro_batches
-from shmbridge.consumers.learner.data.row_checks import DIFFERENCE, Watch
-from shmbridge.consumers.learner.data.training_rows import checked_answers, prepare
+from shmbridge.consumers.learner.data.row_checks import DIFFERENCE, RowCheck
+from shmbridge.consumers.learner.data.training_rows import (
+    NO_LOGPROB,
+    TrainingRows,
+    prepare,
+    refuse_images,
+    rows_with_unknown_tokens,
+)
 from shmbridge.consumers.learner.model.forward import trained_logprobs
+from shmbridge.consumers.learner.model.load import Reference
 from shmbridge.consumers.learner.model.optimizer import new_optimizer
-from shmbridge.consumers.learner.model.reference import Reference
 from shmbridge.consumers.learner.model.sharding import Parallel, whole
-from shmbridge.consumers.learner.report.step_metrics import StepTimes
-from shmbridge.consumers.learner.train.mismatch import Mismatch
+from shmbridge.consumers.learner.report.step_times import StepTimes
 from shmbridge.consumers.learner.train.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
-from shmbridge.consumers.learner.types import Metrics, Untrainable
 from shmbridge.consumers.learner.world import World
 
+_OF = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
+MISMATCH = (*_OF, *(f"{name}_fresh" for name in _OF), "tokens_fresh")
+_UNSEEN_STEPS = 10  # warn after this many steps without a fresh token
 __all__ = ["Learner", "NoReference", "Objective"]
-
-
 _IDLE = TrainingRows(
     tokens=np.zeros(2, np.int32),
     cu_seqlens=np.array([0, 2], np.int32),
@@ -49,9 +56,108 @@ _IDLE = TrainingRows(
     sampled_logprobs=np.full(2, NO_LOGPROB, np.float32),
     temperature=np.ones(1, np.float32),
 )  # the batch of a rank that has nothing to train
-
-
 Result = TypeVar("Result")
+
+
+class Mismatch:
+    """Sums the differences over a step's trained tokens whose sampler log-probability is known."""
+
+    def __init__(self) -> None:
+        # sums over all ranks; rows: all tokens, fresh tokens; columns: count, divergence, distance
+        self._sums = np.zeros((2, 3))
+        self._largest = np.zeros(2)
+        # of this rank and batch, (2, 4) on the device: the same sums, and the largest distance
+        self._own: list[Tensor] = []
+
+    def add(self, logprobs: Tensor, sampled_logprobs: Tensor, fresh: Tensor | None) -> None:
+        """Counts a micro-batch. Never blocks.
+
+        Args:
+            logprobs: (n,) nats, under the policy about to be updated, without gradient.
+            sampled_logprobs: (n,) nats, recorded when the token was sampled; NaN where unknown.
+            fresh: (n,) bool, token_versions says that the trained version sampled the token; None: unknown.
+        """
+        known = losses.known(sampled_logprobs)
+        apart = torch.where(known, (logprobs - sampled_logprobs).abs(), 0.0).double()
+        # The tokens were drawn by the sampler, so this estimates KL(sampler || policy).
+        divergence = losses.kl_estimate(
+            torch.where(known, sampled_logprobs, logprobs).double(), logprobs.double(), "k3"
+        )
+        rows = []
+        for counted in (known, torch.zeros_like(known) if fresh is None else known & fresh):
+            distance = torch.where(counted, apart, 0.0)
+            largest = torch.nn.functional.pad(distance, (0, 1)).max()
+            rows.append(
+                torch.stack(
+                    [
+                        counted.sum().double(),
+                        torch.where(counted, divergence, 0.0).sum(),
+                        distance.sum(),
+                        largest,
+                    ]
+                )
+            )
+        self._own.append(torch.stack(rows))
+
+    def metrics(self, reduce: Reduce = alone) -> Metrics:
+        """Returns the metrics of all batches so far; NaN without tokens. Maxima are of this rank alone.
+
+        Blocks as long as `reduce`, the sum of an array over all ranks; every rank calls it once.
+        """
+        own = torch.stack(self._own).cpu().numpy() if self._own else np.zeros((1, 2, 4))
+        self._own = []
+        self._sums += reduce(own[..., :3].sum(axis=0))
+        self._largest = np.maximum(self._largest, own[..., 3].max(axis=0))
+        found: Metrics = {}
+        for (count, divergence, distance), largest, suffix in zip(
+            self._sums.tolist(), self._largest.tolist(), ("", "_fresh"), strict=True
+        ):
+            values = (divergence / count, distance / count, largest) if count else (float("nan"),) * 3
+            found |= {f"{name}{suffix}": value for name, value in zip(_OF, values, strict=True)}
+        return found | {"tokens_fresh": self._sums[1, 0].item()}
+
+
+class MismatchAlarm:
+    """Warns if fresh tokens differ by more than `limit` nats in the mean (0: never), or if none is fresh."""
+
+    def __init__(self, limit: float, say: Callable[[str], None]) -> None:
+        self._limit, self._say = limit, say
+        self._above = False
+        self._total = 0
+        self._unseen = 0  # steps with log-probabilities but no fresh token, until the first fresh one
+
+    def looked(self, measured: Metrics) -> Metrics:
+        """Reads a step's metrics; returns how many steps were above the limit, and warns of the first."""
+        self._look_for_fresh(measured)
+        mean = measured.get("logprob_diff_mean_fresh", float("nan"))
+        above = bool(self._limit) and mean > self._limit
+        self._total += above
+        if above and not self._above:
+            self._say(
+                f"the sampler is not the policy: over {measured['tokens_fresh']:.0f} tokens of this very "
+                f"version their log-probabilities are {mean:.3g} nats apart in the mean, "
+                f"{measured['logprob_diff_max_fresh']:.3g} at most (--mismatch-warn {self._limit:g}) -> "
+                "does the engine report processed log-probabilities, of the temperature that the record "
+                "says, without top_p and top_k, and does it have the newest weights?"
+            )
+        self._above = above
+        return {"mismatch_alarms_total": self._total}
+
+    def _look_for_fresh(self, measured: Metrics) -> None:
+        """Warns once that nothing is compared, if some steps had log-probabilities but no fresh token."""
+        if (
+            not self._limit
+            or self._unseen >= _UNSEEN_STEPS
+            or math.isnan(measured.get("logprob_diff_mean", float("nan")))
+        ):
+            return
+        self._unseen = _UNSEEN_STEPS if measured.get("tokens_fresh") else self._unseen + 1
+        if self._unseen == _UNSEEN_STEPS and not measured.get("tokens_fresh"):
+            self._say(
+                f"whether the sampler is the policy is not looked at: in {_UNSEEN_STEPS} steps no token "
+                "named the version being trained -> write token_versions, the version that each token was "
+                "sampled with; where they are there, all were older"
+            )
 
 
 class NoReference(Untrainable):
@@ -156,25 +262,23 @@ class Learner:
             NoReference: a KL term, no reference, and no record of the batch has ref_logprobs.
         """
         goal, world = self.objective, self.world
+        facts = BatchFacts(batch, goal.temperature, goal.whole_rows)
         # checks that may fail on one rank alone come before the first collective
         with world.together():
             unknown_tokens, too_long = self._unknown_tokens(batch), self._too_long(batch)
             if not goal.ignore_images:
-                refuse_images(batch)
-            answers = checked_answers(batch, goal.credit, goal.whole_rows)
+                refuse_images(facts)
+            require_advantages(facts, facts.trained_tokens, goal.credit)
         rows, metrics = prepare(
-            batch,
-            goal.temperature,
-            goal.credit,
+            facts,
+            credit=goal.credit,
             reduce=world.all_reduce_sum,
             with_reference=goal.kl > 0.0,
             policy_version=policy_version,
             max_token_staleness=goal.max_token_staleness,
-            whole_rows=goal.whole_rows,
             truncated=goal.truncated,
             unknown_tokens=unknown_tokens,
             too_long=too_long,
-            answers=answers,
         )
         counts = Counts.of(rows, world.all_reduce_sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
@@ -187,23 +291,23 @@ class Learner:
         reference = self._reference if unknown else None
         self._make_room(counts, first)
         if goal.loss == "sft":
-            own_push = np.abs(rows.advantages[rows.trained]).max(initial=0.0)
+            own_push = np.abs(rows.advantages[rows.places]).max(initial=0.0)
             self._push = max(self._push, float(world.all_reduce_sum(np.array([own_push], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
-        watch = Watch(batch, rows, goal.credit)
+        check = RowCheck(facts, rows, goal.credit)
         pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
         for micro in self._parallel.rounds(pieces):
             if micro is None:
                 self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
             else:
-                watch.saw(micro)
+                check.record(micro)
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.all_reduce_sum(totals.double().cpu().numpy())
             mismatch = self._mismatch.metrics(world.all_reduce_sum)
         shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
-        checked = watch.metrics(describe=not self._difference_told)
+        checked = check.metrics(describe=not self._difference_told)
         self._difference_told |= DIFFERENCE in checked
         if look is not None:
             look(rows)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.advantages.whole_batch import Reduce, alone
-from shmbridge.consumers.learner.config.options import LearnerConfig
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows, known_count
+from shmbridge.consumers.advantages.from_scores import Reduce, alone
+from shmbridge.consumers.learner import Refusal
+from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
-from shmbridge.consumers.learner.types import Refusal
+from shmbridge.consumers.learner.data.training_rows import TrainingRows, known_count
 
 # The metrics of a micro-batch from `micro_loss`, in this order: its share of the whole batch's.
 SHARES = (
@@ -194,7 +194,7 @@ class Counts:
     def of(cls, rows: TrainingRows, reduce: Reduce = alone) -> Counts:
         """Returns the counts of all ranks' rows; calls `reduce` once, and blocks as long as it does."""
         reference = rows.reference_logprobs
-        with_reference = 0 if reference is None else known_count(reference, rows.trained)
+        with_reference = 0 if reference is None else known_count(reference, rows.places)
         own = [rows.trained_count, rows.answer_count, len(rows.cu_seqlens) - 1, with_reference]
         return cls(*reduce(np.array(own, np.float64)).tolist())
 

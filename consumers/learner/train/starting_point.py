@@ -1,16 +1,21 @@
-"""Where a run starts: at its own checkpoint, at the weights of its bridge, or at the configured model.
+"""Where a run starts, and what it leaves to start from: its checkpoints.
 
-Rank 0 decides, before anything is loaded to a device or published. A bridge whose versions hold trained steps
-is never silently given the model as it began: its run's checkpoint, or a word of the user, is needed.
+A run starts at its own checkpoint, at the weights of its bridge, or at the configured model. Rank 0 decides,
+before anything is loaded to a device or published. A bridge whose versions hold trained steps is never
+silently given the model as it began: its run's checkpoint, or an option of the user, is needed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,15 +25,135 @@ from transformers.utils.logging import disable_progress_bar
 import shmbridge
 from shmbridge.consumers import pretrained
 from shmbridge.consumers.engines.published_tensors import copy_into
-from shmbridge.consumers.learner import checkpoint
-from shmbridge.consumers.learner.checkpoint import Progress
+from shmbridge.consumers.learner import Metrics, Refusal
+from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.checkpoint.rng_state import rng_state, seed_all, set_rng_state
+from shmbridge.consumers.learner.config import file
 from shmbridge.consumers.learner.config.checks import changes_on_resume
-from shmbridge.consumers.learner.config.flags import CONFIG_FILE, noted_changes, read_earlier, write_config
-from shmbridge.consumers.learner.config.options import LearnerConfig
-from shmbridge.consumers.learner.model.load import StartupError, load_tokenizer
-from shmbridge.consumers.learner.report.logs import write_facts
+from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
+from shmbridge.consumers.learner.data.microbatch import Layout
+from shmbridge.consumers.learner.model import attention
+from shmbridge.consumers.learner.model.forward import chunk_tokens_for
+from shmbridge.consumers.learner.model.load import (
+    Reference,
+    StartupError,
+    device_of,
+    load_model,
+    load_reference,
+    load_tokenizer,
+)
+from shmbridge.consumers.learner.model.optimizer import rate_schedule
+from shmbridge.consumers.learner.model.sharding import Parallel, is_sharded, parallel_of
+from shmbridge.consumers.learner.report.run_facts import write_facts
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 from shmbridge.consumers.learner.world import World, device_kind, say
 from shmbridge.weights import lease_from_outside
+
+
+class CannotSave(Refusal):
+    """A checkpoint could not be written; the message says which and why."""
+
+
+class Saver:
+    """Saves each finished step at most once, and keeps the newest; `progress` is of a resumed checkpoint."""
+
+    def __init__(
+        self, folder: Path, learner: Learner, tokenizer: Any, keep: int, progress: Progress | None = None
+    ) -> None:
+        self.consumed = Consumed(progress or Progress(step=0, policy_version=-1))
+        self._folder = folder
+        self._learner = learner
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._saved_step = self._taken_step = learner.step
+
+    @property
+    def consistent(self) -> bool:
+        """Whether a step ended with all its batches recorded: only then may it be saved."""
+        return self._learner.consistent and self._taken_step == self._learner.step
+
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint holds all that was trained; also if no step was."""
+        return self._learner.step == self._saved_step
+
+    def took(self, batches: Iterable[shmbridge.Batch], measured: Metrics) -> None:
+        """Records this rank's batches of a step, with its metrics over all ranks. Blocks for the others."""
+        metas: list[Any] = [meta for batch in batches for meta in batch.meta]
+        if self._learner.world.size > 1:
+            said = self._learner.world.all_gather(
+                sorted({(meta.producer_id, meta.sequence) for meta in metas})
+            )
+            metas = [
+                SimpleNamespace(producer_id=who, sequence=number) for each in said for who, number in each
+            ]
+        numbers = {name: int(measured[name]) for name in ("groups", "trajectories", "tokens")}
+        self.consumed.took(metas, **numbers)
+        self._taken_step = self._learner.step
+
+    def save(self, policy_version: int) -> None:
+        """Writes a checkpoint of a finished step that has none. Every rank calls it, rank 0 writes.
+
+        Blocks until it is on disk.
+
+        Raises:
+            CannotSave: writing failed; raised on all ranks.
+        """
+        learner = self._learner
+        if learner.step == self._saved_step or not self.consistent:
+            return
+        failure = ""
+        try:
+            self._write(policy_version)
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
+        if failure := learner.world.broadcast(failure):  # no rank may release batches that are not on disk
+            raise CannotSave(
+                f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, "
+                "then --resume"
+            )
+        self._saved_step = learner.step
+
+    def rescue(self, policy_version: int) -> str:
+        """Saves the last finished step after an error, without other ranks. Blocks; never raises.
+
+        Returns a short text for the user: which step can be resumed.
+        """
+        learner = self._learner
+        newest = (
+            f"step {self._saved_step} is the newest checkpoint"
+            if self._saved_step
+            else "there is no checkpoint"
+        )
+        if learner.step == self._saved_step:
+            return f"{newest}, and no step was finished since"
+        if not self.consistent:
+            return f"the update broke off, so nothing of it is saved: {newest}"
+        if is_sharded(learner.model):
+            return f"a sharded model is saved by all ranks together: {newest}"
+        if not learner.world.is_main:
+            return f"rank 0 saves step {learner.step}"
+        try:
+            self._write(policy_version)
+        except Exception as error:  # the original error must be reported, whatever fails here
+            return f"step {learner.step} could not be saved ({type(error).__name__}: {error}): {newest}"
+        self._saved_step = learner.step
+        return f"step {learner.step} is saved"
+
+    def _write(self, policy_version: int) -> None:
+        learner = self._learner
+        checkpoint.save(
+            self._folder,
+            self.consumed.progress(learner.step, policy_version),
+            learner.model,
+            self._tokenizer,
+            learner.optimizer,
+            keep=self._keep,
+            write=learner.world.is_main,
+            rng=rng_state(),
+        )
 
 
 @dataclass(frozen=True)
@@ -303,4 +428,95 @@ def _begin_run_dir(config: LearnerConfig, ranks: int | None) -> None:
 def _unwritable(config: LearnerConfig, error: OSError) -> StartupError:
     return StartupError(
         f"cannot write to --run-dir {config.run_dir}: {error.strerror} -> give one that can be written to"
+    )
+
+
+def load_learner(source: Path | None, config: LearnerConfig, world: World) -> tuple[Learner, Any, Progress]:
+    """Returns the learner, its tokenizer or None, and its progress.
+
+    Blocks for the disk, and for the other ranks.
+
+    Raises:
+        BadArgument: there is no such model. StartupError: this rank has no device. PeerFailed: the same on
+            another rank.
+        LayoutUnfit: packed batches are wanted, and the model does not keep packed rows apart.
+    """
+    compute = config.compute
+    if compute.threads:
+        torch.set_num_threads(compute.threads)
+    seed_all(config.run.seed)  # fresh adapters are initialised at random
+    with world.together():
+        device = device_of(compute, world)
+        # A model to be sharded is moved to the device block by block.
+        sharded = world.size > 1 and config.ranks.parallel == "fsdp2"
+        if sharded and config.adapters.lora_rank:
+            raise StartupError("adapters and --parallel fsdp2 do not go together -> --parallel ddp")
+        first = torch.device("cpu") if sharded else device
+        model = load_model(source or config.run.model, compute, config.adapters, first)
+        precision = getattr(torch, compute.precision)
+        if sharded:
+            layout = attention.settle_for(device, model, compute.batch_layout, precision, say)
+        else:
+            layout = attention.settle(model, compute.batch_layout, precision, say)
+        tokenizer = load_tokenizer(source or config.run.model)
+        reference = load_reference(model, source, config, device, layout)
+    parallel = parallel_of(model, config.ranks.parallel, world, device)
+    learner = new_learner(model, config, layout, parallel=parallel, reference=reference)
+    progress = Progress(step=0, policy_version=-1)
+    if source is not None:
+        progress = checkpoint.load_progress(source)
+        checkpoint.load_optimizer(source, model, learner.optimizer)
+        learner.step = progress.step
+    seed_all(config.run.seed + learner.step)
+    if source is not None and world.is_main and (states := checkpoint.load_rng(source)) is not None:
+        set_rng_state(states)  # rank 0's states; the other ranks start with new seeds
+    return learner, tokenizer, progress
+
+
+def new_learner(
+    model: Any,
+    config: LearnerConfig,
+    layout: Layout = "padded",
+    *,
+    parallel: Parallel | None = None,
+    reference: Reference | None = None,
+) -> Learner:
+    """Returns a learner at step 0 with the configured objective and optimizer."""
+    rate = rate_schedule(
+        config.optimizer.schedule,
+        peak=config.optimizer.lr,
+        warmup=config.optimizer.warmup,
+        steps=config.run.steps,
+        options=config.optimizer.schedule_option,
+    )
+    return Learner(
+        model,
+        dataclasses.replace(
+            Objective.of(config), layout=layout, chunk_tokens=_chunk_tokens(model, config.compute)
+        ),
+        rate,
+        weight_decay=config.optimizer.weight_decay,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        parallel=parallel,
+        reference=reference,
+    )
+
+
+def _chunk_tokens(model: Any, compute: ComputeConfig) -> int | None:
+    if compute.chunk_tokens is None:
+        return chunk_tokens_for(model.get_input_embeddings().num_embeddings, compute.micro_tokens)
+    return compute.chunk_tokens or None
+
+
+def registration(config: LearnerConfig, step: int) -> shmbridge.Run:
+    """Returns the registration for environments; its steps are batches of the bridge."""
+    return shmbridge.Run(
+        batch_size=config.batch.groups * config.batch.group_size,
+        max_token_len=config.registration.max_token_len,
+        num_steps=config.run.steps * config.batch.accumulate,
+        starting_step=step * config.batch.accumulate,
+        checkpoint_dir=str(config.run_dir / "checkpoints"),
+        save_checkpoint_interval=config.checkpoints.save_every * config.batch.accumulate,
+        wandb_group=config.registration.wandb_group,
+        wandb_project=config.registration.wandb_project,
     )

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shmbridge.consumers.advantages.from_scores import (
+    batch_normalised,
     clip_to_range,
     group_advantages,
     group_normalised,
@@ -20,7 +21,6 @@ from shmbridge.consumers.advantages.from_scores import (
     silence_rows,
     spread_to_tokens,
 )
-from shmbridge.consumers.advantages.whole_batch import batch_normalised
 
 SCORE = st.floats(-8, 8, width=16) | st.sampled_from([0.0, 1.0])
 ROWS = st.lists(st.tuples(SCORE, st.integers(0, 4), st.booleans()), max_size=24)

@@ -12,12 +12,16 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.credit import Credit, NoAdvantages, credited
-from shmbridge.consumers.advantages.from_scores import group_advantages, group_normalised, leave_one_out
-from shmbridge.consumers.advantages.trained_tokens import trained_tokens
-from shmbridge.consumers.advantages.whole_batch import batch_normalised
+from shmbridge.consumers.advantages.from_scores import (
+    batch_normalised,
+    group_advantages,
+    group_normalised,
+    leave_one_out,
+)
 from shmbridge.consumers.learner.data.training_rows import prepare
-from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.model.load import Reference
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 FOUR = [[1, 2, 3], [4, 5], [6, 7, 8], [9, 10, 11, 12]]
@@ -25,7 +29,7 @@ SCORES = [1.0, 0.0, 0.25, 2.0]
 
 
 def credit(batch, **options):
-    advantages, metrics = credited(batch, trained_tokens(batch), Credit(**options))
+    advantages, metrics = credited(batch, BatchFacts(batch).trained_tokens, Credit(**options))
     assert advantages.dtype == np.float32
     return np.split(advantages, batch.cu_seqlens[1:-1]), metrics
 
@@ -51,7 +55,9 @@ def test_the_whole_batch_is_normalised_over_trained_tokens_of_groups_that_differ
     made, metrics = credit(batch, estimator="batch")
     centred = np.concatenate([[0.5] * 2, [-0.5], [-0.875], [0.875] * 3])
     np.testing.assert_allclose(
-        np.concatenate(made)[trained_tokens(batch)][:7], (centred - centred.mean()) / centred.std(), rtol=1e-5
+        np.concatenate(made)[BatchFacts(batch).trained_tokens][:7],
+        (centred - centred.mean()) / centred.std(),
+        rtol=1e-5,
     )
     assert not np.concatenate(made[4:]).any()  # equal scores, and a group of one
     assert metrics["trajectories_no_signal"] == 0
@@ -240,7 +246,7 @@ def test_advantages_are_normalised_then_clipped_and_silenced_rows_stay_silent(pa
     silence = [None, None, None, '{"set_advantage_to_zero": true}']
     batch = packed_batch(FOUR, scores=SCORES, groups=[0, 0, 1, 1], overrides=silence)
     plain, _ = credit(packed_batch(FOUR, scores=SCORES, groups=[0, 0, 1, 1]), estimator="rloo")
-    normalised = batch_normalised(np.concatenate(plain), trained_tokens(batch))
+    normalised = batch_normalised(np.concatenate(plain), BatchFacts(batch).trained_tokens)
     made, metrics = credit(batch, estimator="rloo", normalise="batch", clip=(-0.5, 0.75))
     np.testing.assert_allclose(np.concatenate(made[:3]), np.clip(normalised, -0.5, 0.75)[:8], rtol=1e-6)
     assert not made[3].any()
@@ -272,10 +278,10 @@ def test_ranks_make_the_advantages_of_the_whole_batch(packed_batch, on_ranks, op
 
     def rank(number, reduce):
         batch = part(4 * number, 4 * number + 4)
-        return credited(batch, trained_tokens(batch), Credit(**options), reduce=reduce)[0]
+        return credited(batch, BatchFacts(batch).trained_tokens, Credit(**options), reduce=reduce)[0]
 
     whole = packed_batch(rows, scores=scores, groups=groups, token_rewards=rewards)
-    together, _ = credited(whole, trained_tokens(whole), Credit(**options))
+    together, _ = credited(whole, BatchFacts(whole).trained_tokens, Credit(**options))
     np.testing.assert_allclose(np.concatenate(on_ranks(2, rank)), together, rtol=1e-5, atol=1e-6)
 
 

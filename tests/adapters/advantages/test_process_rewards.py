@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmbridge.consumers.advantages.from_scores import spread_to_tokens
-from shmbridge.consumers.advantages.process_rewards import Steps, mixed, process_advantages
-from shmbridge.consumers.advantages.reward_to_go import to_go
-from shmbridge.consumers.advantages.token_rewards import rewards_to_go, token_reward_advantages
+from shmbridge.consumers.advantages.process_rewards import (
+    Steps,
+    mixed,
+    process_advantages,
+    rewards_to_go,
+    to_go,
+    token_reward_advantages,
+)
 
 REWARD = st.sampled_from([0.0, 0.0, 1.0, -1.0, 0.5, 2.0, 0.1])
 DISCOUNT = st.sampled_from([0.0, 0.5, 0.9, 1.0])

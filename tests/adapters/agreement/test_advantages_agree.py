@@ -17,9 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.advantages.from_scores import group_advantages, leave_one_out, spread_to_tokens
-from shmbridge.consumers.advantages.token_rewards import token_reward_advantages
-from shmbridge.consumers.advantages.whole_batch import batch_normalised
+from shmbridge.consumers.advantages.from_scores import (
+    batch_normalised,
+    group_advantages,
+    leave_one_out,
+    spread_to_tokens,
+)
+from shmbridge.consumers.advantages.process_rewards import token_reward_advantages
 
 TOLERANCE = 1e-5  # float32; advantages are of the order of 1, and up to 100 in groups that hardly differ
 RAW = "a group of one gets its raw score there, 0 here"

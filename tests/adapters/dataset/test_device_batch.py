@@ -332,7 +332,7 @@ def test_a_learner_killed_before_release_leaves_the_batch_to_its_successor(
 
 def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, bridge, tmp_path):
     from shmbridge.consumers.learner.config.flags import parse
-    from shmbridge.consumers.learner.data.batch_source import HubSource, feed_of
+    from shmbridge.consumers.learner.data.sources import HubSource, feed_of
     from shmbridge.consumers.learner.stopping import StopSignals
 
     flags = ["--bridge", bridge, "--model", "m", "--steps", "1", "--groups", "1", "--device", "cpu"]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.data.microbatch import micro_batches
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
 from shmbridge.consumers.learner.model import attention, forward
 
 CASES = [("ddp", False), ("ddp", True), ("fsdp2", False), ("fsdp2", True), ("fsdp2-head", False)]

@@ -17,9 +17,8 @@ import pytest
 import shmbridge
 from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.data import batch_source
-from shmbridge.consumers.learner.data.batch_source import HubSource
-from shmbridge.consumers.learner.data.batch_wait import NoBatch, Patience, patience_of
+from shmbridge.consumers.learner.data import sources
+from shmbridge.consumers.learner.data.sources import HubSource, NoBatch, Patience, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 
 
@@ -75,7 +74,7 @@ def options(**limits):
 @pytest.fixture
 def said(monkeypatch):
     lines = []
-    monkeypatch.setattr(batch_source, "say", lines.append)
+    monkeypatch.setattr(sources, "say", lines.append)
     return lines
 
 
@@ -129,7 +128,7 @@ def test_a_batch_that_comes_in_a_later_attempt_or_in_a_delay_is_taken(when, monk
         if "attempt 2" in line or when == "delay":
             lanes.queue.put("late")
 
-    monkeypatch.setattr(batch_source, "say", feed)
+    monkeypatch.setattr(sources, "say", feed)
     delay = 0.05 if when == "attempt" else 60.0
     limits = {"batch_timeout": 0.05, "batch_attempts": 20, "batch_retry_delay": delay}
     assert next(waited_for(lanes, **limits)) == "late"
@@ -143,7 +142,7 @@ def test_an_attempt_for_the_next_batch_is_as_long_as_any(monkeypatch):
     same.
     """
     lanes = Lanes()
-    monkeypatch.setattr(batch_source, "say", lanes.queue.put)
+    monkeypatch.setattr(sources, "say", lanes.queue.put)
     batches = waited_for(lanes, batch_timeout=0.05, batch_attempts=20, batch_retry_delay=60.0)
     for _ in range(2):
         assert "attempt 1 of 20" in next(batches)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shmbridge.consumers.learner.config.options import ComputeConfig
-from shmbridge.consumers.learner.train.broken_step import broken_step
+from shmbridge.consumers.learner.config.run_options import ComputeConfig
 from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.train.objective import Objective
+from shmbridge.consumers.learner.train.training_step import broken_step
 
 
 def test_a_device_that_fails_again_while_memory_is_freed_hides_nothing(tiny_model, monkeypatch):

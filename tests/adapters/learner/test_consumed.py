@@ -10,10 +10,11 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers import held_records
-from shmbridge.consumers.learner import checkpoint
-from shmbridge.consumers.learner.checkpoint import Consumed, Progress
-from shmbridge.consumers.learner.train.evaluation import TrainingScreen
-from shmbridge.segments import membership
+from shmbridge.consumers.learner.checkpoint import consumed
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.train.training_step import TrainingScreen
+from shmbridge.segments import inventory
 
 START = Progress(step=0, policy_version=-1)
 GROUP = {"tokens": [[1, 2, 3]], "scores": [1.0]}

@@ -18,7 +18,7 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.engines.engine import Engine, EngineFailed
-from shmbridge.consumers.learner.train.engine_pushes import EnginePushes
+from shmbridge.consumers.learner.train.publishing import EnginePushes
 from shmbridge.weights import WeightsReader
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"

@@ -14,13 +14,11 @@ from shmbridge.consumers import grpo
 from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.learner.checkpoint import load_progress
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.data.batch_source import HubSource, who_is_missing
-from shmbridge.consumers.learner.report.logs import MetricsLog
+from shmbridge.consumers.learner.data.sources import HubSource, who_is_missing
+from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.train.publishing import first_version
-from shmbridge.consumers.learner.train.saving import Saver
-from shmbridge.consumers.learner.train.setup import new_learner
-from shmbridge.consumers.learner.train.starting_point import decided
+from shmbridge.consumers.learner.train.starting_point import Saver, decided, new_learner
 from shmbridge.testing import json_lines
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]

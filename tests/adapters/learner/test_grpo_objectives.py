@@ -18,10 +18,10 @@ from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs
-from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.model.load import Reference
 from shmbridge.consumers.learner.model.sharding import Parallel
 from shmbridge.consumers.learner.train.grpo_update import Learner, NoReference, Objective
-from shmbridge.consumers.learner.train.setup import load_learner
+from shmbridge.consumers.learner.train.starting_point import load_learner
 from shmbridge.consumers.learner.world import ALONE
 
 ROWS = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 import pytest
 import torch
 
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.data import training_rows
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs as logprobs_of
@@ -233,7 +234,9 @@ def test_a_random_model_learns_the_rewarded_token(tiny_model, packed_batch):
 
 
 def test_trained_tokens_are_found_once_per_batch(tiny_model, packed_batch, monkeypatch):
-    found, calls = training_rows.trained_tokens, []
-    monkeypatch.setattr(training_rows, "trained_tokens", lambda *batch: calls.append(1) or found(*batch))
+    found, calls = BatchFacts.trained_tokens.func, []
+    counted = cached_property(lambda facts: calls.append(1) or found(facts))
+    counted.__set_name__(BatchFacts, "trained_tokens")
+    monkeypatch.setattr(BatchFacts, "trained_tokens", counted)
     learner(tiny_model(1)).accumulate(packed_batch(ROWS, scores=[1.0, 0.0, 0.0, 1.0, 0.5]))
     assert len(calls) == 1

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.data.left_out import (
+from shmbridge.consumers.learner.data.training_rows import (
     SaidOnce,
     UnreadImages,
+    prepare,
     refuse_images,
     rows_with_unknown_tokens,
+    token_staleness,
 )
-from shmbridge.consumers.learner.data.token_staleness import token_staleness
-from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.train.grpo_update import Learner, LongRow, UnknownTokens
 from shmbridge.consumers.learner.train.objective import Objective
 
@@ -209,7 +210,7 @@ def test_a_row_longer_than_may_be_trained_is_named_or_left_out(batch_of, tiny_mo
 def test_token_versions_that_cannot_be_are_of_unknown_age_and_said(packed_batch):
     odd = [[-1, 2**31 - 1, 3], [-1, -7, 3], [-1, 6, -1], None]
     batch = packed_batch([[1, 2, 3]] * 4, token_versions=odd, groups=range(4), version=4)
-    assert token_staleness(batch, 6).tolist() == [2, -1, 3, 2, -1, 3, 2, 0, 2, 2, 2, 2]
+    assert token_staleness(BatchFacts(batch), 6).tolist() == [2, -1, 3, 2, -1, 3, 2, 0, 2, 2, 2, 2]
     _, metrics = prepare(batch, 1.0, policy_version=6)
     assert metrics["trajectories_odd_versions"] == metrics["atropos/test/trajectories_odd_versions"] == 2
     assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (3, 2)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.data.microbatch import micro_batches, plan_packs
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import torch
 from shmbridge.consumers import losses
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
 from shmbridge.consumers.learner.train.objective import SHARES, BadObjective, Counts, Objective, micro_loss
 
 LENGTHS = (5, 1, 3, 8, 2, 4)

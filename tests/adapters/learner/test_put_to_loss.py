@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 import shmbridge
 from shmbridge.batch import Batch
 from shmbridge.consumers.advantages.from_scores import group_normalised
-from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB
 from shmbridge.consumers.learner.data.microbatch import micro_batches
-from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.data.training_rows import NO_LOGPROB, prepare
 from shmbridge.errors import InvalidRecord
 from shmbridge.schema import LOGPROBS
 

@@ -24,9 +24,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 import shmbridge
-from shmbridge.archive.folder import read_archive
-from shmbridge.consumers.learner.data.batch_wait import NoBatch
-from shmbridge.consumers.learner.data.rank_source import RankStatus, leave_together
+from shmbridge.archive.reading import read_archive
+from shmbridge.consumers.learner.data.sources import NoBatch, RankStatus, leave_together
 from shmbridge.consumers.learner.stopping import Stopped
 from shmbridge.consumers.learner.world import PeerFailed
 from shmbridge.weights import WeightsReader, WeightsWriter

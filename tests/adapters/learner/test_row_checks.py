@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.data import training_rows
 from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
 from shmbridge.consumers.learner.report.run import as_text, read_run, summary
 from shmbridge.consumers.learner.train import grpo_update
@@ -118,10 +118,9 @@ def shifted(name):
 
 
 def mask_shifted(monkeypatch, batch):
-    wanted = training_rows.trained_tokens
-    monkeypatch.setattr(
-        training_rows, "trained_tokens", lambda *given: np.roll(wanted(*given), 1) & (batch.position_ids > 0)
-    )
+    wanted = BatchFacts.trained_tokens.func
+    shifted = property(lambda facts: np.roll(wanted(facts), 1) & (batch.position_ids > 0))
+    monkeypatch.setattr(BatchFacts, "trained_tokens", shifted)
 
 
 def trained_besides(monkeypatch, batch):

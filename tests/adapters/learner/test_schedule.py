@@ -6,7 +6,12 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from shmbridge.consumers.learner.model.schedule import SCHEDULES, BadSchedule, learning_rate_at, rate_schedule
+from shmbridge.consumers.learner.model.optimizer import (
+    SCHEDULES,
+    BadSchedule,
+    learning_rate_at,
+    rate_schedule,
+)
 
 OPTIONS = {
     "cosine_with_restarts": {"num_cycles": 2},

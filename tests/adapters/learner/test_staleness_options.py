@@ -7,19 +7,19 @@ import pytest
 import shmbridge
 from shmbridge.consumers.learner.config.checks import BadLimit, refuse_unreachable_limits
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.data import batch_source
+from shmbridge.consumers.learner.data import sources
 
 
 @pytest.fixture
 def told(monkeypatch):
     """Return a function from flags to the feed's arguments that these flags set."""
     opened = Mock()
-    monkeypatch.setattr(batch_source, "Feed", opened)
+    monkeypatch.setattr(sources, "Feed", opened)
 
     def told(*flags):
         config = parse(["--bridge", "b", "--model", "m", "--steps", "1", "--groups", "8", *flags])
         refuse_unreachable_limits(config)
-        batch_source.feed_of(config, shmbridge.Run(), lambda group: True)
+        sources.feed_of(config, shmbridge.Run(), lambda group: True)
         return {
             name: opened.call_args.kwargs[name]
             for name in ("policy", "max_off_policy_steps", "groups_per_step")

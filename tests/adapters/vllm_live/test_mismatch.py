@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.train.mismatch import MismatchAlarm
+from shmbridge.consumers.learner.train.grpo_update import Learner, MismatchAlarm, Objective
 from shmbridge.weights import WeightsWriter
 
 TEMPERATURE = 0.7

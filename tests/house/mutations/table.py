@@ -748,9 +748,9 @@ MUTATIONS = (
         "misfit-mask-ignored",
         5,
         "a row whose mask does not fit its tokens counts as one without a mask, so other tokens train",
-        "consumers/advantages/trained_tokens.py",
-        "        without |= uneven.get(name, False)\n",
-        "        pass\n",
+        "consumers/advantages/batch_facts.py",
+        "            without |= self.uneven.get(name, False)\n",
+        "            pass\n",
         "tests/adapters/learner/test_left_out.py",
     ),
     # 6: backpressure is real

@@ -14,6 +14,13 @@ MOST_LINES = {".py": 400, ".pyx": 600, ".pxi": 600}
 LONG = {
     "consumers/learner/config/options.py": "one section after another; a list of what a user can set",
     "consumers/dataset.py": "rows, batches and position of one data set",
+    "consumers/advantages/process_rewards.py": "steps and tokens share the sums to-go and the mixing",
+    "consumers/learner/data/sources.py": "one process and several ranks share one wait and one feed",
+    "consumers/learner/data/training_rows.py": "what is trained and left out is one reading of a batch",
+    "consumers/learner/train/grpo_update.py": "gradient and update share counts and shares",
+    "consumers/learner/train/starting_point.py": "where a run starts, and the checkpoints that it leaves",
+    "consumers/learner/train/training_step.py": "a step, its hooks and its errors are one order",
+    "consumers/losses/policy.py": "ratio, loss of a token and sum are the parts of each named loss",
     "consumers/feed.py": "taking, failing, releasing and saving share the steps that are out",
     "consumers/gateway/environments.py": "what is saved of an environment and what it does are one table",
     "consumers/policy_server/api.py": "bodies, what each field may be, and answers of one API",

@@ -37,7 +37,7 @@ ORDER = {
         miles verl
     """,
     "consumers/learner": """
-        __init__ types
+        __init__
         config stopping world
         data
         model
