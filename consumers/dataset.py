@@ -26,10 +26,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbridge
 from shmbridge import Batch, ConsumerEmpty, Record
-from shmbridge.batch import Layout
+from shmbridge.batch import (
+    KEYS_OF_BATCHES,
+    KEYS_OF_ROWS,
+    Layout,
+    batch_numbers,
+    check_names,
+    name_taken,
+    number_columns,
+)
 from shmbridge.consumers.feed import Drained, Feed, HeldRecords, ReleaseAt, Step, check_words
-from shmbridge.record import batch_numbers
-from shmbridge.record.record import RaggedLists
+from shmbridge.errors import counted
+from shmbridge.record import RaggedLists
 from shmbridge.schema import STANDARD, Split
 
 if TYPE_CHECKING:

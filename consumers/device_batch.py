@@ -26,8 +26,7 @@ from torch import Tensor
 import shmbridge
 from shmbridge.batch import Layout
 from shmbridge.consumers.pinned import PinnedLanes, cuda_driver
-from shmbridge.record.groups import Group
-from shmbridge.record.leases import lane_columns
+from shmbridge.record import Group, lane_columns
 from shmbridge.schema import Kind
 
 

@@ -26,10 +26,9 @@ from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner import Refusal, Untrainable
 from shmbridge.consumers.learner.config.checks import refuse_idle, refuse_unreachable_limits
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.data.sources import HubSource, NoBatch, RankSource, opened
-from shmbridge.consumers.learner.report.log import MetricsLog
-from shmbridge.consumers.learner.report.progress_bar import progress
+from shmbridge.consumers.learner.report.logs import MetricsLog, TensorboardLog, WandbRun, progress
 from shmbridge.consumers.learner.report.samples import SAMPLES_FILE, SampleLog
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.train.grpo_update import Learner

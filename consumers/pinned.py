@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 import shmbridge
-from shmbridge.record import leases
+from shmbridge.record import lane_memory, lane_name, map_lane_writable
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge import BadArgument, InvalidRecord
+from shmbridge import BadArgument
 from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.trajectories import Trajectory
 from shmbridge.schema import recorded_logprobs

@@ -20,7 +20,7 @@ from typing import Any, Self
 from shmbridge.consumers.engines.engine import PAUSES, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.fleet import Fleet, engine_of, raise_for
 from shmbridge.consumers.pinned import PinnedWeights
-from shmbridge.segments.helper_threads import run_to_end
+from shmbridge.segments import run_to_end
 from shmbridge.weights import WeightsWriter
 
 __all__ = ["EngineFailed", "WeightSync", "push_from_ranks"]

@@ -19,7 +19,7 @@ from pathlib import Path
 import curves
 
 from shmbridge.consumers.learner.report.run import NoRun, read_run, summary
-from shmbridge.demo import report as demo_report
+from shmbridge.launch import demo
 
 HERE = Path(__file__).parent
 GOAL = 0.9

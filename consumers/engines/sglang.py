@@ -31,7 +31,7 @@ from shmbridge.consumers.engines.engine import (
 )
 from shmbridge.consumers.engines.pause_guard import Call, PauseGuard
 from shmbridge.errors import WeightsMismatch
-from shmbridge.segments.engine_folders import EngineFolder, remove_dead
+from shmbridge.segments import EngineFolder, remove_dead_folders
 from shmbridge.weights import WeightsReader
 
 _TIMEOUT_S = 60.0  # of calls other than updates
@@ -222,7 +222,7 @@ class SafetensorsFolder:
         self._bridge = bridge
         self._reader: WeightsReader | None = None
         self._folder: EngineFolder | None = None
-        remove_dead(bridge)
+        remove_dead_folders(bridge)
 
     def write(self, version: int) -> Path:
         """Returns a folder with `model.safetensors` of the segment's newest version, which must be `version`.

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 import shmbridge
-from shmbridge.segments.inventory import unreleased
-from shmbridge.segments.segment import mount_id
+from shmbridge.segments import mount_id, unreleased_sequences
 from shmbridge.weights import lease_from_outside
 
 log = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ class HeldRecords:
         Never blocks; looks at lanes and changes nothing.
         """
         here = mount_id()
-        shown = unreleased(name for name in self.held if here and self.mounts.get(name) == here)
+        shown = unreleased_sequences(name for name in self.held if here and self.mounts.get(name) == here)
         left = {name: numbers & shown.get(name, numbers) for name, numbers in self.held.items()}
         return type(self)({name: numbers for name, numbers in left.items() if numbers}, self.mounts)
 

@@ -26,12 +26,11 @@ from shmbridge.consumers.gateway.batches import NotRegistered
 from shmbridge.consumers.gateway.bodies import KEYS, read_post
 from shmbridge.consumers.gateway.gateway import Gateway
 from shmbridge.consumers.gateway.limits import Front, Refusals
-from shmbridge.control.client import RequestRefused
-from shmbridge.counters import COUNTERS
+from shmbridge.control import RequestRefused
 from shmbridge.httpd.door import Refused
 from shmbridge.httpd.gate import HeldBytes, json_answer, outcome
-from shmbridge.metrics import LatencyWindow
-from shmbridge.watch.prometheus import CONTENT_TYPE, Exporter, Sample
+from shmbridge.metrics import COUNTERS, LatencyWindow
+from shmbridge.watch.exporter import CONTENT_TYPE, Exporter, Sample
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from shmbridge import Consumer, ConsumerTaken, Run, ShmBridgeError, list_bridges
 from shmbridge.consumers.gateway.bodies import encoded_batch, served
 from shmbridge.consumers.gateway.environments import StateFile
 from shmbridge.consumers.gateway.limits import GatewayOptions
-from shmbridge.record.groups import Group
-from shmbridge.segments.discard_reasons import Discard
+from shmbridge.errors import Discard
+from shmbridge.record import Group
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ import numpy as np
 
 from shmbridge.config import wrong_json
 from shmbridge.httpd.door import Refused
-from shmbridge.record.groups import Group
+from shmbridge.record import Group
 from shmbridge.record.record import Record
 from shmbridge.schema import ATROPOS_NO_LOGPROB, JSON_COLUMNS, LOGPROBS, recorded_logprobs
-from shmbridge.wrong_value import wrong_json
 
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]

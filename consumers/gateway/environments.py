@@ -23,7 +23,7 @@ from shmbridge import ShmBridgeError
 from shmbridge.config import Run
 from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.consumers.gateway.posts import RemoteLane
-from shmbridge.control.client import AsyncControlClient, RequestRefused
+from shmbridge.control import AsyncControlClient, RequestRefused
 from shmbridge.control.messages import (
     UNKNOWN_ENV,
     Answer,
@@ -36,7 +36,6 @@ from shmbridge.control.messages import (
     Status,
     StatusRequest,
 )
-from shmbridge.control.server import AsyncControlClient, RequestRefused
 from shmbridge.errors import NoConsumer
 from shmbridge.httpd.door import Refused
 from shmbridge.segments.segment import gateway_directory

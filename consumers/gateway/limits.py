@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shmbridge.httpd.door import Bounds, Headers, Refused, Site
 from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, refusal_headers
-from shmbridge.hub.request import Policy
+from shmbridge.hub import Policy
 from shmbridge.schema import Split
 
 Compat = Literal["default", "strict"]

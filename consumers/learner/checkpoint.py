@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shmbridge.consumers.feed import HeldRecords
 from shmbridge.consumers.learner import Refusal
 from shmbridge.consumers.learner.model.optimizer import MasterAdamW
 from shmbridge.consumers.learner.model.sharding import gathered, shared_like, whole_state

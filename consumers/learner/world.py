@@ -16,7 +16,6 @@ import numpy.typing as npt
 from shmbridge.cli.base import tell
 from shmbridge.consumers.feed import lost_peer
 from shmbridge.consumers.learner import Refusal
-from shmbridge.program import tell
 
 Value = TypeVar("Value")  # JSON-serialisable
 

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from typing import Any
 
-from shmbridge.extras import explain_missing
+from shmbridge.cli.base import explain_missing
 
 if __name__ == "__main__":
     explain_missing("policy_server", "learner")
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
+from shmbridge.cli.base import refuse, run_program
 from shmbridge.consumers import pretrained
 from shmbridge.consumers.policy_server import parse
 from shmbridge.consumers.policy_server.api import PolicyApi
@@ -24,7 +25,6 @@ from shmbridge.consumers.policy_server.engine import PolicyEngine, WeightsFollow
 from shmbridge.consumers.policy_server.sampler import PolicyModel
 from shmbridge.consumers.policy_server.server import PolicyServer, serve
 from shmbridge.httpd.door import listen
-from shmbridge.program import refuse, run_program
 from shmbridge.weights import WeightsReader
 
 

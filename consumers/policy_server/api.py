@@ -22,8 +22,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from shmbridge.config import wrong_value
 from shmbridge.consumers.policy_server.engine import Question, Reply
 from shmbridge.consumers.policy_server.sampler import Row, Sampling, TokenLogprobs
+from shmbridge.errors import counted, kind_of, shown
 from shmbridge.httpd.door import BadRequest
 
 Json = dict[str, Any]

@@ -14,13 +14,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from shmbridge.cli.base import tell
 from shmbridge.consumers.policy_server.api import Json, PolicyApi
 from shmbridge.consumers.policy_server.engine import EngineClosed, PolicyEngine, Question, Reply
 from shmbridge.consumers.policy_server.sampler import NotFinite
 from shmbridge.httpd.door import Bounds, Refused, Site
 from shmbridge.httpd.gate import Gate, HeldBytes, Takes, json_answer, openai_error, unless_gone
 from shmbridge.httpd.server import Server
-from shmbridge.program import tell
 
 Result = TypeVar("Result")
 

@@ -24,7 +24,20 @@ import torch
 from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.consumers.transfer_queue.columns import Column, Placed, Stored, place
 from shmbridge.errors import BadConfig, LaneFull, LayoutMismatch, QueueTaken, RecordUnreadable, ShmPermission
-from shmbridge.segments import locks, membership, segment, values
+from shmbridge.segments import (
+    MOUNT,
+    locks,
+    membership,
+    read_values_head,
+    release_values,
+    segment,
+    stands_there,
+    value_bytes,
+    value_names,
+    values_head,
+    write_values,
+)
+from shmbridge.segments import stored as values
 from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
@@ -275,7 +288,7 @@ class Queue:
                 hint=f"choose another name: backend.shmbridge.bridge={bridge}2",
             )
         _remove_all(bridge, "an earlier queue of the bridge left them")
-        membership.sweep(bridge)
+        membership.sweep_bridge(bridge)
         self._end = weakref.finalize(self, _end, bridge, self._membership, os.getpid())
 
     def close(self) -> None:
@@ -354,7 +367,7 @@ def _remove_all(bridge: str, why: str) -> None:
 
 def _leave(control: Any, bridge: str, pid: int) -> None:
     if os.getpid() == pid:
-        membership.leave(control.mapping.fd, bridge)
+        membership.leave_bridge(control.mapping.fd, bridge)
 
 
 def _end(bridge: str, member: Membership, pid: int) -> None:

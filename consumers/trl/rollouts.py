@@ -26,7 +26,7 @@ from msgspec import structs
 import shmbridge
 from shmbridge import Batch
 from shmbridge.config import check_bridge_name
-from shmbridge.consumers.advantages.row_settings import cut_sampling, temperatures
+from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.feed import (
     Drained,
     Feed,
@@ -47,8 +47,7 @@ from shmbridge.consumers.trajectories import (
     unfit_row,
     unfit_rows,
 )
-from shmbridge.record.groups import Group
-from shmbridge.record.leases import abandon
+from shmbridge.record import Group, abandon
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +162,8 @@ def rows_of(
     columns: dict[str, list[Any]] = {
         name: [each.value(name) for each in found] + [None] * missing for name in unused if name not in _TAKEN
     }
-    heat = temperatures(batch, temperature)
+    facts = BatchFacts(batch, temperature)
+    other = ~np.isclose(facts.temperatures, temperature) | facts.odd_temperature
     counts = {
         "rows": float(len(found)),
         "tokens": float(batch.token_count),
@@ -172,8 +172,8 @@ def rows_of(
         "rows_too_short": float(sum(len(each.tokens) < 2 for each in found)),
         "rows_untrained": float(sum(not each.trained.any() for each in found)),
         "rows_without_logprobs": float(sum(each.logprobs is None and each.trained.any() for each in found)),
-        "rows_other_temperature": float((~np.isclose(heat.values, temperature) | heat.odd).sum()),
-        "rows_cut_sampling": float(cut_sampling(batch).sum()),
+        "rows_other_temperature": float(other.sum()),
+        "rows_cut_sampling": float(facts.cut_sampling.sum()),
         "rows_truncated": metrics.get("trajectories_truncated", 0.0),
         "rows_without_finish_reason": metrics.get("trajectories_without_finish_reason", 0.0),
         "groups_fallback": metrics["groups_fallback"],

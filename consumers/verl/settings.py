@@ -14,17 +14,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from shmbridge.config import check_bridge_name
-from shmbridge.consumers.learner.data.sources import Patience
-from shmbridge.consumers.trained_bridge import Start
-from shmbridge.consumers.trainer_settings import Refused, ReleaseAt, Unfit, check_words, refuse, setting
-from shmbridge.consumers.trajectories import Credit
-from shmbridge.consumers.verl import estimator
-from shmbridge.consumers.verl.rows import Form
+import torch
 
 from shmbridge.config import check_bridge_name
 from shmbridge.consumers.feed import Refused, ReleaseAt, Start, Unfit, check_words, refuse, setting
-from shmbridge.consumers.learner.data.batch_wait import Patience
+from shmbridge.consumers.learner.data.sources import Patience
 from shmbridge.consumers.trajectories import Credit
 
 log = logging.getLogger(__name__)

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from shmbridge import ShmBridgeError
-from shmbridge.extras import install, is_of, refuse_missing
-from shmbridge.log_format import logs_json
+from shmbridge.cli.base import install, is_of, refuse, refuse_missing, run_program
+from shmbridge.cli.log import logs_json
 from shmbridge.producers.atropos import attach, detach
 from shmbridge.producers.atropos.check import checked
 from shmbridge.producers.atropos.options import parse
 from shmbridge.producers.atropos.upstream import Changes, hint_for, with_plain_tokens
 from shmbridge.producers.rollout import EXIT_CODE, orderly_sigterm
-from shmbridge.program import refuse, run_program
 
 _PROGRAM = "shmbridge.producers.atropos"
 

@@ -7,10 +7,9 @@ import asyncio
 import importlib
 from itertools import islice
 
-from shmbridge.parser import Parser
+from shmbridge.cli.base import Parser, run_program
 from shmbridge.producers.gem.game import NAME, GemGame, register
 from shmbridge.producers.rollout import add_rollout_flags, exit_code, leave, rollout_of, run_rollout, setting
-from shmbridge.program import run_program
 
 _PROGRAM = "shmbridge.producers.gem"
 EXAMPLES = """\

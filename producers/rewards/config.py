@@ -14,9 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from shmbridge.errors import BadConfig
-from shmbridge.shown import shown
-from shmbridge.wrong_value import plain, read_yaml
+from shmbridge.config import plain, read_yaml
+from shmbridge.errors import BadConfig, shown
 
 # ROLL's bonus for length: a thousandth for each character.
 _ROLL_RATE = 0.001

@@ -16,13 +16,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from shmbridge import ShmBridgeError
+from shmbridge.cli.base import Parser, bridge_name, is_of, refuse, refuse_missing, size
 from shmbridge.errors import BadArgument
-from shmbridge.extras import is_of, refuse_missing
-from shmbridge.parser import Parser, bridge_name, size
 from shmbridge.producers.rollout.runner import NothingCame, Rollout, Runner
 from shmbridge.producers.rollout.sampling import APIS, Sampling
 from shmbridge.producers.rollout.survivors import Limits, TooManyFailures
-from shmbridge.program import refuse
 
 EXIT_CODE = 128 + signal.SIGTERM
 

@@ -33,7 +33,7 @@ from shmbridge.producers.rollout.survivors import (
     is_cancelled,
     survivors,
 )
-from shmbridge.segments import receipts
+from shmbridge.segments import committed_here, forget_producer
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Position:
             ) from None
         if self._lane is None:
             return
-        records = receipts.committed_here(*self._lane)
+        records = committed_here(*self._lane)
         if records is None and self._note is not None and self._note[1] > 0:
             log.warning(
                 "task %d is played again, and may be there already: its lane was removed", self._note[0]
@@ -134,7 +134,7 @@ class Position:
             if sequence < records:
                 self.over(number)
         if self._lane is not None:
-            receipts.forget(*self._lane)
+            forget_producer(*self._lane)
 
     def over(self, number: int) -> None:
         """Notes that a task is over. Blocks for the file."""

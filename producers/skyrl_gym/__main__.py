@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from shmbridge.parser import Parser
+from shmbridge.cli.base import Parser, run_program
 from shmbridge.producers.rollout import (
     Task,
     add_rollout_flags,
@@ -24,7 +24,6 @@ from shmbridge.producers.rollout import (
 )
 from shmbridge.producers.skyrl_gym.environments import EnvProcess, check_registered, made_here, server_command
 from shmbridge.producers.skyrl_gym.play import THINK, Make, SkyRLPlay, SkyRLTask, SkyRLTasks, TagPair
-from shmbridge.program import run_program
 
 _PROGRAM = "shmbridge.producers.skyrl_gym"
 EXAMPLES = """\

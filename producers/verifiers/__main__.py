@@ -11,10 +11,10 @@ import logging
 from contextlib import suppress
 from typing import Any
 
+from shmbridge.cli.base import run_program
 from shmbridge.producers.rollout import exit_code, leave, run_rollout, runner_settings
 from shmbridge.producers.verifiers.options import config_of, parse, settings
 from shmbridge.producers.verifiers.rollout import VerifiersRollout
-from shmbridge.program import run_program
 
 _PROGRAM = "shmbridge.producers.verifiers"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from shmbridge.cli.base import Parser, bridge_name, whole
 from shmbridge.errors import BadArgument
-from shmbridge.parser import Parser, bridge_name, whole
 from shmbridge.producers.rollout import add_runner_flags, add_server_flags, setting
 
 _EXAMPLES = """\

@@ -32,7 +32,7 @@ import pyarrow as pa
 from shmbridge._ext.weights import checksum
 from shmbridge.archive.format import marked, revision_of
 from shmbridge.errors import ArchiveUnreadable, InvalidRecord
-from shmbridge.record.checked import first_line
+from shmbridge.record.arrow import first_line
 
 log = logging.getLogger(__name__)
 

@@ -36,12 +36,11 @@ from shmbridge.archive.format import (
     reading,
     writing,
 )
-from shmbridge.errors import ArchiveTaken, ArchiveUnreadable, ArchiveUnwritable, InvalidRecord
-from shmbridge.put.recorded import FlatColumn, RecordedGroup
-from shmbridge.record.checked import only_batch
+from shmbridge.errors import ArchiveTaken, ArchiveUnreadable, ArchiveUnwritable, InvalidRecord, shown
+from shmbridge.put import FlatColumn, RecordedGroup
+from shmbridge.record.arrow import only_batch
 from shmbridge.record.record import Origin
 from shmbridge.schema import Column, Kind, Tag
-from shmbridge.shown import shown
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ import msgspec
 import pyarrow as pa
 
 from shmbridge.errors import ArchiveFull, ArchiveUnreadable, ArchiveUnwritable, ShmBridgeError
-from shmbridge.record.checked import checked_batch
-from shmbridge.record.meta_types import META_TYPES
+from shmbridge.record.arrow import META_TYPES, checked_batch
 from shmbridge.schema import Column, Columns, Kind, Tag, arrow_type
 
 VERSION = "1"  # of the columns

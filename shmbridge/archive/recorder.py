@@ -32,7 +32,7 @@ from shmbridge.archive.folder import (
 from shmbridge.archive.format import ORIGIN_TYPE, SAID, Layout, file_type, is_full, unwritable, writing
 from shmbridge.config import parse_size
 from shmbridge.errors import ArchiveFull, BadArgument, Closed, RecordTooBig, RecordUnreadable
-from shmbridge.put.recorded import FlatColumn
+from shmbridge.put import FlatColumn
 from shmbridge.record.columns import ReadableRecord
 from shmbridge.record.record import Origin, RecordMeta
 from shmbridge.schema import Column, Columns, Kind, Tag, columns_of

@@ -455,9 +455,9 @@ def refuse_unknown_bridge(program: str, bridge: str) -> bool:
 
 def hint_if_unknown(bridge: str) -> str:
     """Returns which bridges there are, and which was probably meant; "" if the bridge exists."""
-    from shmbridge.segments.segment import bridges
+    from shmbridge.segments import bridge_names
 
-    there = sorted(bridges())
+    there = sorted(bridge_names())
     if bridge in there:
         return ""
     if not there:

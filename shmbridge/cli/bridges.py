@@ -19,9 +19,10 @@ from shmbridge.cli.base import (
     refuse,
     report_none,
 )
+from shmbridge.segments import bridge_names
 
 if TYPE_CHECKING:
-    from shmbridge.segments.inventory import CleanReport
+    from shmbridge.segments import CleanReport
     from shmbridge.watch.exporter import Exporter
 
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
@@ -65,7 +66,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _inspect_once(arguments: argparse.Namespace) -> int:
-    from shmbridge.segments.inventory import list_bridges
+    from shmbridge.segments import list_bridges
     from shmbridge.watch.snapshot import look
     from shmbridge.watch.text import block, of_listing
 
@@ -85,7 +86,6 @@ def _inspect_once(arguments: argparse.Namespace) -> int:
 
 
 def _exporter(wanted: str | None) -> "Exporter":
-    from shmbridge.segments import segment
     from shmbridge.watch.exporter import Exporter
 
     return Exporter(lambda: [name for name in bridge_names() if wanted in (None, name)])
@@ -149,7 +149,7 @@ def _clean_arguments(parser: Parser) -> None:
 
 def _clean(arguments: argparse.Namespace) -> int:
     """Prints which names were, or would be, removed, and which were kept and why."""
-    from shmbridge.segments.inventory import clean
+    from shmbridge.segments import clean
 
     report = clean(arguments.bridge, dry_run=not arguments.yes)
     if arguments.json:

@@ -28,7 +28,7 @@ import msgspec
 import shmbridge
 from shmbridge.cli.base import Command, Parser, to_reader
 from shmbridge.config import format_size
-from shmbridge.segments import os_limits
+from shmbridge.segments import locks as os_limits
 
 State = Literal["ok", "warn", "fail"]
 MOUNT, ROOT = Path("/dev/shm"), Path("/")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmbridge.parser import Parser
-from shmbridge.program import refuse
+from shmbridge.cli.base import Command, Parser, refuse
 
 HELP = "summarise runs of the learner, and make one HTML page: numbers, curves, groups with their tokens"
 EXAMPLES = """examples:

@@ -12,6 +12,7 @@ import msgspec
 
 from shmbridge.cli.base import Command, Parser, bridge_name, install, refuse, report_none, whole
 from shmbridge.config import parse_duration
+from shmbridge.segments import bridge_names
 
 if TYPE_CHECKING:
     from shmbridge.record.record import Record
@@ -44,7 +45,6 @@ def _top_arguments(parser: Parser) -> None:
 def _top(arguments: argparse.Namespace) -> int:
     """Shows the bridge until the user quits, or once."""
     from shmbridge.cli.base import to_reader
-    from shmbridge.segments.segment import bridges
 
     if arguments.cluster:
         return _cluster(arguments)
@@ -193,7 +193,7 @@ def _tail(arguments: argparse.Namespace) -> int:
 def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[Record]":
     """Yields the wanted records; prints on standard error what cannot be shown."""
     from shmbridge.cli.base import has_reader
-    from shmbridge.segments.segment import bridges
+    from shmbridge.segments import bridge_names
     from shmbridge.watch.long_wait import LongWait
     from shmbridge.watch.observer import give_way
     from shmbridge.watch.text import printable
@@ -217,14 +217,14 @@ def _records(observer: "Observer", arguments: argparse.Namespace) -> "Iterator[R
                 printed.add(sentence)
                 print(sentence, file=sys.stderr)
         if not observer.wait(0 if arguments.no_follow else _LOOK_EVERY_S) and (
-            arguments.no_follow or arguments.bridge not in bridges() or not has_reader()
+            arguments.no_follow or arguments.bridge not in bridge_names() or not has_reader()
         ):
             return
         long_wait.look(nothing_since)
 
 
 def _not_shown(observer: "Observer") -> "Iterator[str]":
-    from shmbridge.shown import counted
+    from shmbridge.errors import counted
     from shmbridge.watch.text import printable
 
     if observer.missed:

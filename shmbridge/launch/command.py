@@ -1,4 +1,4 @@
-"""The commands `launch`, a run from one YAML file; `logs`, what its processes logged; and `demo`, a launch."""
+"""The commands `launch`, a run from one YAML file, `logs`, what its processes logged, and `demo`."""
 
 import argparse
 import difflib
@@ -19,19 +19,19 @@ def _launch_arguments(parser: Parser) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     """Checks the file; then this process becomes the guardian of the run, and does not return."""
     from shmbridge.errors import BadConfig
-    from shmbridge.launch import config, services, start
+    from shmbridge.launch import config, plan, supervisor
 
     try:
         wanted = config.load(arguments.config)
-        plan = services.plan(wanted, parser_of("gateway"))
+        run = plan.plan_of(wanted, parser_of("gateway"))
     except (BadConfig, ImportError) as error:
         refuse("shmbridge launch", error)
         return 2
     if arguments.dry_run:
-        print(start.as_json(plan) if arguments.json else start.as_text(plan))
+        print(plan.as_json(run) if arguments.json else plan.as_text(run))
         return 0
-    return start.become_guardian(
-        wanted, plan, label=f"shmbridge launch {arguments.config}", as_json=arguments.json
+    return supervisor.become_guardian(
+        wanted, run, label=f"shmbridge launch {arguments.config}", as_json=arguments.json
     )
 
 

@@ -14,12 +14,18 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from shmbridge.cli.base import none_of
-from shmbridge.config import check_bridge_name, format_size, parse_size
-from shmbridge.errors import BadConfig, ShmBridgeError
-from shmbridge.launch.flags import Options, Variables, handed_on
-from shmbridge.shown import kind_of
-from shmbridge.wrong_value import Written, listed, plain, read_yaml, wrong_value
+from shmbridge.cli.base import Parser, none_of
+from shmbridge.config import (
+    Written,
+    check_bridge_name,
+    format_size,
+    listed,
+    parse_size,
+    plain,
+    read_yaml,
+    wrong_value,
+)
+from shmbridge.errors import BadConfig, ShmBridgeError, kind_of
 
 Variables = dict[str, str]
 Option = str | list[str] | dict[str, str]

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from shmbridge import clean
+from shmbridge.cli.base import Parser, refuse
+from shmbridge.config import read_yaml
 from shmbridge.errors import LaunchFailed
 from shmbridge.launch import config, guardian, supervisor
 from shmbridge.launch.plan import Plan, plan_of
-from shmbridge.parser import Parser
-from shmbridge.program import refuse
-from shmbridge.wrong_value import read_yaml
 
 Line = dict[str, Any]
 

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
+from shmbridge.cli.base import Parser
 from shmbridge.config import parse_size
+from shmbridge.consumers import policy_server as options
 from shmbridge.consumers.learner.config import flags as learner_flags
-from shmbridge.consumers.policy_server_parts import options
 from shmbridge.errors import BadConfig
 from shmbridge.launch.config import (
     Atropos,
@@ -41,7 +42,6 @@ from shmbridge.launch.config import (
     instances,
     option_flags,
 )
-from shmbridge.parser import Parser
 
 
 class Check(Struct, kw_only=True):

@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 import shmbridge
+from shmbridge.cli.log import LOG_NAME, lines
 from shmbridge.config import format_size
 from shmbridge.errors import LaunchFailed, ShmBridgeError
 from shmbridge.launch import guardian
 from shmbridge.launch.config import Config, Restart
 from shmbridge.launch.logs import log_parts
 from shmbridge.launch.plan import Check, Plan, Service, write_private
-from shmbridge.log_format import LOG_NAME, lines
 
 _LOOK_S = 0.5
 _LAST_BYTES, _LAST_LINES = 16 << 10, 15

@@ -18,8 +18,7 @@ import numpy as np
 from shmbridge import Producer
 from shmbridge._ext import header
 from shmbridge.config import Run
-from shmbridge.control import messages
-from shmbridge.control.client import ControlClient
+from shmbridge.control import ControlClient, messages
 from shmbridge.errors import (
     BridgeDraining,
     InvalidRecord,
@@ -33,10 +32,20 @@ from shmbridge.errors import (
     ShmBridgeError,
     ShmPermission,
 )
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
+from shmbridge.put import LaneOrigin, RelayedRecord
 from shmbridge.relay.wire import MOST_BYTES, PullReply, PullRequest, SentRecord, SourceLane, State
 from shmbridge.schema import STANDARD, Columns, arrow_field
-from shmbridge.segments import inventory, locks, membership, receipts, segment
+from shmbridge.segments import (
+    close_origin,
+    lane_info,
+    leave_bridge,
+    locks,
+    newest_relayed,
+    open_control,
+    read_receipts,
+    remove_receipts,
+    segment,
+)
 from shmbridge.segments.locks import LockByte
 from shmbridge.sizing import SMALLEST_LANE
 from shmbridge.weights import WeightsReader
@@ -220,7 +229,7 @@ def lock_relay(bridge: str, control: header.Control) -> None:
         )
     until = time.monotonic() + _REMOVING_S
     for name in segment.lane_names(bridge):
-        while (lane := inventory.lane_info(name)) is not None and lane.alive and lane.origin_node:
+        while (lane := lane_info(name)) is not None and lane.alive and lane.origin_node:
             if time.monotonic() < until:
                 time.sleep(_LOOK_AGAIN_S)
                 continue
@@ -301,7 +310,7 @@ class Committed:
         self._bridge = bridge
         self._newest: dict[str, tuple[str, int]] = {}  # producer id -> its node, and a sequence there
         self._earlier: set[str] = set()
-        self._read: dict[str, tuple[str, int]] | None = receipts.newest_relayed(bridge)
+        self._read: dict[str, tuple[str, int]] | None = newest_relayed(bridge)
         self._tidied_s = time.monotonic()
 
     def __len__(self) -> int:
@@ -356,7 +365,7 @@ class Committed:
 
     def remove_receipts(self, producer_id: str, newest: int | None) -> None:
         """Removes receipts of a source, up to a sequence, or all."""
-        receipts.remove(
+        remove_receipts(
             self._bridge,
             lambda each: each.producer_id == producer_id and (newest is None or each.sequence <= newest),
         )
@@ -366,7 +375,7 @@ class Committed:
         if time.monotonic() - self._tidied_s < _TIDY_S:
             return
         self._tidied_s, self._read = time.monotonic(), None
-        for receipt in receipts.read_all(self._bridge):
+        for receipt in read_receipts(self._bridge):
             if receipt.node in is_there:
                 self._newest.setdefault(receipt.producer_id, (receipt.node, receipt.sequence))
 
@@ -377,7 +386,7 @@ class Committed:
     def _lanes_and_receipts(self) -> dict[str, tuple[str, int]]:
         """What was read last; again, if a node has left since. What was put here since then is in memory."""
         if self._read is None:
-            self._read = receipts.newest_relayed(self._bridge)
+            self._read = newest_relayed(self._bridge)
         return self._read
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from shmbridge import Consumer, Record
 from shmbridge.config import Run
-from shmbridge.hub.request import is_stale
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.errors import Discard
+from shmbridge.hub import is_stale
+from shmbridge.record import memory_of, table_of
 from shmbridge.relay.wire import PullReply, PullRequest, SentRecord, SourceLane, State
-from shmbridge.segments import segment
-from shmbridge.segments.discard_reasons import Discard
+from shmbridge.segments import control_name, stands_there
 from shmbridge.weights import WeightsReader
 
 _MOST_PARTIAL = 256  # groups of a lane that are remembered although nothing of them is held

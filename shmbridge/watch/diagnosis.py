@@ -12,7 +12,6 @@ from itertools import groupby
 from shmbridge.config import format_size
 from shmbridge.errors import counted
 from shmbridge.metrics import waiting_shares
-from shmbridge.shown import counted
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook, State
 
 LONG_S = 5.0  # a shorter wait is normal

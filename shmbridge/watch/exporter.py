@@ -11,11 +11,10 @@ from http import HTTPStatus
 from itertools import accumulate
 from typing import NamedTuple
 
-from shmbridge.counters import COUNTERS, LATENCY_BOUNDS_S
 from shmbridge.httpd.door import Bounds, Site
 from shmbridge.httpd.threads import Handler, ThreadServer
-from shmbridge.metrics import MOST_ENVIRONMENTS, OTHER, environment_label
-from shmbridge.segments import segment
+from shmbridge.metrics import COUNTERS, LATENCY_BOUNDS_S, MOST_ENVIRONMENTS, OTHER, environment_label
+from shmbridge.segments import lane_names
 from shmbridge.watch.snapshot import BridgeLook, ConsumerLook, LaneLook, State, look
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

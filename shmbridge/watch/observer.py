@@ -20,7 +20,7 @@ from shmbridge.config import check_bridge_name, deadline_of
 from shmbridge.errors import ShmBridgeError
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
-from shmbridge.segments import segment
+from shmbridge.segments import lane_names, segment
 
 _CREATED, _TOO_MANY = 0x100, 0x4000  # IN_CREATE, IN_Q_OVERFLOW
 _HEAD = struct.Struct("iIII")  # struct inotify_event without its name

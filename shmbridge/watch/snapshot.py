@@ -13,9 +13,17 @@ from pathlib import Path
 
 from shmbridge._ext import header
 from shmbridge.config import check_bridge_name
-from shmbridge.errors import ShmBridgeError
-from shmbridge.segments import locks, segment
-from shmbridge.segments.discard_reasons import Discard, Drop, Lost
+from shmbridge.errors import Discard, Drop, Lost, ShmBridgeError
+from shmbridge.segments import (
+    MOUNT,
+    bridge_names,
+    control_name,
+    is_locked,
+    lane_names,
+    locks,
+    open_mapping,
+    segment,
+)
 from shmbridge.segments.locks import LockByte
 
 _UNREADABLE = (OSError, ShmBridgeError, header.LaneCorrupt)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from shmbridge.config import format_size
-from shmbridge.errors import BadArgument
+from shmbridge.errors import BadArgument, counted
 from shmbridge.record.record import Record, RecordMeta
-from shmbridge.segments.inventory import BridgeInfo
-from shmbridge.shown import counted
+from shmbridge.segments import BridgeInfo
 from shmbridge.watch.diagnosis import (
     Row,
     Severity,

@@ -15,7 +15,7 @@ from textual.widgets.option_list import Option
 
 from shmbridge.errors import ShmBridgeError
 from shmbridge.record.record import Record
-from shmbridge.segments import segment
+from shmbridge.segments import bridge_names
 from shmbridge.watch import snapshot
 from shmbridge.watch.diagnosis import Row, in_words
 from shmbridge.watch.observer import Observer
@@ -62,7 +62,7 @@ class LiveSource:
 
     def bridges(self) -> list[str]:
         """Returns the names of all bridges of this user. Never blocks."""
-        return segment.bridges()
+        return bridge_names()
 
     def look(self, bridge: str) -> BridgeLook | None:
         """Returns one look; None if there is no such bridge. Never blocks."""

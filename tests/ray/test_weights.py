@@ -15,9 +15,9 @@ import shmbridge
 from shmbridge.relay.ray.actors import receiver_name, sender_name
 from shmbridge.relay.ray.directory import NAMESPACE, Placed, WeightsReport, table
 from shmbridge.relay.ray.place import report
+from shmbridge.segments import open_segment
 from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader, WeightsWriter
-from shmbridge.weights.table import open_segment
 
 NODES = ("env-1", "env-2")
 FLAGS = ()  # of the relay that the tests share

@@ -16,15 +16,13 @@ from typing import Any, Generic, TypeVar
 from msgspec.structs import replace
 
 from shmbridge import Consumer, Run
-from shmbridge.atropos.env_status import EnvWeight
-from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.consumers.gateway.batches import Batch, NotRegistered, Taker, open_hub
 from shmbridge.consumers.gateway.environments import SavedEnv, StateFile
 from shmbridge.consumers.gateway.limits import GatewayOptions
+from shmbridge.control.environments import AtroposQueue, EnvWeight
+from shmbridge.errors import Discard
 from shmbridge.hub.counts import OutsideQueue
-from shmbridge.record.groups import Group, GroupAssembler
-from shmbridge.record.leases import lane_name
-from shmbridge.segments.discard_reasons import Discard
+from shmbridge.record import Group, GroupAssembler, lane_name
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shmbridge.consumers.learner import Refusal
-from shmbridge.consumers.learner.config.run_options import ON_RESUME, OPTIONS, LearnerConfig
+from shmbridge.consumers.learner.config.options import ON_RESUME, OPTIONS, LearnerConfig
 
 # option -> the flag it needs, with its values, and the values of that flag under which the option has no
 # effect

@@ -10,6 +10,8 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, get_args
 
+from shmbridge.cli.base import Parser
+from shmbridge.config import plain, read_yaml, shown_value, write_yaml
 from shmbridge.consumers.learner.config.options import (
     OPTIONS,
     SECTIONS,
@@ -18,9 +20,7 @@ from shmbridge.consumers.learner.config.options import (
     described,
     meant,
 )
-from shmbridge.parser import Parser
-from shmbridge.shown import kind_of, shown
-from shmbridge.wrong_value import plain, read_yaml, shown_value, write_yaml
+from shmbridge.errors import kind_of, shown
 
 CONFIG_FILE = "config.yaml"  # in the run directory
 _CHANGED = "# changed: "

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 import msgspec
 from msgspec import Meta
 
-from shmbridge.config import check_bridge_name
+from shmbridge.config import check_bridge_name, plain, shown_value
 from shmbridge.consumers.engines.engine import Pause
-from shmbridge.wrong_value import plain, shown_value
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

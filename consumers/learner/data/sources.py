@@ -20,12 +20,12 @@ import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.feed import Drained, Feed, Step, blames_groups
 from shmbridge.consumers.learner import Refusal
-from shmbridge.consumers.learner.config.run_options import LearnerConfig, WaitingConfig
+from shmbridge.consumers.learner.config.options import LearnerConfig, WaitingConfig
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.world import PeerFailed, World, device_kind, say
 from shmbridge.control.messages import Evaluated
+from shmbridge.errors import counted
 from shmbridge.rank import RankShare
-from shmbridge.shown import counted
 
 if TYPE_CHECKING:
     from shmbridge.archive.recorder import Recorder

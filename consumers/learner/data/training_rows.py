@@ -109,8 +109,9 @@ class TrainingRows:
     @property
     def answer_places(self) -> npt.NDArray[np.intp]:
         """The places of the tokens of `answers`, rising."""
-        same = self.answers is None or self.answers is self.trained
-        return self.places if same else np.flatnonzero(self.answers)
+        if self.answers is None or self.answers is self.trained:
+            return self.places
+        return np.flatnonzero(self.answers)
 
     @cached_property
     def trained_lengths(self) -> npt.NDArray[np.intp]:

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shmbridge.consumers import pretrained
 from shmbridge.consumers.learner import Refusal
-from shmbridge.consumers.learner.config.learning_options import AdapterConfig
-from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
+from shmbridge.consumers.learner.config.options import AdapterConfig, ComputeConfig, LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout, MicroBatch
 from shmbridge.consumers.learner.model import attention
 from shmbridge.consumers.learner.model.forward import trained_logprobs

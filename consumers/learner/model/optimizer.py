@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shmbridge.consumers.learner import Refusal
-from shmbridge.consumers.learner.config.learning_options import Schedule
+from shmbridge.consumers.learner.config.options import Schedule
 
 BETAS = (0.9, 0.95)
 Rate = Callable[[int], float]  # 0-based step -> learning rate

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import shmbridge
+from shmbridge.consumers.learner import Metrics, Refusal
 from shmbridge.consumers.learner.checkpoint import load_progress
 from shmbridge.consumers.learner.config.options import LearnerConfig
-from shmbridge.consumers.learner.types import Metrics, Refusal
 from shmbridge.consumers.learner.world import say
 
 TENSORBOARD_FOLDER = "tensorboard"  # in the run directory

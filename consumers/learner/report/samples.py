@@ -18,8 +18,7 @@ import numpy.typing as npt
 import shmbridge
 from shmbridge.consumers.learner import Metrics
 from shmbridge.consumers.learner.data.training_rows import TrainingRows
-from shmbridge.consumers.learner.report.log import OtherLog
-from shmbridge.consumers.learner.report.token_texts import TokenTexts
+from shmbridge.consumers.learner.report.logs import OtherLog
 from shmbridge.schema import FINISH_REASONS
 
 SAMPLES_FILE = "samples.jsonl"  # in the run directory

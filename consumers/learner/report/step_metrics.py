@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import shmbridge
-from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner import Metrics
 from shmbridge.consumers.learner.world import World
-from shmbridge.hub.request import LAGS, staleness_of
+from shmbridge.hub import LAGS, staleness_of
 from shmbridge.metrics import LatencyWindow, WaitingFor, batch_metrics, bridge_metrics, rows_by_environment
 
 _WINDOW = 200  # records whose latency counts, or those of so many batches if that is more:

@@ -40,7 +40,7 @@ from shmbridge.consumers.learner.model.forward import trained_logprobs
 from shmbridge.consumers.learner.model.load import Reference
 from shmbridge.consumers.learner.model.optimizer import new_optimizer
 from shmbridge.consumers.learner.model.sharding import Parallel, whole
-from shmbridge.consumers.learner.report.step_times import StepTimes
+from shmbridge.consumers.learner.report.step_metrics import StepTimes
 from shmbridge.consumers.learner.train.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
 from shmbridge.consumers.learner.world import World
 

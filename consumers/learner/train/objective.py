@@ -19,7 +19,7 @@ from shmbridge.consumers import losses
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.from_scores import Reduce, alone
 from shmbridge.consumers.learner import Refusal
-from shmbridge.consumers.learner.config.run_options import LearnerConfig
+from shmbridge.consumers.learner.config.options import LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.data.training_rows import TrainingRows, known_count
 

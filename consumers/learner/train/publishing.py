@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.engines.autodetect import AtUrl
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update
-from shmbridge.consumers.engines.fleet import Fleet
+from shmbridge.consumers.engines.fleet import AtUrl, Fleet
 from shmbridge.consumers.learner import Metrics
-from shmbridge.consumers.learner.config.run_options import Dtype, WeightsConfig
+from shmbridge.consumers.learner.config.options import Dtype, WeightsConfig
 from shmbridge.consumers.learner.model.lora import adapted_names, published_parameters
 from shmbridge.consumers.learner.model.sharding import Index, own_part
 from shmbridge.consumers.learner.world import World, say
-from shmbridge.consumers.pinned.weights import PinnedWeights
+from shmbridge.consumers.pinned import PinnedWeights
 from shmbridge.weights import WeightsPart, WeightsWriter
 
 _AT_LEAST = 2  # consecutive failures before training ends

@@ -25,14 +25,12 @@ from transformers.utils.logging import disable_progress_bar
 import shmbridge
 from shmbridge.consumers import pretrained
 from shmbridge.consumers.engines.published_tensors import copy_into
-from shmbridge.consumers.learner import Metrics, Refusal
-from shmbridge.consumers.learner.checkpoint import checkpoint
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.checkpoint.rng_state import rng_state, seed_all, set_rng_state
-from shmbridge.consumers.learner.config import file
+from shmbridge.consumers.feed import BridgeAhead, bridge_info, trained_as
+from shmbridge.consumers.learner import Metrics, Refusal, checkpoint
+from shmbridge.consumers.learner.checkpoint import Consumed, Progress, rng_state, seed_all, set_rng_state
 from shmbridge.consumers.learner.config.checks import changes_on_resume
-from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
+from shmbridge.consumers.learner.config.flags import CONFIG_FILE, noted_changes, read_earlier, write_config
+from shmbridge.consumers.learner.config.options import ComputeConfig, LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model import attention
 from shmbridge.consumers.learner.model.forward import chunk_tokens_for
@@ -46,7 +44,7 @@ from shmbridge.consumers.learner.model.load import (
 )
 from shmbridge.consumers.learner.model.optimizer import rate_schedule
 from shmbridge.consumers.learner.model.sharding import Parallel, is_sharded, parallel_of
-from shmbridge.consumers.learner.report.run_facts import write_facts
+from shmbridge.consumers.learner.report.logs import write_facts
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 from shmbridge.consumers.learner.world import World, device_kind, say
 from shmbridge.weights import lease_from_outside

@@ -27,23 +27,28 @@ import shmbridge
 from shmbridge.consumers.evaluations import evaluation_metrics
 from shmbridge.consumers.feed import lacks_memory
 from shmbridge.consumers.learner import Metrics, Refusal
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.config.metric_conditions import Condition, Goal
-from shmbridge.consumers.learner.config.run_options import (
+from shmbridge.consumers.learner.checkpoint import Consumed
+from shmbridge.consumers.learner.config.options import (
     ComputeConfig,
+    Condition,
     EarlyStopConfig,
     EvaluationConfig,
+    Goal,
     LearnerConfig,
 )
 from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
 from shmbridge.consumers.learner.data.sources import HubSource, RankSource, may_be_data
 from shmbridge.consumers.learner.data.training_rows import SaidOnce, TrainingRows
 from shmbridge.consumers.learner.model.forward import evaluating
-from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
-from shmbridge.consumers.learner.report.log import MetricsLog
-from shmbridge.consumers.learner.report.rank_metrics import merged, of_all_ranks
+from shmbridge.consumers.learner.report.logs import MetricsLog
 from shmbridge.consumers.learner.report.samples import SampleLog
-from shmbridge.consumers.learner.report.step_times import StepCost
+from shmbridge.consumers.learner.report.step_metrics import (
+    LearnerMetrics,
+    StepCost,
+    merged,
+    of_all_ranks,
+    rows_of_environments,
+)
 from shmbridge.consumers.learner.train.grpo_update import MISMATCH, Learner, MismatchAlarm
 from shmbridge.consumers.learner.train.objective import SHARES
 from shmbridge.consumers.learner.train.publishing import EnginePushes, PublishWeights

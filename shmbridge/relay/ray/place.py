@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from shmbridge.errors import BadArgument, RelayTaken
-from shmbridge.put.relayed import LONGEST_NODE
+from shmbridge.errors import BadArgument, RelayTaken, shown
+from shmbridge.put import LONGEST_NODE
 from shmbridge.relay.ray.actors import (
     BESIDE,
     DestinationActor,
@@ -38,7 +38,6 @@ from shmbridge.relay.ray.directory import (
     encode,
     names,
 )
-from shmbridge.shown import shown
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import shmbridge
 from shmbridge.consumers.device_batch import DeviceCopies
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 from shmbridge.consumers.pinned import PinnedLanes
-from shmbridge.record.leases import lane_memory, lane_name
+from shmbridge.record import lane_memory, lane_name
 
 COLUMNS = ("tokens", "inference_logprobs", "advantages", "loss_mask", "token_rewards")
 GROUPS = [

@@ -15,7 +15,7 @@ import pytest
 
 import shmbridge
 from shmbridge import sizing
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.feed import BridgeAhead, Drained, Feed
 from shmbridge.consumers.trajectories import UnfitRow
 from shmbridge.producers.replay import replay

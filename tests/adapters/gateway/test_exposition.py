@@ -8,7 +8,7 @@ import pytest
 from gateway_clients import GatewayProcess, group
 
 from shmbridge.consumers.gateway.app import samples
-from shmbridge.watch.prometheus import Sample
+from shmbridge.watch.exporter import Sample
 
 OF = (("bridge", "run1"),)
 

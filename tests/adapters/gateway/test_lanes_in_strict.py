@@ -15,9 +15,8 @@ from shmbridge.consumers.gateway.environments import StateFile
 from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.consumers.gateway.strict import queue
 from shmbridge.consumers.gateway.strict.queue import StrictTaker
-from shmbridge.control.client import ControlClient
+from shmbridge.control import ControlClient
 from shmbridge.control.messages import Register
-from shmbridge.control.server import ControlClient
 from shmbridge.testing import wait_until
 
 RUN = Run(batch_size=4, max_token_len=64, num_steps=1000)

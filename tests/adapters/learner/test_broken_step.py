@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shmbridge.consumers.learner.config.run_options import ComputeConfig
+from shmbridge.consumers.learner.config.options import ComputeConfig
 from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.train.objective import Objective
 from shmbridge.consumers.learner.train.training_step import broken_step

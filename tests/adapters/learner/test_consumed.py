@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge.consumers import held_records
-from shmbridge.consumers.learner.checkpoint import consumed
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.feed import earlier_run
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Consumed, Progress
 from shmbridge.consumers.learner.train.training_step import TrainingScreen
-from shmbridge.segments import inventory
+from shmbridge.segments import membership
 
 START = Progress(step=0, policy_version=-1)
 GROUP = {"tokens": [[1, 2, 3]], "scores": [1.0]}
@@ -163,7 +162,7 @@ def test_records_on_another_mount_are_not_forgotten(bridge, monkeypatch):
         learner.run(2, released=False)
         first = learner.progress
         monkeypatch.setattr(earlier_run, "mount_id", lambda: "another")
-        monkeypatch.setattr(inventory.segment, "bridges", list)
+        monkeypatch.setattr(membership, "bridge_names", list)
         assert Consumed(first).progress(2, 2).held == first.held
         assert Consumed(first).progress(2, 2).mounts == first.mounts
         monkeypatch.undo()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmbridge.consumers.learner.config.metric_conditions import parse_condition, parse_goal
+from shmbridge.consumers.learner.config.options import parse_condition, parse_goal
 from shmbridge.consumers.learner.train.training_step import EarlyStop
 
 

@@ -16,14 +16,11 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.report.run_report import read_run
-from shmbridge.consumers.learner.report.summary import as_text, summary
+from shmbridge.consumers.learner.checkpoint import Consumed, Progress
+from shmbridge.consumers.learner.report.run import as_text, read_run, summary
 from shmbridge.consumers.learner.train.training_step import BadHook, EvalHook, TrainingScreen, load_hook
-from shmbridge.control.client import ControlClient
+from shmbridge.control import ControlClient
 from shmbridge.control.messages import Evaluated
-from shmbridge.control.server import ControlClient
 from shmbridge.metrics import environment_label
 
 START = Progress(step=0, policy_version=-1)

@@ -15,7 +15,7 @@ from shmbridge.consumers.feed import Drained
 from shmbridge.consumers.learner.checkpoint import load_progress
 from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.sources import HubSource, who_is_missing
-from shmbridge.consumers.learner.report.log import MetricsLog
+from shmbridge.consumers.learner.report.logs import MetricsLog
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.train.publishing import first_version
 from shmbridge.consumers.learner.train.starting_point import Saver, decided, new_learner

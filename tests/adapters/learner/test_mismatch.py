@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from shmbridge.consumers.learner.report.rank_metrics import merged
+from shmbridge.consumers.learner.report.step_metrics import merged
 from shmbridge.consumers.learner.train.grpo_update import MISMATCH, Mismatch, MismatchAlarm
 
 POLICY = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.learner.data.sources import NoBatch, RankStatus, leave_together
 from shmbridge.consumers.learner.stopping import Stopped
 from shmbridge.consumers.learner.world import PeerFailed

@@ -16,9 +16,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
 from shmbridge.consumers import grpo
+from shmbridge.consumers.feed import BridgeAhead
 from shmbridge.consumers.learner import checkpoint
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.train.starting_point import BridgeAhead, decided
+from shmbridge.consumers.learner.train.starting_point import decided
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 STEPS = 3

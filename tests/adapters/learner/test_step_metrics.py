@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.learner.data.rank_source import empty_batch
+from shmbridge.consumers.learner.data.sources import empty_batch
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.report import step_metrics
 from shmbridge.consumers.learner.report.step_metrics import (

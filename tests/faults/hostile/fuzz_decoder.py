@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import shmbridge
 from shmbridge.archive import folder, format
 from shmbridge.archive.recorder import flat_record
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.put import LaneOrigin, RelayedRecord
+from shmbridge.record import memory_of, table_of
 from shmbridge.relay import wire
 from tests.faults.hostile import recordings
 from tests.faults.hostile.lies import lies_in_odd

@@ -25,9 +25,8 @@ import shmbridge
 from shmbridge.archive.folder import FinishedFile, read_archive
 from shmbridge.archive.format import Layout
 from shmbridge.archive.recorder import flat_record
-from shmbridge.put.recorded import FlatColumn, RecordedGroup
-from shmbridge.put.relayed import LaneOrigin, RelayedRecord
-from shmbridge.record.relayed import memory_of, table_of
+from shmbridge.put import FlatColumn, LaneOrigin, RecordedGroup, RelayedRecord
+from shmbridge.record import memory_of, table_of
 from shmbridge.relay import wire
 from tests.faults.hostile import recordings
 

@@ -12,8 +12,7 @@ from shmbridge.cli.base import Parser
 from shmbridge.cli.commands import COMMANDS, parser_of
 from shmbridge.config import read_yaml
 from shmbridge.launch import config as launch_config
-from shmbridge.launch import services
-from shmbridge.wrong_value import read_yaml
+from shmbridge.launch.plan import plan_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = [

@@ -17,7 +17,8 @@ from shmbridge.consumers import transfer_queue as room
 from shmbridge.consumers.transfer_queue.backend import Opened
 from shmbridge.consumers.transfer_queue.columns import Column
 from shmbridge.consumers.transfer_queue.store import Queue, ValueStore, begin, join
-from shmbridge.segments import membership, segment, values
+from shmbridge.segments import bridge_names, membership, mount_id, segment, value_names, write_values
+from shmbridge.segments import stored as values
 
 VALUES = {"a": [torch.arange(3), torch.arange(5)], "b@c": ["text", {"k": 1}]}
 

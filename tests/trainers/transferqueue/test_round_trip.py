@@ -12,7 +12,7 @@ from transfer_queue.metadata import extract_field_schema
 import shmbridge
 from shmbridge.consumers.transfer_queue.backend import _schema
 from shmbridge.consumers.transfer_queue.columns import Column
-from shmbridge.segments import segment
+from shmbridge.segments import value_names
 
 ROWS = [torch.arange(4.0), torch.zeros(0), torch.arange(7.0) - 3]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.feed import BridgeAhead
 from shmbridge.consumers.trajectories import UnfitRow
 from shmbridge.consumers.trl import ShmGRPOTrainer, Unsupported, shm_rollout_func

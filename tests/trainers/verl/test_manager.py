@@ -17,9 +17,9 @@ from verl_loop import configured
 from verl_process import until
 
 import shmbridge
-from shmbridge.archive.reading import read_archive
+from shmbridge.archive.folder import read_archive
 from shmbridge.consumers.feed import BridgeAhead
-from shmbridge.testing.known_groups import known_groups, loss_matrix
+from shmbridge.testing.fixtures import known_groups, loss_matrix
 from tests.trainers.contract import Seen, assert_contract, scored, without
 
 pytestmark = pytest.mark.timeout(400)

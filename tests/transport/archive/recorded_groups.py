@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import shmbridge
 from shmbridge.archive.recorder import FlatRecord, flat_record
-from shmbridge.put.recorded import FlatColumn
+from shmbridge.put import FlatColumn
 from shmbridge.schema import Tag, columns_of
 
 NUMBERS = [

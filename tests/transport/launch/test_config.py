@@ -12,13 +12,13 @@ from typing import get_args
 import pytest
 
 from shmbridge.cli.base import Parser
+from shmbridge.config import read_yaml
 from shmbridge.consumers.learner.config import flags
 from shmbridge.consumers.learner.config.options import OPTIONS
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config
 from shmbridge.launch import plan as plans
 from shmbridge.launch.config import Restart
-from shmbridge.wrong_value import read_yaml
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "examples" / "larger_digit_env.py")

@@ -15,7 +15,7 @@ from shmbridge.cli import main
 from shmbridge.cli.log import lines
 from shmbridge.launch import guardian
 from shmbridge.launch.logs import LogFile, followed
-from shmbridge.launch.step_lines import NewSteps, step_line, steps_of
+from shmbridge.launch.supervisor import Events, NewSteps, step_line, steps_of
 
 METRICS = {
     "reward_mean": 0.5,

@@ -413,8 +413,8 @@ def test_a_source_that_ends_is_finished_on_both_nodes(
     assert taken(consumer) == keys_of(producer, 1)
     wait_until(lambda: exchange(source, destination) or not lane_names(elsewhere))
     wait_until(lambda: exchange(source, destination) or destination.stats()["lanes"] == 0)
-    wait_until(lambda: not segment.lane_names(bridge))
-    assert not receipts.read_all(bridge)
+    wait_until(lambda: not lane_names(bridge))
+    assert not read_receipts(bridge)
     assert not destination.request(NODE).committed
 
 
@@ -434,7 +434,7 @@ def test_the_end_of_a_source_of_an_earlier_destination_is_said(
 ):
     """A partial group of a source that is gone would wait for an end that a dead relay cannot say."""
     source, second = after_part_of_a_group(put_there, make_source, make_destination)
-    wait_until(lambda: exchange(source, second) or not segment.lane_names(elsewhere))
+    wait_until(lambda: exchange(source, second) or not lane_names(elsewhere))
     wait_until(lambda: exchange(source, second) or not second.request(NODE).committed)
     assert consumer.take_groups(groups=1, timeout_s=0.1) is None
     wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
@@ -449,7 +449,7 @@ def test_the_end_of_a_source_waits_for_the_lock_of_its_lane(
     wait_until(lambda: lock_exclusive(lane.fd, LockByte.PRODUCER))
     wait_until(lambda: exchange(source, second) or not lane_names(elsewhere))
     exchange(source, second, 2)
-    locks.unlock(lane.fd, LockByte.PRODUCER)
+    unlock(lane.fd, LockByte.PRODUCER)
     wait_until(lambda: exchange(source, second) or not second.request(NODE).committed)
     wait_until(lambda: consumer.take_groups(groups=1) or consumer.stats()["discarded_total{partial}"] == 1)
 

@@ -14,7 +14,7 @@ import pytest
 
 import shmbridge
 from shmbridge.cli import main
-from shmbridge.segments import control_name, lane_names
+from shmbridge.segments import lane_names
 from shmbridge.testing import wait_until
 from shmbridge.watch import diagnosis, snapshot, text
 from shmbridge.watch.diagnosis import Severity, findings, headline, lane_rows
@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tui"))
 from looks import bridge_look
 from looks import consumer as consumer_look
 from looks import lane as lane_look
+
+from shmbridge.segments import control_name
 
 GROUP = "{'tokens': [[1, 2, 3]], 'scores': [0.5]}"
 SMALL = {"tokens": [[1, 2, 3]]}
@@ -449,7 +451,7 @@ def test_a_lane_of_garbage_is_named(bridge, make_producer, make_consumer, overwr
 def test_a_consumer_that_cannot_be_seen_is_not_gone(bridge, make_producer, make_consumer, overwritten):
     make_consumer()
     make_producer()
-    overwritten(segment.control_name(bridge), 8, b"\x63")
+    overwritten(control_name(bridge), 8, b"\x63")
     said = says(bridge, r"^1 segment cannot be read from here: .*layout version 99")
     assert "no consumer" not in said
     [info] = [each for each in shmbridge.list_bridges() if each.name == bridge]
