@@ -56,7 +56,7 @@ help: ## this list
 install: $(VENV)/.ready ## create .venv with everything the demo and the tests need
 
 # An editable install that compiles nothing; $(1): its extras.
-EDITABLE = SHMBRIDGE_EXTENSIONS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings editable_mode=compat -e '.[$(1)]'
+EDITABLE = SHMBRIDGE_EXTENSIONS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --no-build-isolation -e '.[$(1)]'
 
 # What the demo needs. The extensions are compiled once, in place, by the rule after this one.
 $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
@@ -277,7 +277,7 @@ bench-ray: $(RAY)/.installed ## one relay from node to node of a Ray cluster, be
 
 # Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
 $(VENV)/.bench$(BENCH_RAY): $(VENV)/.ready
-	$(if $(BENCH_RAY),$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[bench-ray]')
+	$(if $(BENCH_RAY),$(BIN)/pip install --quiet $(CONSTRAINTS) -e '.[bench-ray]')
 	touch $@
 
 gpu: ## everything that only a GPU machine shows, in nine minutes: GPU_FLAGS='--device cpu --size smallest'; wheels of what is missing in .whl

@@ -25,7 +25,7 @@ from package_page import package_page, repository
 DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
 NONE = os.environ.get("SHMBRIDGE_EXTENSIONS") == "0"
-EXT, BASELINES = "shmbridge/_ext", "bench/baselines"
+EXT, BASELINES = "shmbridge/_ext", "shmbridge/bench/baselines"
 COLD = ("groups", "header")  # compiled in half the time
 
 

@@ -1,6 +1,6 @@
 """What observers see of bridges, as Prometheus text, and its HTTP server: `/metrics`, `/healthz`.
 
-Names are those of `shmbridge.counters`.
+Names are those of `shmbridge.metrics`.
 
 A value is labelled by bridge and environment, never by a pid or a producer: a restart makes no new series.
 """

@@ -53,7 +53,7 @@ ALLOWED = {
     ),
     "pyarrow": ("shmbridge",),
     "matplotlib": ("shmbridge.consumers", "shmbridge.launch.demo", "shmbridge.bench"),
-    "yaml": ("shmbridge.wrong_value",),
+    "yaml": ("shmbridge.config",),
     **dict.fromkeys(("uvicorn", "starlette", "h11"), ("shmbridge.consumers", "shmbridge.httpd")),
     "fastapi": ("shmbridge.consumers",),
     "pydantic": ("shmbridge.consumers", "shmbridge.launch.environments", "shmbridge.producers.skyrl_gym"),
