@@ -25,7 +25,7 @@ from shmbridge.producers.atropos.control_link import EnvLink  # noqa: E402
 from shmbridge.producers.atropos.lane import LinkOptions  # noqa: E402
 from shmbridge.producers.atropos.versions import heard, listening  # noqa: E402
 from shmbridge.producers.rollout.sampling import Completion  # noqa: E402
-from shmbridge.put.convert import token_array  # noqa: E402
+from shmbridge.put import token_array  # noqa: E402
 
 CASES = {"8 x 2048": 2048, "8 x 8192": 8192}
 MODES = ("core", "with messages", "with versions")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from shmbridge import Batch, InvalidRecord
 from shmbridge.consumers.advantages.batch_facts import BatchFacts
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
-from shmbridge.record.record import RecordMeta
+from shmbridge.record import RecordMeta
 from shmbridge.schema import FINISH_REASONS, STANDARD, recorded_logprobs
 
 __all__ = [

@@ -17,8 +17,7 @@ import numpy as np
 
 from shmbridge.config import wrong_json
 from shmbridge.httpd.door import Refused
-from shmbridge.record import Group
-from shmbridge.record.record import Record
+from shmbridge.record import Group, Record
 from shmbridge.schema import ATROPOS_NO_LOGPROB, JSON_COLUMNS, LOGPROBS, recorded_logprobs
 
 _LARGEST = 3.4028234663852886e38  # float32

@@ -38,7 +38,7 @@ from shmbridge.control.messages import (
 )
 from shmbridge.errors import NoConsumer
 from shmbridge.httpd.door import Refused
-from shmbridge.segments.segment import gateway_directory
+from shmbridge.segments import gateway_directory
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
 from shmbridge.httpd.door import Refused, limit_unread_answer
 from shmbridge.httpd.server import BoundedConnection
-from shmbridge.put.planner import RecordPlanner, checked_stamp
+from shmbridge.put import RecordPlanner, checked_stamp
 
 log = logging.getLogger(__name__)
 

@@ -26,19 +26,21 @@ from shmbridge.consumers.transfer_queue.columns import Column, Placed, Stored, p
 from shmbridge.errors import BadConfig, LaneFull, LayoutMismatch, QueueTaken, RecordUnreadable, ShmPermission
 from shmbridge.segments import (
     MOUNT,
-    locks,
-    membership,
+    LockByte,
+    leave_bridge,
+    lock_exclusive,
+    mount_id,
+    open_control,
     read_values_head,
     release_values,
-    segment,
+    remove_values,
     stands_there,
+    sweep_bridge,
     value_bytes,
     value_names,
     values_head,
     write_values,
 )
-from shmbridge.segments import stored as values
-from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +260,7 @@ class Membership:
 
     def __init__(self, bridge: str) -> None:
         """Blocks while another process creates the bridge, 10 s at most."""
-        self._control = membership.open_control(bridge)
+        self._control = open_control(bridge)
         self._leave = weakref.finalize(self, _leave, self._control, bridge, os.getpid())
 
     @property
@@ -281,14 +283,14 @@ class Queue:
             QueueTaken: a living process has a queue on that bridge.
         """
         self._membership = Membership(bridge)
-        if not locks.lock_exclusive(self._membership.fd, LockByte.VALUES):
+        if not lock_exclusive(self._membership.fd, LockByte.VALUES):
             self._membership.leave()
             raise QueueTaken(
                 f"bridge {bridge!r} has a living queue",
                 hint=f"choose another name: backend.shmbridge.bridge={bridge}2",
             )
         _remove_all(bridge, "an earlier queue of the bridge left them")
-        membership.sweep_bridge(bridge)
+        sweep_bridge(bridge)
         self._end = weakref.finalize(self, _end, bridge, self._membership, os.getpid())
 
     def close(self) -> None:
@@ -298,10 +300,10 @@ class Queue:
 
 def join(settings: Mapping[str, Any]) -> Membership:
     """Takes part in the bridge of a queue that was begun; raises BadConfig on another node."""
-    here, there = segment.mount_id(), settings.get("mount", "")
+    here, there = mount_id(), settings.get("mount", "")
     if here != there:
         raise BadConfig(
-            f"this process has another {segment.MOUNT} ({here or 'unknown'}) than who began the queue "
+            f"this process has another {MOUNT} ({here or 'unknown'}) than who began the queue "
             f"({there or 'unknown'})",
             hint="keep all clients of the queue on one node, or share /dev/shm between their containers",
         )
@@ -317,7 +319,7 @@ def begin(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
     """
     check_settings(settings)
     bridge = settings.get("bridge") or BRIDGE
-    return Queue(bridge), {**settings, "bridge": bridge, "mount": segment.mount_id()}
+    return Queue(bridge), {**settings, "bridge": bridge, "mount": mount_id()}
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -360,14 +362,14 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
 
 
 def _remove_all(bridge: str, why: str) -> None:
-    found = [values.remove_values(name, with_records=True) for name in segment.value_names(bridge)]
+    found = [remove_values(name, with_records=True) for name in value_names(bridge)]
     if rows := sum(held for removed, _, held in found if removed):
         log.warning("bridge %s: %d rows that nobody had cleared were removed: %s", bridge, rows, why)
 
 
 def _leave(control: Any, bridge: str, pid: int) -> None:
     if os.getpid() == pid:
-        membership.leave_bridge(control.mapping.fd, bridge)
+        leave_bridge(control.mapping.fd, bridge)
 
 
 def _end(bridge: str, member: Membership, pid: int) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge.producers.rollout.sampling import Completion, Span, Tokens, completions_in
-from shmbridge.put.convert import token_array
+from shmbridge.put import token_array
 
 if TYPE_CHECKING:
     from shmbridge.producers.atropos.upstream import Changes

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge import ShmBridgeError
-from shmbridge.put.convert import token_array
+from shmbridge.put import token_array
 
 FinishReason = Literal["stop", "length", "abort", "error"]  # shmbridge.schema.FINISH_REASONS
 Message = Mapping[str, Any]  # role, content, and whatever the chat template knows besides

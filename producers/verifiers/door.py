@@ -24,7 +24,7 @@ from shmbridge import ShmBridgeError
 from shmbridge.httpd.door import Bounds, Headers, Refused, Site
 from shmbridge.producers.rollout import HttpServer, ServerFailed, abort_waits_s
 from shmbridge.producers.rollout.sampling import completions_in
-from shmbridge.put.convert import token_array
+from shmbridge.put import token_array
 
 Tokens = npt.NDArray[np.int32]
 

@@ -38,8 +38,8 @@ from shmbridge.archive.format import (
 )
 from shmbridge.errors import ArchiveTaken, ArchiveUnreadable, ArchiveUnwritable, InvalidRecord, shown
 from shmbridge.put import FlatColumn, RecordedGroup
+from shmbridge.record import Origin
 from shmbridge.record.arrow import only_batch
-from shmbridge.record.record import Origin
 from shmbridge.schema import Column, Kind, Tag
 
 log = logging.getLogger(__name__)

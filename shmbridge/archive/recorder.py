@@ -33,8 +33,7 @@ from shmbridge.archive.format import ORIGIN_TYPE, SAID, Layout, file_type, is_fu
 from shmbridge.config import parse_size
 from shmbridge.errors import ArchiveFull, BadArgument, Closed, RecordTooBig, RecordUnreadable
 from shmbridge.put import FlatColumn
-from shmbridge.record.columns import ReadableRecord
-from shmbridge.record.record import Origin, RecordMeta
+from shmbridge.record import Origin, ReadableRecord, RecordMeta
 from shmbridge.schema import Column, Columns, Kind, Tag, columns_of
 from shmbridge.watch.observer import Observer, give_way
 

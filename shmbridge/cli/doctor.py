@@ -28,7 +28,7 @@ import msgspec
 import shmbridge
 from shmbridge.cli.base import Command, Parser, to_reader
 from shmbridge.config import format_size
-from shmbridge.segments import locks as os_limits
+from shmbridge.segments import descriptors_at_most, lanes_within, memory_headroom
 
 State = Literal["ok", "warn", "fail"]
 MOUNT, ROOT = Path("/dev/shm"), Path("/")
@@ -169,7 +169,7 @@ def inodes(path: Path = MOUNT) -> Check:
 
 def memory(root: Path = ROOT, path: Path = MOUNT) -> Check:
     """What the machine and this process' memory cgroups leave for lanes, beside the mount's own size."""
-    left, whose = os_limits.memory_headroom(root)
+    left, whose = memory_headroom(root)
     about = os.statvfs(path)
     lanes = left // _WITH_HEADERS
     text = f"{whose} has {format_size(left)} left: {_room(lanes)}"
@@ -368,8 +368,8 @@ def open_files() -> Check:
         "unlimited" if each == resource.RLIM_INFINITY else f"{each:,}"
         for each in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    most = os_limits.descriptors_at_most()
-    lanes = os_limits.lanes_within(most)
+    most = descriptors_at_most()
+    lanes = lanes_within(most)
     text = f"RLIMIT_NOFILE is {soft}, at most {hard}: a consumer maps up to {lanes:,} lane"
     text += "" if lanes == 1 else "s"
     if most >= _MANY_FILES:

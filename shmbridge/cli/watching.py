@@ -15,7 +15,7 @@ from shmbridge.config import parse_duration
 from shmbridge.segments import bridge_names
 
 if TYPE_CHECKING:
-    from shmbridge.record.record import Record
+    from shmbridge.record import Record
     from shmbridge.watch.observer import Observer
 
 

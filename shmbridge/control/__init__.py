@@ -19,7 +19,17 @@ _FROM = {
     "RequestRefused": "server",
     "control_address": "server",
 }
-__all__ = [*_FROM, "environments", "messages", "server"]
+__all__ = [
+    "AsyncControlClient",
+    "ControlClient",
+    "ControlServer",
+    "HubView",
+    "RequestRefused",
+    "control_address",
+    "environments",
+    "messages",
+    "server",
+]
 
 
 def __getattr__(name: str) -> Any:

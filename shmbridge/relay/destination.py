@@ -36,17 +36,19 @@ from shmbridge.put import LaneOrigin, RelayedRecord
 from shmbridge.relay.wire import MOST_BYTES, PullReply, PullRequest, SentRecord, SourceLane, State
 from shmbridge.schema import STANDARD, Columns, arrow_field
 from shmbridge.segments import (
+    LockByte,
     close_origin,
+    is_locked,
     lane_info,
+    lane_names,
     leave_bridge,
-    locks,
+    lock_after,
     newest_relayed,
     open_control,
+    open_mapping,
     read_receipts,
     remove_receipts,
-    segment,
 )
-from shmbridge.segments.locks import LockByte
 from shmbridge.sizing import SMALLEST_LANE
 from shmbridge.weights import WeightsReader
 
@@ -222,13 +224,13 @@ def lock_relay(bridge: str, control: header.Control) -> None:
 
     Raises RelayTaken if a process lives that puts records of other nodes.
     """
-    if not locks.lock_after(lambda: 0, control.mapping.fd, LockByte.RELAY):
+    if not lock_after(lambda: 0, control.mapping.fd, LockByte.RELAY):
         raise RelayTaken(
             f"another process puts records of other nodes into bridge {bridge!r}",
             hint=f"one relay for a bridge: shmbridge relay --bridge {bridge} --stop",
         )
     until = time.monotonic() + _REMOVING_S
-    for name in segment.lane_names(bridge):
+    for name in lane_names(bridge):
         while (lane := lane_info(name)) is not None and lane.alive and lane.origin_node:
             if time.monotonic() < until:
                 time.sleep(_LOOK_AGAIN_S)
@@ -244,11 +246,11 @@ def lanes_with_backlog(bridge: str, own: Collection[str]) -> dict[str, list[str]
     producer id -> those lanes.
     """
     found: dict[str, list[str]] = {}
-    for name in segment.lane_names(bridge):
+    for name in lane_names(bridge):
         if name in own:
             continue
         with contextlib.suppress(ShmPermission, header.LaneCorrupt):
-            mapping = segment.open_mapping(name, readonly=True)
+            mapping = open_mapping(name, readonly=True)
             lane = None if mapping is None else header.read_lane(mapping)
             if mapping is not None and lane is not None and lane["origin_producer_id"]:
                 words = header.lane_counters(mapping)
@@ -272,7 +274,7 @@ class HubStatus:
     @property
     def is_alive(self) -> bool:
         """Whether a hub lives."""
-        return locks.is_locked(self._control.mapping.fd, LockByte.HUB)
+        return is_locked(self._control.mapping.fd, LockByte.HUB)
 
     def run_info(self) -> messages.RunInfo | None:
         """Returns the run that the learner has announced, its step, and the lanes that its hub will not read.

@@ -20,7 +20,7 @@ from shmbridge.config import check_bridge_name, deadline_of
 from shmbridge.errors import ShmBridgeError
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
-from shmbridge.segments import lane_names, segment
+from shmbridge.segments import MOUNT, control_name, lane_names, open_mapping
 
 _CREATED, _TOO_MANY = 0x100, 0x4000  # IN_CREATE, IN_Q_OVERFLOW
 _HEAD = struct.Struct("iIII")  # struct inotify_event without its name
@@ -37,13 +37,13 @@ class Arrivals:
     """
 
     def __init__(self, bridge: str) -> None:
-        self._prefix = segment.control_name(check_bridge_name(bridge))[1:].removesuffix("c") + "l."
+        self._prefix = control_name(check_bridge_name(bridge))[1:].removesuffix("c") + "l."
         self.is_complete = False  # whether every lane since the beginning was noted
         self._fd = -1
         libc = ctypes.CDLL(None, use_errno=True)
         with contextlib.suppress(AttributeError):
             self._fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-            watch = libc.inotify_add_watch(self._fd, os.fsencode(segment.MOUNT), _CREATED)
+            watch = libc.inotify_add_watch(self._fd, os.fsencode(MOUNT), _CREATED)
             self.is_complete = self._fd >= 0 and watch >= 0
 
     def take(self) -> set[str]:
@@ -213,7 +213,7 @@ class Observer:
     def _open(self, name: str) -> None:
         """Opens a lane; one that is not ready yet is looked at again, one that cannot be read is noted."""
         try:
-            mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
+            mapping = open_mapping(name, readonly=True, minimum=header.control_bytes)
             about = None if mapping is None else header.read_lane(mapping)
             if mapping is None or about is None:
                 return

@@ -16,15 +16,14 @@ from shmbridge.config import check_bridge_name
 from shmbridge.errors import Discard, Drop, Lost, ShmBridgeError
 from shmbridge.segments import (
     MOUNT,
+    LockByte,
     bridge_names,
     control_name,
     is_locked,
+    is_own_namespace,
     lane_names,
-    locks,
     open_mapping,
-    segment,
 )
-from shmbridge.segments.locks import LockByte
 
 _UNREADABLE = (OSError, ShmBridgeError, header.LaneCorrupt)
 
@@ -43,12 +42,12 @@ def state_of(pid: int, namespace: int, *, alive: bool) -> State:
 
     Args:
         pid: in its own pid namespace.
-        namespace: that namespace, as `locks.pid_namespace`.
+        namespace: that namespace, as `pid_namespace`.
         alive: whether the kernel lock of its lane or hub is held; this alone proves life.
     """
     if not alive:
         return State.DEAD
-    if not locks.is_own_namespace(namespace):
+    if not is_own_namespace(namespace):
         return State.UNKNOWN
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -248,7 +247,7 @@ def _consumer(words: header.Control, now_ns: int) -> ConsumerLook | None:
 
 def _lane(name: str, now_ns: int) -> LaneLook | None:
     """Returns None for a lane that is gone or not ready. Raises one of _UNREADABLE."""
-    mapping = segment.open_mapping(name, readonly=True)
+    mapping = open_mapping(name, readonly=True)
     about = None if mapping is None else header.read_lane(mapping)
     if mapping is None or about is None:
         return None
@@ -257,7 +256,7 @@ def _lane(name: str, now_ns: int) -> LaneLook | None:
     discarded = words["discarded"]
     released = max(words["released"] - sum(discarded), 0)
     discarded[Discard.CORRUPT] += words["quarantined"]
-    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    alive = is_locked(mapping.fd, LockByte.PRODUCER)
     state = state_of(about["pid"], about["pid_namespace"], alive=alive)
     return LaneLook(
         name,

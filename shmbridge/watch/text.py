@@ -11,7 +11,7 @@ import numpy as np
 
 from shmbridge.config import format_size
 from shmbridge.errors import BadArgument, counted
-from shmbridge.record.record import Record, RecordMeta
+from shmbridge.record import Record, RecordMeta
 from shmbridge.segments import BridgeInfo
 from shmbridge.watch.diagnosis import (
     Row,

@@ -14,7 +14,7 @@ from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from shmbridge.errors import ShmBridgeError
-from shmbridge.record.record import Record
+from shmbridge.record import Record
 from shmbridge.segments import bridge_names
 from shmbridge.watch import snapshot
 from shmbridge.watch.diagnosis import Row, in_words

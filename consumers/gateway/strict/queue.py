@@ -21,7 +21,7 @@ from shmbridge.consumers.gateway.environments import SavedEnv, StateFile
 from shmbridge.consumers.gateway.limits import GatewayOptions
 from shmbridge.control.environments import AtroposQueue, EnvWeight
 from shmbridge.errors import Discard
-from shmbridge.hub.counts import OutsideQueue
+from shmbridge.hub import OutsideQueue
 from shmbridge.record import Group, GroupAssembler, lane_name
 
 log = logging.getLogger(__name__)

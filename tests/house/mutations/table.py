@@ -55,12 +55,12 @@ MUTATIONS = (
         1,
         "a version comes again, since who replaces weights measured them before they were published",
         "shmbridge/weights/writer.py",
-        "            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):\n"
+        "            if not (lock_exclusive(file.fd, LockByte.WRITER) and still_named(file.fd, name)):\n"
         "                return\n"
         "            # Not before: its writer may have reserved it, and published, since.\n"
         "            if os.fstat(file.fd).st_size >= versions.header_bytes:\n",
         "            size_before = os.fstat(file.fd).st_size\n"
-        "            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):\n"
+        "            if not (lock_exclusive(file.fd, LockByte.WRITER) and still_named(file.fd, name)):\n"
         "                return\n"
         "            if size_before >= versions.header_bytes:\n",
         "tests/faults/stress/test_step_fuzz.py -k replace",
@@ -70,7 +70,7 @@ MUTATIONS = (
         1,
         "a writer takes good weights for remains, since it mapped them before they were whole",
         "shmbridge/weights/writer.py",
-        "        mapping = segment.map_now(early.file, name)\n        assert mapping is not None\n",
+        "        mapping = map_now(early.file, name)\n        assert mapping is not None\n",
         "        mapping = early\n",
         "tests/transport/segments/test_growing.py -k writer",
     ),
@@ -89,7 +89,7 @@ MUTATIONS = (
         1,
         "a lane goes, and with it what is known of another node's records",
         "shmbridge/segments/membership.py",
-        "            if kept := receipts.write(name, mapping):\n",
+        "            if kept := stored.write_receipt(name, mapping):\n",
         '            if kept := "":\n',
         "tests/transport/segments/test_receipts.py",
     ),
@@ -357,8 +357,8 @@ MUTATIONS = (
         1,
         "a rank writes with the ticket of a filling that is over",
         "shmbridge/weights/writer.py",
-        "if not found.lets_in(wanted.filling) or not locks",
-        "if not locks",
+        "if not found.lets_in(wanted.filling) or not is_locked",
+        "if not is_locked",
         "tests/transport/weights/test_weights_parts.py",
     ),
     Mutation(
@@ -366,7 +366,7 @@ MUTATIONS = (
         1,
         "a rank writes into the filling of a dead writer",
         "shmbridge/weights/writer.py",
-        " or not locks.is_locked(found.mapping.fd, LockByte.WRITER):",
+        " or not is_locked(found.mapping.fd, LockByte.WRITER):",
         ":",
         "tests/faults/crash/test_weights_killed.py",
     ),
@@ -393,7 +393,7 @@ MUTATIONS = (
         1,
         "a second writer of the weights takes a living one's segment",
         "shmbridge/weights/writer.py",
-        "        if not locks.lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):",
+        "        if not lock_after(lambda: Versions(early).writer_pid, early.fd, LockByte.WRITER):",
         "        if False:",
         "tests/transport/weights/test_weights.py",
     ),
@@ -429,7 +429,7 @@ MUTATIONS = (
         1,
         "the last version of a segment of weights whose table is garbage is forgotten",
         "shmbridge/weights/writer.py",
-        "        version_floor.keep(self._control, found, self.bridge)\n",
+        "        keep(self._control, found, self.bridge)\n",
         "",
         "tests/faults/hostile/test_weights_bytes.py",
     ),
@@ -438,7 +438,7 @@ MUTATIONS = (
         1,
         "a writer of weights that was overtaken while it made its segment goes below",
         "shmbridge/weights/writer.py",
-        "        version_floor.require_above(version, self.last_version)\n        self._wrote_here",
+        "        require_above(version, self.last_version)\n        self._wrote_here",
         "        self._wrote_here",
         "tests/transport/weights/test_weights_floor.py",
     ),
@@ -465,7 +465,7 @@ MUTATIONS = (
         1,
         "two hubs read one lane once its bridge's name was removed",
         "shmbridge/hub/lanes.py",
-        "        while not locks.lock_exclusive(mapping.fd, LockByte.READER):",
+        "        while not lock_exclusive(mapping.fd, LockByte.READER):",
         "        while False:",
         "tests/transport/segments/test_names_removed.py",
     ),
@@ -592,8 +592,8 @@ MUTATIONS = (
         2,
         "a change of the queues runs Python code, in which a signal handler may raise",
         "shmbridge/_ext/group.pxi",
-        "        return self.records[0]._lane_reader.about.producer_id",
-        "        return self.records[0]._lane.producer_id",
+        "        return self.first()._lane_reader.about.producer_id",
+        "        return self.first()._lane.producer_id",
         "tests/transport/batching/test_queues.py",
     ),
     Mutation(
@@ -795,7 +795,7 @@ MUTATIONS = (
         6,
         "a hub lives with as few descriptors as one peer can use up",
         "shmbridge/hub/lanes.py",
-        "        os_limits.raise_descriptors()\n",
+        "        raise_descriptors()\n",
         "",
         "tests/faults/hostile/test_control_messages.py",
     ),

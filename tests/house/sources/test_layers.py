@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[3]
 # Rooms of each folder, lowest first. A room imports only from lines above its own.
 ORDER = {
     "shmbridge": """
-        _ext errors counters shown
-        wrong_value metrics config schema other_names atropos
+        _ext errors
+        config metrics schema
         sizing segments httpd
         record control weights
         batch put watch
@@ -22,13 +22,12 @@ ORDER = {
         testing archive relay
         cli
         launch
-        demo __main__
+        __main__
     """,
     "consumers": """
-        advantages engines evaluations gateway held_records pinned
+        advantages engines evaluations gateway pinned
         device_batch losses pretrained
-        tested_versions trained_bridge trajectories
-        trainer_settings
+        trajectories
         feed
         dataset learner policy_server
         grpo weight_sync
