@@ -1,4 +1,4 @@
-"""What a consumer owns: lanes, the groups in them, batches, ranks, admission, the state of the bridge."""
+"""What a consumer owns: lanes, the groups in them, batches, admission and state; and what a rank is."""
 
 from shmbridge.hub.batches import Batches, Prefetcher, Steps
 from shmbridge.hub.counts import GroupQueue, OutsideQueue, RecentLatency, check_outside, percentile_s
@@ -18,6 +18,7 @@ from shmbridge.hub.former import (
 )
 from shmbridge.hub.hub import Hub, become_hub, note_hub
 from shmbridge.hub.lanes import HubLane, LaneSet, Tap, check_tap
+from shmbridge.hub.rank import Rank, RankShare
 from shmbridge.hub.ranks import DeadRank, Mode, RankServer, ShareBook, ShareDealer, share_out
 from shmbridge.hub.state import PROMISE_NS, HubState, OffPolicyLimit, Promises, limit_of
 from shmbridge.hub.waiting import LoopBell, Waiting
@@ -42,7 +43,9 @@ __all__ = [
     "Policy",
     "Prefetcher",
     "Promises",
+    "Rank",
     "RankServer",
+    "RankShare",
     "RecentLatency",
     "Scheduling",
     "Screen",

@@ -1,3 +1,4 @@
-"""`shmbridge launch`: a training run as one command, started by `cli` by name. The demo uses the guardian."""
+"""`shmbridge launch`, a training run as one command; and `shmbridge demo`, a launch of `demo.yaml` in here.
 
-__all__ = ["guardian"]
+`environments/` has the two Atropos environments of the demo, scripts that import nothing of shmbridge.
+"""

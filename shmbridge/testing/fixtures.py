@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.config import Run
 from shmbridge.control.messages import (
     NO_RANKS,
     Ack,
@@ -243,7 +242,7 @@ class FakeHub:
     """Every field can be set; `queued` is groups per producer id, `live` the ids of living producers."""
 
     hub_epoch: int = 1
-    run: Run | None = field(default_factory=lambda: Run(batch_size=16, num_steps=50))
+    run: shmbridge.Run | None = field(default_factory=lambda: shmbridge.Run(batch_size=16, num_steps=50))
     current_step: int = 0
     policy_version: int = -1
     paused: bool = False
@@ -257,7 +256,7 @@ class FakeHub:
         """Returns `refused`."""
         return self.refused
 
-    def announce_run(self, run: Run) -> None:
+    def announce_run(self, run: shmbridge.Run) -> None:
         """Stores the run, and counts the call."""
         self.run = run
         self.announced += 1

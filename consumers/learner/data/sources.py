@@ -25,7 +25,7 @@ from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.world import PeerFailed, World, device_kind, say
 from shmbridge.control.messages import Evaluated
 from shmbridge.errors import counted
-from shmbridge.rank import RankShare
+from shmbridge.hub import RankShare
 
 if TYPE_CHECKING:
     from shmbridge.archive.recorder import Recorder

@@ -32,7 +32,7 @@ from fuzz.word_referee import WordReferee
 
 _IMPORTED_BEFORE_FORK = (
     "shmbridge.producer",
-    "shmbridge.rank",
+    "shmbridge.hub.rank",
     "shmbridge.hub.ranks",
     "shmbridge.control.server",
     "shmbridge.batch",

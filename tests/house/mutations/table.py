@@ -537,7 +537,7 @@ MUTATIONS = (
         "rank-lets-go-of-its-epoch",
         2,
         "a rank says it has let go of an old hub's memory while it looks at it",
-        "shmbridge/rank.py",
+        "shmbridge/hub/rank.py",
         "self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}",
         "self._epochs - {self._epoch}",
         "tests/faults/crash/test_rank_killed.py",

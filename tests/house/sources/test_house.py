@@ -27,7 +27,7 @@ LONG = {
     "shmbridge/metrics.py": "the table of counters and what is made of them",
     "shmbridge/producer.py": "put, put_async and claim are three doors to one claim-commit sequence",
     "shmbridge/put/convert.py": "what is converted and what is refused are one grammar",
-    "shmbridge/rank.py": "one rank's requests, batches and answers share its state",
+    "shmbridge/hub/rank.py": "one rank's requests, batches and answers share its state",
     "shmbridge/relay/destination.py": "turns, peers, lanes and commits are one side of one protocol",
     "shmbridge/relay/ray/actors.py": "the actors of both sides, which make and find each other",
     "shmbridge/segments/membership.py": "joining, sweeping, listing and cleaning share one order of locks",

@@ -1,12 +1,14 @@
 """Imports point one way, for type checkers too: each room has one place, and opens what it lists."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from import_graph import graph, imports, modules
 
 ROOT = Path(__file__).parents[3]
+MOST_ROOMS, MOST_ARROWS, MOST_FILES = 24, 120, 12  # of the transport, between its rooms, in any room
 
 # Rooms of each folder, lowest first. A room imports only from lines above its own.
 ORDER = {
@@ -17,7 +19,7 @@ ORDER = {
         record control weights
         batch put watch
         hub producer
-        rank consumer
+        consumer
         __init__
         testing archive relay
         cli
@@ -84,6 +86,20 @@ def test_imports_point_down(folder):
     assert set(arrows) == set(line), "a room without a place, or a place without a room"
     up = [f"{room} imports {low}" for room in arrows for low in arrows[room] if line[low] >= line[room]]
     assert not up
+
+
+def test_the_plan_keeps_its_size():
+    """Few rooms of few files: where a thing stands is found by its name."""
+    transport = graph(ROOT, "shmbridge")
+    assert len(transport.arrows) <= MOST_ROOMS
+    assert transport.count <= MOST_ARROWS
+    files = [
+        path
+        for name, path in modules(ROOT).items()
+        if path.name != "__init__.py" and not name.startswith("shmbridge.bench")
+    ]
+    crowded = {room for room, count in Counter(path.parent for path in files).items() if count > MOST_FILES}
+    assert not crowded
 
 
 def folders() -> list[str]:

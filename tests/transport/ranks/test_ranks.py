@@ -198,7 +198,7 @@ def test_a_gather_that_is_interrupted_is_made_again(
         raise error
 
     with monkeypatch.context() as late:
-        late.setattr("shmbridge.rank.Batch", interrupted)
+        late.setattr("shmbridge.hub.rank.Batch", interrupted)
         with pytest.raises(error):
             next(rank.batches(timeout_s=10, hold=hold))
     with next(rank.batches(timeout_s=10, hold=hold)) as batch:
@@ -215,7 +215,7 @@ def test_records_that_the_user_read_before_the_gather_stay_read(
     rank = make_rank()
     share = rank.next_share(10)
     assert share.records[0].meta.sequence == 0
-    monkeypatch.setattr("shmbridge.rank.Batch", lambda *_: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr("shmbridge.hub.rank.Batch", lambda *_: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(MemoryError):
         rank.gather(share)
     del share

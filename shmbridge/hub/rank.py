@@ -29,7 +29,7 @@ from shmbridge.errors import (
     counted,
     unknown_argument,
 )
-from shmbridge.hub import Batches, Steps
+from shmbridge.hub.batches import Batches, Steps
 from shmbridge.record import Call, Group, Lane, Record, lane_name, say_lost
 from shmbridge.schema import Columns
 from shmbridge.segments import (
