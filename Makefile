@@ -35,6 +35,7 @@ TWO   := -n 2 --dist loadfile --no-loadscope-reorder
 LOOK = $(1) $(2) $(if $(CI),|| { echo "== a second look at what was red"; $(1) --last-failed --last-failed-no-failures none; })
 ALONE := tests/bench/test_bench_command.py tests/bench/test_compare.py tests/bench/test_guards.py tests/faults/crash/test_latency.py tests/faults/limits
 FUZZ  := tests/faults/stress
+FAST  := tests/house/sources/test_layers.py $(addprefix tests/transport/,admission batching conformance control ext mistakes put record test_batch.py test_schema.py)
 TORCH := $(addprefix tests/adapters/,advantages agreement atropos_trainer dataset engines learner losses pinned policy_server rewards vllm)
 
 TRAINERS := trl transferqueue verl skyrl roll
@@ -47,7 +48,7 @@ BASE  ?= HEAD^
 BENCH ?= bench/test_bench_ring.py bench/test_bench_batch.py bench/test_bench_packing.py --quick
 MORE  ?= 10%
 
-.PHONY: help install test-trainers test-newest test-3.13 docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray faults lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
+.PHONY: help install test-fast test-trainers test-newest test-3.13 docs reference test-docs $(addprefix test-,$(TRAINERS)) build environments demo demo-curves prm-example test test-learner test-vllm test-environments test-ray test-long soak-vllm bench-vllm bench-ray faults lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick bench-compare gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -97,6 +98,9 @@ test: $(VENV)/.ready lint types faults ## everything but the learner, Atropos en
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(addprefix --ignore=,$(ALONE) $(FUZZ) $(TORCH) tests/adapters/vllm_live tests/environments tests/ray tests/trainers tests/house/site),$(TWO))
 	$(call LOOK,$(BIN)/pytest -m 'not long' $(ALONE))
 	$(BIN)/pytest -m 'not long' $(FUZZ)
+
+test-fast: $(VENV)/.ready lint types ## ruff, mypy and the quick tests of the transport: two minutes
+	$(BIN)/pytest -q -m 'not long' $(FAST) $(TWO)
 
 test-long: $(VENV)/.ready build/peers/.installed $(ENVS)/.installed $(TRAINERS:%=.venvs/%/.installed) ## the tests marked `long`: more random examples, more seeds, whole demos
 	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore=tests/environments --ignore=tests/ray --ignore=tests/trainers --ignore=tests/house/site --ignore-glob='*agree*'
