@@ -323,7 +323,8 @@ def bridge(request: pytest.FixtureRequest) -> Iterator[str]:
     yield name
     report = shmbridge.clean(name, dry_run=False)
     if segments_of(name):  # an end in a cycle of objects lives until it is collected, which takes long
-        gc.collect()
+        gc.collect()  # frees the consumer
+        gc.collect()  # and what only its finalizer kept
         before = holders(name)
         report = shmbridge.clean(name, dry_run=False)
         if request.node.stash.get(_passed, False):
