@@ -172,8 +172,8 @@ class BatchFacts:
         Rows whose value is not a number, or so small that sampling is greedy, get the default too: one bad
         value must not end the run, and the runs that get the record redelivered.
         """
-        usable = ~(self.odd_temperature | self.greedy)
-        return np.where(usable, self._recorded_temperatures[0], np.float32(self._default))
+        values = self._recorded_temperatures[0]
+        return np.where(np.isfinite(values) & ~self.greedy, values, np.float32(self._default))
 
     @cached_property
     def odd_temperature(self) -> Bools:

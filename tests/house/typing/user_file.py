@@ -8,6 +8,7 @@ import torch
 import shmbridge
 from shmbridge.consumers import BridgeDataset, WeightSync, losses
 from shmbridge.consumers.advantages import group_advantages
+from shmbridge.consumers.trl import ShmGRPOTrainr  # error
 
 
 def environment() -> None:

@@ -30,11 +30,13 @@ class Watch:
             if event == "call":
                 self.seen.append(f"{call.__name__}: {frame.f_code.co_qualname}")
 
+        gc.disable()  # other packages, hypothesis for one, have callbacks of their own in a collection
         sys.setprofile(profile)
         try:
             return call(*args, **options)
         finally:
             sys.setprofile(None)
+            gc.enable()
 
 
 @pytest.fixture
