@@ -8,7 +8,7 @@ import torch
 import shmbridge
 from shmbridge.consumers import BridgeDataset, WeightSync, losses
 from shmbridge.consumers.advantages import group_advantages
-from shmbridge.consumers.trl import ShmGRPOTrainr  # error
+from shmbridge.consumers.trl import shm_rollout_func
 
 
 def environment() -> None:
@@ -73,3 +73,8 @@ def records(consumer: shmbridge.Consumer) -> None:
 
 
 asyncio.run(asynchronous(shmbridge.Consumer("run1")))
+
+
+def trainer() -> None:
+    with shm_rollout_func("run1", max_staleness=2) as rollouts:
+        print(rollouts.stats(), rollouts.statz())  # error
