@@ -1,69 +1,44 @@
 """What a consumer owns: lanes, the groups in them, batches, admission and state; and what a rank is."""
 
-from shmbridge.hub.batches import Batches, Prefetcher, Steps
-from shmbridge.hub.counts import GroupQueue, OutsideQueue, RecentLatency, check_outside, percentile_s
-from shmbridge.hub.former import (
-    LAGS,
-    BatchFormer,
-    BatchRequest,
-    Held,
-    Policy,
-    Scheduling,
-    Screen,
-    Want,
-    check_screen,
-    is_stale,
-    scheduler_of,
-    staleness_of,
-)
-from shmbridge.hub.hub import Hub, become_hub, note_hub
-from shmbridge.hub.lanes import HubLane, LaneSet, Tap, check_tap
-from shmbridge.hub.rank import Rank, RankShare
-from shmbridge.hub.ranks import DeadRank, Mode, RankServer, ShareBook, ShareDealer, share_out
-from shmbridge.hub.state import PROMISE_NS, HubState, OffPolicyLimit, Promises, limit_of
-from shmbridge.hub.waiting import LoopBell, Waiting
-
-__all__ = [
-    "LAGS",
-    "PROMISE_NS",
-    "BatchFormer",
-    "BatchRequest",
-    "Batches",
-    "DeadRank",
-    "GroupQueue",
-    "Held",
-    "Hub",
-    "HubLane",
-    "HubState",
-    "LaneSet",
-    "LoopBell",
-    "Mode",
-    "OffPolicyLimit",
-    "OutsideQueue",
-    "Policy",
-    "Prefetcher",
-    "Promises",
-    "Rank",
-    "RankServer",
-    "RankShare",
-    "RecentLatency",
-    "Scheduling",
-    "Screen",
-    "ShareBook",
-    "ShareDealer",
-    "Steps",
-    "Tap",
-    "Waiting",
-    "Want",
-    "become_hub",
-    "check_outside",
-    "check_screen",
-    "check_tap",
-    "is_stale",
-    "limit_of",
-    "note_hub",
-    "percentile_s",
-    "scheduler_of",
-    "share_out",
-    "staleness_of",
-]
+from shmbridge.hub.batches import Batches as Batches
+from shmbridge.hub.batches import Prefetcher as Prefetcher
+from shmbridge.hub.batches import Steps as Steps
+from shmbridge.hub.counts import GroupQueue as GroupQueue
+from shmbridge.hub.counts import OutsideQueue as OutsideQueue
+from shmbridge.hub.counts import RecentLatency as RecentLatency
+from shmbridge.hub.counts import check_outside as check_outside
+from shmbridge.hub.counts import percentile_s as percentile_s
+from shmbridge.hub.former import LAGS as LAGS
+from shmbridge.hub.former import BatchFormer as BatchFormer
+from shmbridge.hub.former import BatchRequest as BatchRequest
+from shmbridge.hub.former import Held as Held
+from shmbridge.hub.former import Policy as Policy
+from shmbridge.hub.former import Scheduling as Scheduling
+from shmbridge.hub.former import Screen as Screen
+from shmbridge.hub.former import Want as Want
+from shmbridge.hub.former import check_screen as check_screen
+from shmbridge.hub.former import is_stale as is_stale
+from shmbridge.hub.former import scheduler_of as scheduler_of
+from shmbridge.hub.former import staleness_of as staleness_of
+from shmbridge.hub.hub import Hub as Hub
+from shmbridge.hub.hub import become_hub as become_hub
+from shmbridge.hub.hub import note_hub as note_hub
+from shmbridge.hub.lanes import HubLane as HubLane
+from shmbridge.hub.lanes import LaneSet as LaneSet
+from shmbridge.hub.lanes import Tap as Tap
+from shmbridge.hub.lanes import check_tap as check_tap
+from shmbridge.hub.rank import Rank as Rank
+from shmbridge.hub.rank import RankShare as RankShare
+from shmbridge.hub.ranks import DeadRank as DeadRank
+from shmbridge.hub.ranks import Mode as Mode
+from shmbridge.hub.ranks import RankServer as RankServer
+from shmbridge.hub.ranks import ShareBook as ShareBook
+from shmbridge.hub.ranks import ShareDealer as ShareDealer
+from shmbridge.hub.ranks import share_out as share_out
+from shmbridge.hub.state import PROMISE_NS as PROMISE_NS
+from shmbridge.hub.state import HubState as HubState
+from shmbridge.hub.state import OffPolicyLimit as OffPolicyLimit
+from shmbridge.hub.state import Promises as Promises
+from shmbridge.hub.state import limit_of as limit_of
+from shmbridge.hub.waiting import LoopBell as LoopBell
+from shmbridge.hub.waiting import Waiting as Waiting

@@ -1,51 +1,24 @@
 """From a group to a record in a lane: forms of columns, the plan, the lane, tickets, what is refused."""
 
-from shmbridge.put.convert import as_invalid, groups_of, token_array
-from shmbridge.put.lane import (
-    LOOK_S,
-    OwnNames,
-    Slot,
-    Ticket,
-    Tickets,
-    ahead,
-    check_agrees_with_bridge,
-    create_lane,
-    lane_counters,
-    lane_full,
-    obstacle,
-)
-from shmbridge.put.planner import (
-    LONGEST_NODE,
-    FlatColumn,
-    LaneOrigin,
-    RecordedGroup,
-    RecordPlanner,
-    RelayedRecord,
-    Version,
-    checked_stamp,
-)
-
-__all__ = [
-    "LONGEST_NODE",
-    "LOOK_S",
-    "FlatColumn",
-    "LaneOrigin",
-    "OwnNames",
-    "RecordPlanner",
-    "RecordedGroup",
-    "RelayedRecord",
-    "Slot",
-    "Ticket",
-    "Tickets",
-    "Version",
-    "ahead",
-    "as_invalid",
-    "check_agrees_with_bridge",
-    "checked_stamp",
-    "create_lane",
-    "groups_of",
-    "lane_counters",
-    "lane_full",
-    "obstacle",
-    "token_array",
-]
+from shmbridge.put.convert import as_invalid as as_invalid
+from shmbridge.put.convert import groups_of as groups_of
+from shmbridge.put.convert import token_array as token_array
+from shmbridge.put.lane import LOOK_S as LOOK_S
+from shmbridge.put.lane import OwnNames as OwnNames
+from shmbridge.put.lane import Slot as Slot
+from shmbridge.put.lane import Ticket as Ticket
+from shmbridge.put.lane import Tickets as Tickets
+from shmbridge.put.lane import ahead as ahead
+from shmbridge.put.lane import check_agrees_with_bridge as check_agrees_with_bridge
+from shmbridge.put.lane import create_lane as create_lane
+from shmbridge.put.lane import lane_counters as lane_counters
+from shmbridge.put.lane import lane_full as lane_full
+from shmbridge.put.lane import obstacle as obstacle
+from shmbridge.put.planner import LONGEST_NODE as LONGEST_NODE
+from shmbridge.put.planner import FlatColumn as FlatColumn
+from shmbridge.put.planner import LaneOrigin as LaneOrigin
+from shmbridge.put.planner import RecordedGroup as RecordedGroup
+from shmbridge.put.planner import RecordPlanner as RecordPlanner
+from shmbridge.put.planner import RelayedRecord as RelayedRecord
+from shmbridge.put.planner import Version as Version
+from shmbridge.put.planner import checked_stamp as checked_stamp

@@ -1,197 +1,93 @@
 """Shared memory of a bridge: segments, kernel locks and limits, who takes part, what is left, threads."""
 
-from shmbridge.segments.locks import (
-    MOST_RANKS,
-    MOST_TICKETS,
-    LockByte,
-    as_process_limit,
-    check_descriptors,
-    check_threads,
-    descriptors_at_most,
-    is_locked,
-    is_own_namespace,
-    lanes_at_most,
-    lanes_within,
-    lock_after,
-    lock_exclusive,
-    lock_shared,
-    memory_headroom,
-    pid_namespace,
-    raise_descriptors,
-    show_tickets,
-    tickets_held,
-    unlock,
-    unlock_all,
-)
-from shmbridge.segments.membership import (
-    BridgeInfo,
-    CleanReport,
-    EngineFolder,
-    LaneInfo,
-    clean,
-    join_epoch,
-    lane_header,
-    lane_info,
-    leave_bridge,
-    leave_epoch,
-    list_bridges,
-    open_control,
-    ranks_before,
-    remove_dead_folders,
-    remove_lane,
-    sweep_bridge,
-    unreleased_sequences,
-)
-from shmbridge.segments.segment import (
-    HUGE_PAGE,
-    MOUNT,
-    MemoryUse,
-    bridge_names,
-    control_name,
-    create_lane,
-    create_weights,
-    fill_huge_pages,
-    gateway_directory,
-    huge_pages_wanted,
-    is_lane_of,
-    lane_names,
-    map_data_writable,
-    map_now,
-    map_segment,
-    mount_id,
-    new_name,
-    open_mapping,
-    open_segment,
-    remove_folder,
-    require_room_for_weights,
-    socket_directory,
-    stands_there,
-    still_named,
-    unlink_segment,
-    value_names,
-    weights_name,
-)
-from shmbridge.segments.stored import (
-    Receipt,
-    close_origin,
-    committed_here,
-    forget_producer,
-    newest_relayed,
-    read_receipts,
-    read_values_head,
-    release_values,
-    remove_receipts,
-    remove_values,
-    value_bytes,
-    values_head,
-    write_values,
-)
-from shmbridge.segments.threads import (
-    Apart,
-    Closing,
-    DeathWatch,
-    Joined,
-    OneProcess,
-    at_exit,
-    closed_at_exit,
-    in_another_thread,
-    is_own_thread,
-    run_to_end,
-    start_apart,
-    then_close,
-    watch_threads,
-)
-
-__all__ = [
-    "HUGE_PAGE",
-    "MOST_RANKS",
-    "MOST_TICKETS",
-    "MOUNT",
-    "Apart",
-    "BridgeInfo",
-    "CleanReport",
-    "Closing",
-    "DeathWatch",
-    "EngineFolder",
-    "Joined",
-    "LaneInfo",
-    "LockByte",
-    "MemoryUse",
-    "OneProcess",
-    "Receipt",
-    "as_process_limit",
-    "at_exit",
-    "bridge_names",
-    "check_descriptors",
-    "check_threads",
-    "clean",
-    "close_origin",
-    "closed_at_exit",
-    "committed_here",
-    "control_name",
-    "create_lane",
-    "create_weights",
-    "descriptors_at_most",
-    "fill_huge_pages",
-    "forget_producer",
-    "gateway_directory",
-    "huge_pages_wanted",
-    "in_another_thread",
-    "is_lane_of",
-    "is_locked",
-    "is_own_namespace",
-    "is_own_thread",
-    "join_epoch",
-    "lane_header",
-    "lane_info",
-    "lane_names",
-    "lanes_at_most",
-    "lanes_within",
-    "leave_bridge",
-    "leave_epoch",
-    "list_bridges",
-    "lock_after",
-    "lock_exclusive",
-    "lock_shared",
-    "map_data_writable",
-    "map_now",
-    "map_segment",
-    "memory_headroom",
-    "mount_id",
-    "new_name",
-    "newest_relayed",
-    "open_control",
-    "open_mapping",
-    "open_segment",
-    "pid_namespace",
-    "raise_descriptors",
-    "ranks_before",
-    "read_receipts",
-    "read_values_head",
-    "release_values",
-    "remove_dead_folders",
-    "remove_folder",
-    "remove_lane",
-    "remove_receipts",
-    "remove_values",
-    "require_room_for_weights",
-    "run_to_end",
-    "show_tickets",
-    "socket_directory",
-    "stands_there",
-    "start_apart",
-    "still_named",
-    "sweep_bridge",
-    "then_close",
-    "tickets_held",
-    "unlink_segment",
-    "unlock",
-    "unlock_all",
-    "unreleased_sequences",
-    "value_bytes",
-    "value_names",
-    "values_head",
-    "watch_threads",
-    "weights_name",
-    "write_values",
-]
+from shmbridge.segments.locks import MOST_RANKS as MOST_RANKS
+from shmbridge.segments.locks import MOST_TICKETS as MOST_TICKETS
+from shmbridge.segments.locks import LockByte as LockByte
+from shmbridge.segments.locks import as_process_limit as as_process_limit
+from shmbridge.segments.locks import check_descriptors as check_descriptors
+from shmbridge.segments.locks import check_threads as check_threads
+from shmbridge.segments.locks import descriptors_at_most as descriptors_at_most
+from shmbridge.segments.locks import is_locked as is_locked
+from shmbridge.segments.locks import is_own_namespace as is_own_namespace
+from shmbridge.segments.locks import lanes_at_most as lanes_at_most
+from shmbridge.segments.locks import lanes_within as lanes_within
+from shmbridge.segments.locks import lock_after as lock_after
+from shmbridge.segments.locks import lock_exclusive as lock_exclusive
+from shmbridge.segments.locks import lock_shared as lock_shared
+from shmbridge.segments.locks import memory_headroom as memory_headroom
+from shmbridge.segments.locks import pid_namespace as pid_namespace
+from shmbridge.segments.locks import raise_descriptors as raise_descriptors
+from shmbridge.segments.locks import show_tickets as show_tickets
+from shmbridge.segments.locks import tickets_held as tickets_held
+from shmbridge.segments.locks import unlock as unlock
+from shmbridge.segments.locks import unlock_all as unlock_all
+from shmbridge.segments.membership import BridgeInfo as BridgeInfo
+from shmbridge.segments.membership import CleanReport as CleanReport
+from shmbridge.segments.membership import EngineFolder as EngineFolder
+from shmbridge.segments.membership import LaneInfo as LaneInfo
+from shmbridge.segments.membership import clean as clean
+from shmbridge.segments.membership import join_epoch as join_epoch
+from shmbridge.segments.membership import lane_header as lane_header
+from shmbridge.segments.membership import lane_info as lane_info
+from shmbridge.segments.membership import leave_bridge as leave_bridge
+from shmbridge.segments.membership import leave_epoch as leave_epoch
+from shmbridge.segments.membership import list_bridges as list_bridges
+from shmbridge.segments.membership import open_control as open_control
+from shmbridge.segments.membership import ranks_before as ranks_before
+from shmbridge.segments.membership import remove_dead_folders as remove_dead_folders
+from shmbridge.segments.membership import remove_lane as remove_lane
+from shmbridge.segments.membership import sweep_bridge as sweep_bridge
+from shmbridge.segments.membership import unreleased_sequences as unreleased_sequences
+from shmbridge.segments.segment import HUGE_PAGE as HUGE_PAGE
+from shmbridge.segments.segment import MOUNT as MOUNT
+from shmbridge.segments.segment import MemoryUse as MemoryUse
+from shmbridge.segments.segment import bridge_names as bridge_names
+from shmbridge.segments.segment import control_name as control_name
+from shmbridge.segments.segment import create_lane as create_lane
+from shmbridge.segments.segment import create_weights as create_weights
+from shmbridge.segments.segment import fill_huge_pages as fill_huge_pages
+from shmbridge.segments.segment import gateway_directory as gateway_directory
+from shmbridge.segments.segment import huge_pages_wanted as huge_pages_wanted
+from shmbridge.segments.segment import is_lane_of as is_lane_of
+from shmbridge.segments.segment import lane_names as lane_names
+from shmbridge.segments.segment import map_data_writable as map_data_writable
+from shmbridge.segments.segment import map_now as map_now
+from shmbridge.segments.segment import map_segment as map_segment
+from shmbridge.segments.segment import mount_id as mount_id
+from shmbridge.segments.segment import new_name as new_name
+from shmbridge.segments.segment import open_mapping as open_mapping
+from shmbridge.segments.segment import open_segment as open_segment
+from shmbridge.segments.segment import remove_folder as remove_folder
+from shmbridge.segments.segment import require_room_for_weights as require_room_for_weights
+from shmbridge.segments.segment import socket_directory as socket_directory
+from shmbridge.segments.segment import stands_there as stands_there
+from shmbridge.segments.segment import still_named as still_named
+from shmbridge.segments.segment import unlink_segment as unlink_segment
+from shmbridge.segments.segment import value_names as value_names
+from shmbridge.segments.segment import weights_name as weights_name
+from shmbridge.segments.stored import Receipt as Receipt
+from shmbridge.segments.stored import close_origin as close_origin
+from shmbridge.segments.stored import committed_here as committed_here
+from shmbridge.segments.stored import forget_producer as forget_producer
+from shmbridge.segments.stored import newest_relayed as newest_relayed
+from shmbridge.segments.stored import read_receipts as read_receipts
+from shmbridge.segments.stored import read_values_head as read_values_head
+from shmbridge.segments.stored import release_values as release_values
+from shmbridge.segments.stored import remove_receipts as remove_receipts
+from shmbridge.segments.stored import remove_values as remove_values
+from shmbridge.segments.stored import value_bytes as value_bytes
+from shmbridge.segments.stored import values_head as values_head
+from shmbridge.segments.stored import write_values as write_values
+from shmbridge.segments.threads import Apart as Apart
+from shmbridge.segments.threads import Closing as Closing
+from shmbridge.segments.threads import DeathWatch as DeathWatch
+from shmbridge.segments.threads import Joined as Joined
+from shmbridge.segments.threads import OneProcess as OneProcess
+from shmbridge.segments.threads import at_exit as at_exit
+from shmbridge.segments.threads import closed_at_exit as closed_at_exit
+from shmbridge.segments.threads import in_another_thread as in_another_thread
+from shmbridge.segments.threads import is_own_thread as is_own_thread
+from shmbridge.segments.threads import run_to_end as run_to_end
+from shmbridge.segments.threads import start_apart as start_apart
+from shmbridge.segments.threads import then_close as then_close
+from shmbridge.segments.threads import watch_threads as watch_threads

@@ -15,9 +15,9 @@ import shmbridge
 from shmbridge.relay.ray.actors import receiver_name, sender_name
 from shmbridge.relay.ray.directory import NAMESPACE, Placed, WeightsReport, table
 from shmbridge.relay.ray.place import report
-from shmbridge.segments import open_segment
 from shmbridge.testing import wait_until
 from shmbridge.weights import WeightsReader, WeightsWriter
+from shmbridge.weights.table import open_weights_segment
 
 NODES = ("env-1", "env-2")
 FLAGS = ()  # of the relay that the tests share
@@ -238,7 +238,7 @@ def test_what_ended_for_good_comes_again_without_the_command(writer, first, weig
 
 def under_way(bridge: str) -> bool:
     """Whether a part of a version, and not all of it, is written there."""
-    found = open_segment(bridge)
+    found = open_weights_segment(bridge)
     return found is not None and 0 < found.written.sum() < sum(each.nbytes for _, each in model(0, LARGE))
 
 

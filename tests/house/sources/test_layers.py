@@ -120,11 +120,14 @@ def test_modules_form_no_circle(folder):
 
 
 def opened(init: Path) -> set[str]:
-    """Returns the modules that a room's `__init__` lists in `__all__`."""
+    """Returns the names that a room gives: those of `__all__`, and those imported as themselves."""
+    names = set()
     for node in ast.parse(init.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
-    return set()
+            names |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {each.name for each in node.names if each.asname == each.name}
+    return names
 
 
 def test_a_room_opens_what_it_lists():
