@@ -22,11 +22,6 @@ except ImportError:  # on a machine that has none: C sources that an earlier bui
 sys.path.insert(0, str(Path(__file__).parent))  # not there in an isolated build
 from package_page import package_page, repository
 
-ROOT = Path(__file__).parent
-for name in ("bench", "consumers", "producers"):  # an archive of sources has no links
-    if not (link := ROOT / "shmbridge" / name).exists():
-        link.symlink_to(f"../{name}")
-
 DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
 NONE = os.environ.get("SHMBRIDGE_EXTENSIONS") == "0"

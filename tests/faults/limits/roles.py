@@ -195,7 +195,7 @@ def _limited(bridge: str, what: str, limit: str) -> None:
     hard = resource.getrlimit(number)[1]
     resource.setrlimit(number, (soft, hard))
     # the hard limit too is treated as that low: it could not be raised again here
-    limits.raise_descriptors = lambda: None
+    limits.descriptors_at_most = lambda: soft
     producer = attempt("producer", lambda: Producer(bridge, lane_bytes="8M"))
     if producer is not None:
         attempt("put", partial(producer.put, {"tokens": [[1, 2, 3]]}, timeout_s=5))

@@ -78,7 +78,7 @@ def test_few_descriptors(start, runs) -> None:
     for limit, said in zip(limits, runs(start("limited", "NOFILE", *limits).rest()), strict=True):
         found = outcome(said)
         assert set(found.values()) <= {None, "ProcessLimit"}, said
-        assert found["consumer"] == ("ProcessLimit" if limit < 64 else None)
+        assert found["consumer"] == ("ProcessLimit" if limit < 64 else None), (limit, said)
         named = limits_named(said, f"RLIMIT_NOFILE is {limit}")
         assert len(named) == sum(error is not None for error in found.values()), said
         if 16 <= limit < 64:
