@@ -183,7 +183,11 @@ def test_a_killed_pusher_leaves_whole_weights_under_their_version(
         while server.ask("/is_paused")["is_paused"]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        served = held.version if dies_before in ("finish", "reset_cache", "resume") else held.version - 1
+        served = (
+            held.version
+            if dies_before in ("finish_weight_update", "reset_prefix_cache", "resume_generation")
+            else held.version - 1
+        )
         assert (server.version, server.answer()) == (
             str(served),
             greedy(make_model(5 + served - held.version + 1)),

@@ -118,7 +118,7 @@ def test_a_bridge_has_one_living_queue(bridge):
 ENDED = """
 import os, sys, numpy as np
 from shmbridge.consumers.transfer_queue.store import Queue
-from shmbridge.segments import values
+from shmbridge.segments import write_values
 queue = Queue(sys.argv[1])
 write_values(sys.argv[1], np.arange(3), b"", [(0, [b"abc"])])
 if sys.argv[2] == "killed":
@@ -172,10 +172,10 @@ def test_a_put_that_is_being_written_is_not_cleared(make_store, bridge):
     with open(segment.MOUNT / segment.new_name(bridge, "v")[1:], "wb") as half:
         make_store().clear([0])
         assert segment.value_names(bridge) == [f"/{half.name.rpartition('/')[2]}"]
-        assert membership.sweep(bridge).removed == segment.value_names(bridge) or not segment.value_names(
+        assert membership.sweep_bridge(bridge).removed == segment.value_names(bridge) or not segment.value_names(
             bridge
         )
-    assert values.stored_bytes(bridge) == (0, 0)
+    assert values.value_bytes(bridge) == (0, 0)
 
 
 def test_of_two_values_for_a_row_in_one_put_the_last_counts(make_store, bridge):
@@ -203,7 +203,7 @@ def test_a_limit_of_the_process_ends_a_clear_with_its_name(make_store, bridge, m
         raise shmbridge.ProcessLimit("1024 of 1024 descriptors are open", hint="ulimit -n 65536")
 
     with monkeypatch.context() as patched:
-        patched.setattr("shmbridge.segments.stored.read_values_head", no_descriptor)
+        patched.setattr("shmbridge.consumers.transfer_queue.store.read_values_head", no_descriptor)
         with pytest.raises(shmbridge.ProcessLimit, match="ulimit"):
             store.clear([0])
     store.clear([0])

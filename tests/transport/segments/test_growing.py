@@ -34,7 +34,8 @@ def early(monkeypatch):
             size = left.pop()
             return segment.map_segment(file, size, name, readonly=readonly) if size >= minimum else None
 
-        monkeypatch.setattr(segment, "map_now", map_now)
+        for where in ("segments.segment", "segments.membership", "weights.writer"):
+            monkeypatch.setattr(f"shmbridge.{where}.map_now", map_now)
 
     return arm
 

@@ -259,7 +259,7 @@ def test_a_lane_that_no_descriptor_was_left_for_is_opened_later(bridge, make_pro
     producer = make_producer()
     producer.put(group(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment, "open_mapping", none_left)
+        patch.setattr("shmbridge.watch.observer.open_mapping", none_left)
         assert observer.poll() == []
         assert list(observer.unreadable.values()) == ["[Errno 24] Too many open files"]
     assert numbers(observer.poll()) == [1]
