@@ -113,7 +113,7 @@ def engine_at(url: str) -> Engine:
         if word in answer_of(url, path, timeout_s=_REQUEST_TIMEOUT_S):
             return kind(url)
     raise EngineFailed(
-        f"{url} is no engine that takes weights: it has neither "
+        f"{url} does not take weights: it has neither "
         f"{', '.join(path for path, *_ in _KINDS[:2])} nor {_KINDS[2][0]}",
         hint="vLLM needs VLLM_SERVER_DEV_MODE=1, or --middleware "
         "shmbridge.consumers.vllm.middleware.ShmBridge",
@@ -134,7 +134,7 @@ def engine_of(given: Any) -> Engine:
     if hasattr(given, "llm_engine") and hasattr(given, "start_weight_update"):
         return VllmOffline(given)
     raise EngineFailed(
-        f"{given!r} is no engine", hint='pass "http://host:port", a vllm.LLM, an AsyncLLM, or an Engine'
+        f"{given!r} is not an engine", hint='pass "http://host:port", a vllm.LLM, an AsyncLLM, or an Engine'
     )
 
 

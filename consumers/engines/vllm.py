@@ -64,8 +64,8 @@ class _Vllm(Engine):
         and no cached prefix is of older weights.
 
         Raises:
-            EngineFailed: it keeps its earlier version; or, if the message says so, it has new weights and an
-                old cache, or its weights are uncertain and samples are stamped with an unknown version.
+            EngineFailed: the engine keeps its earlier version, unless the message names another state: new
+                weights and an old cache, or uncertain weights, whose samples get an unknown version.
         """
         until = time.monotonic() + update.timeout_s
 

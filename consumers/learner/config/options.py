@@ -42,7 +42,7 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0, description="a number from 0 to
 
 def _address(text: str) -> None:
     if not text.startswith(("http://", "https://")):
-        raise ValueError(f"{text!r} is no address such as http://127.0.0.1:8000")
+        raise ValueError(f"{text!r} is not an address such as http://127.0.0.1:8000")
 
 
 BridgeName = Annotated[str, check_bridge_name]
@@ -91,7 +91,7 @@ def parse_condition(text: str) -> Condition:
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise ValueError(f"{text!r}: {found[3]} is no finite number")
+        raise ValueError(f"{text!r}: {found[3]} is not a finite number")
     return Condition(found[1], found[2], bound)
 
 

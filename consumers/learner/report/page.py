@@ -199,8 +199,8 @@ def write_page(
 ) -> None:
     """Writes the page of at least one run. Blocks; raises OSError.
 
-    All text of a run is escaped, and the page's policy lets no script run. Without matplotlib it has no
-    curves, and says so.
+    All text of a run is escaped, and the page's policy lets no script run. Without matplotlib a line stands
+    in place of the curves.
 
     Args:
         folders: of the runs.

@@ -333,7 +333,7 @@ class socket_without_listener:
 
 
 def test_an_object_that_is_no_engine_is_refused(bridge):
-    with pytest.raises(EngineFailed, match="is no engine"):
+    with pytest.raises(EngineFailed, match="is not an engine"):
         WeightSync(bridge, "127.0.0.1:8000")
     with pytest.raises(ValueError, match="none of keep, wait, abort"):
         WeightSync(bridge, "http://127.0.0.1:1", pause="stop")

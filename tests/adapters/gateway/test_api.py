@@ -110,6 +110,19 @@ def test_environments_get_names_numbers_and_the_run(api: Api):
     assert api.env_status(0)["env_weight"] == 0.5
 
 
+def test_a_share_above_one_is_refused(gateway: GatewayProcess):
+    gateway.start()
+    wish = {
+        "max_token_length": 1,
+        "desired_name": "e",
+        "weight": 1.0,
+        "group_size": 1,
+        "min_batch_allocation": 7.0,
+    }
+    answer = gateway.post("/register-env", wish)
+    assert (answer.status_code, "min_batch_allocation" in answer.text) == (422, True)
+
+
 def test_an_environment_steers_by_its_status(api: Api):
     api.start(batch_size=16)
     one, other = (

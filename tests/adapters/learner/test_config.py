@@ -233,7 +233,7 @@ def test_run_directory_has_the_whole_configuration(tmp_path):
         ("compute: {device: gpu}", "compute.device: 'gpu' is not one of auto, cpu, cuda"),
         ("objective: {mask_ratio: [0.5, -1]}", "objective.mask_ratio: [0.5, -1] is not a list of two, each"),
         ("optimizer: {schedule_option: {power: high}}", "{'power': 'high'} is not a mapping"),
-        ("weights: {engine: [somewhere]}", "weights.engine: 'somewhere' is no address such as"),
+        ("weights: {engine: [somewhere]}", "weights.engine: 'somewhere' is not an address such as"),
         ("early_stop: {stop_when: reward_mean}", "early_stop.stop_when: 'reward_mean' is not such as"),
         ("run: {bridge: 0123}", "run.bridge: 0123 is not a text"),
         ("batch: [1", "is not YAML: "),
@@ -275,7 +275,7 @@ def test_file_that_is_not_there_is_named(refused, tmp_path):
         ("--lr fast", "--lr: 'fast' is not a finite number, 0 or above"),
         ("--lr -1", "--lr: -1.0 is not a finite number, 0 or above"),
         ("--groups 0", "--groups: 0 is not a whole number above 0"),
-        ("--engine here", "--engine: 'here' is no address such as http://127.0.0.1:8000"),
+        ("--engine here", "--engine: 'here' is not an address such as http://127.0.0.1:8000"),
         ("--stop-when x", "--stop-when: 'x' is not such as reward_mean>=0.95"),
         (
             "--schedule-option power=high",

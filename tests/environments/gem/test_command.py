@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from shmbridge.producers.gem.__main__ import main
+from shmbridge.testing import wait_until
 from tests.environments.byte_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.timeout(300)  # a process imports for seconds, on a busy machine for minutes
@@ -149,3 +151,18 @@ def test_command_says_what_was_wrong_in_one_line(bridge, capsys, arguments, says
     assert says in error
     assert " -> " in error
     assert "Traceback" not in said
+
+
+def test_command_that_cannot_start_exits_with_two(command, tmp_path):
+    assert command("--env", "nope").wait(250) == 2
+    (line,) = (tmp_path / "said").read_text().splitlines()
+    assert re.match(r"\S+ \S+ ERROR gem: \[SB\d+\] .* -> ", line), line
+
+
+def test_command_does_not_wait_for_a_call_that_never_returns(command, tmp_path):
+    child = command("--env", "test:Echo", "--import", "gem_envs", "--env-arg", "sleeps=1e6")
+    wait_until(lambda: "asleep" in (tmp_path / "said").read_text(), timeout_s=90)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130, (tmp_path / "said").read_text()
+    assert "did not return within 3 s" in (tmp_path / "said").read_text()
+    assert "Traceback" not in (tmp_path / "said").read_text()

@@ -73,7 +73,7 @@ def test_siblings_and_errors_in_another_process(make_alarm, held_process):
 
 @pytest.mark.timeout(300)
 def test_a_process_that_ends_costs_its_episodes_and_is_started_again(policy_tokenizer):
-    """Its main thread blocks, then it is killed; what the environment forked ends with it."""
+    """Its main thread blocks, it is killed, then closed; what the environment forked ends with it."""
     with AtroposGemEnv(f"{ENVS / 'alarm_env.py'}:PoolEnv", tokenizer=policy_tokenizer, timeout_s=5.0) as env:
         blocked, forked, shown = begun(env)
         assert shown.endswith(" 1")
@@ -91,6 +91,9 @@ def test_a_process_that_ends_costs_its_episodes_and_is_started_again(policy_toke
         with pytest.raises(EnvProcessEnded, match="exit status -9"):
             env.step("1")
         wait_until(lambda: not any_alive(forked), timeout_s=20)
+        closed, forked, shown = begun(env)
+        assert closed not in (blocked, killed)
+    wait_until(lambda: not any_alive(forked), timeout_s=20)
 
 
 def begun(env):

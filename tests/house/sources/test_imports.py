@@ -117,7 +117,6 @@ def test_nothing_imports_what_stands_on_top(python_imports):
                 its_command = (module, top) in (
                     ("shmbridge.cli.remote", "relay"),
                     ("shmbridge.cli.watching", "relay"),
-                    ("shmbridge.demo.children", "launch"),
                 ) or (top == "relay" and within(module, "shmbridge.bench"))
                 if imported.startswith(SHARED_BY_PROGRAMS):
                     continue

@@ -172,9 +172,9 @@ def test_a_put_that_is_being_written_is_not_cleared(make_store, bridge):
     with open(segment.MOUNT / segment.new_name(bridge, "v")[1:], "wb") as half:
         make_store().clear([0])
         assert segment.value_names(bridge) == [f"/{half.name.rpartition('/')[2]}"]
-        assert membership.sweep_bridge(bridge).removed == segment.value_names(bridge) or not segment.value_names(
+        assert membership.sweep_bridge(bridge).removed == segment.value_names(
             bridge
-        )
+        ) or not segment.value_names(bridge)
     assert values.value_bytes(bridge) == (0, 0)
 
 

@@ -1,8 +1,13 @@
 """The HTTP server for scrapes, under clients that are wrong, slow, many or gone."""
 
 import http.client
+import os
+import re
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import urllib.request
 
@@ -112,12 +117,36 @@ def test_what_is_no_address(text):
         _address(text)
 
 
-def test_ipv6(serve, bridge, make_producer):
-    make_producer(env_name="math").put({"tokens": [[1]]})
+def has_ipv6():
     try:
-        server = serve(Exporter(lambda: [bridge]), host="::1")
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
     except OSError:
-        pytest.skip("this machine has no IPv6")
-    assert server.url.startswith("http://[::1]:")
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        assert b'environment="math"' in answer.read()
+        return False
+    return True
+
+
+def test_ipv6(bridge, make_producer):
+    if not has_ipv6():
+        _refused_without_ipv6(bridge)
+        return
+    make_producer(env_name="math").put({"tokens": [[1]]})
+    command = [sys.executable, "-m", "shmbridge.cli", "inspect", bridge, "--listen", "[::1]:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        url = re.search(r"http://\S+", serving.stdout.readline())[0]
+        assert url.startswith("http://[::1]:")
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert b'environment="math"' in answer.read()
+        os.kill(serving.pid, signal.SIGINT)
+        assert serving.wait(10) == 0
+
+
+def _refused_without_ipv6(bridge):
+    done = subprocess.run(
+        [sys.executable, "-m", "shmbridge.cli", "inspect", bridge, "--listen", "[::1]:0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("cannot listen on [::1]:0: ")
